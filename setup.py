@@ -1,0 +1,34 @@
+"""Metadata comes from settings.ini, the version from the package: nothing is written twice."""
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+config = ConfigParser(delimiters=["="])
+config.read(here / "settings.ini", encoding="utf-8")
+meta = config["DEFAULT"]
+version = re.search(r'__version__ = "(.+?)"', (here / meta["lib_path"] / "__init__.py").read_text()).group(1)
+
+setup(
+    name=meta["lib_name"],
+    version=version,
+    description=meta["description"],
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    keywords=meta["keywords"],
+    author=meta["author"],
+    license=meta["license"],
+    python_requires=f">={meta['min_python']}",
+    packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
+    package_data={
+        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml"],
+        f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
+    },
+    install_requires=meta["requirements"].split(),
+    extras_require={"dev": meta["dev_requirements"].split()},
+    entry_points={"console_scripts": [meta["console_scripts"]]},
+    zip_safe=False,
+)
