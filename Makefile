@@ -1,0 +1,52 @@
+# Targets make the environment first: .venv, once, and again when the metadata or the constraints change.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+$(STAMP): settings.ini setup.py pyproject.toml constraints.txt
+	@if [ ! -x $(BIN)/python ]; then \
+	  for python in python3.11 python3.12 python3.13 python3 none; do \
+	    $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	  done; \
+	  if [ $$python = none ]; then echo "make: Python 3.11 or later with venv is needed; none was found" >&2; exit 1; fi; \
+	  echo "making .venv with $$($$python --version)"; $$python -m venv .venv; \
+	fi
+	@start=$$SECONDS; $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'; touch $@; \
+	echo "installed in $$((SECONDS - start)) s"
+
+install: $(STAMP) ## make .venv and install everything into it
+
+demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; resumes where it stopped
+	@start=$$SECONDS; $(BIN)/chunk-grpo train runs/pocket/demo.yaml --out runs/demo --resume; \
+	echo "wall time $$((SECONDS - start)) s; the report is $$PWD/runs/demo/report.html"
+
+test: $(STAMP) ## everything CI runs, with the time of each stage
+	@$(BIN)/python tools/check.py
+
+lab: $(STAMP) ## open the book in JupyterLab
+	@$(BIN)/jupyter lab nbs
+
+prepare: $(STAMP) ## after editing notebooks: export the package, clean the notebooks, write README.md
+	@$(BIN)/nbdev-export
+	@$(BIN)/nbdev-clean
+	@$(BIN)/python tools/readme.py
+
+pocket: $(STAMP) ## train the shipped pocket weights again from scratch, hours on two cores
+	@$(BIN)/python -m chunk_grpo.pocket.base
+
+constraints: $(STAMP) ## write constraints.txt from what is installed
+	@{ echo '# The exact versions everything was tested with, on Python 3.11. Made by `make constraints`.'; \
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new && mv constraints.new constraints.txt
+
+clean: ## remove what tools leave behind; runs and .venv stay
+	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
+	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+.PHONY: help install demo test lab prepare pocket constraints clean

@@ -1,0 +1,33 @@
+"""Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTEST = [sys.executable, "-m", "pytest"]
+STAGES = {
+    "ruff": [sys.executable, "-m", "ruff", "check", "."],
+    "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],
+    "notebooks": [*PYTEST, "tests/test_notebooks.py", "--durations=5"],
+    "tests": [*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py", "-rs", "--durations=10"],
+}
+
+
+def main() -> int:
+    "Run every stage, also after one has failed, and print what each took."
+    results = {}
+    for name, command in STAGES.items():
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run(command, cwd=ROOT).returncode
+        results[name] = ("passed" if code == 0 else "FAILED", time.monotonic() - start)
+    for name, (word, seconds) in results.items():
+        print(f"{word:7} {seconds:6.0f} s  {name}")
+    print(f"total   {sum(seconds for _, seconds in results.values()):6.0f} s")
+    return int(any(word == "FAILED" for word, _ in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
