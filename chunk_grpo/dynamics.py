@@ -129,7 +129,7 @@ def draw_chunks(
 ) -> Tensor:  # (B, count) long, chunk numbers in increasing order
     """Draw `count` chunks a trajectory without replacement, in proportion to weights. InputError on bad input."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
-        raise InputError(f"uniforms: got {tuple(uniforms.shape)}, allowed is the shape of weights {tuple(weights.shape)}.")
+        raise InputError(f"uniforms: got shape {tuple(uniforms.shape)}, allowed is weights' {tuple(weights.shape)}.")
     if not 1 <= count <= weights.shape[1]:
         raise InputError(f"count: got {count}, allowed is 1 to {weights.shape[1]} chunks.")
     if not bool((weights.isfinite() & (weights >= 0)).all()) or bool(((weights > 0).sum(1) < count).any()):
