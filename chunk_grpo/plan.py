@@ -178,7 +178,8 @@ def evaluation_flops(
     forward = forward_flops(g, s.eval_resolution, s.max_tokens)
     images = s.eval_count * s.eval_images
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
-    return images * (2 * s.eval_steps - s.hybrid_split) * forward, times
+    arms = 2 if 0 < s.hybrid_split < s.eval_steps else 1
+    return images * arms * s.eval_steps * forward, times
 
 
 def largest_chunk(

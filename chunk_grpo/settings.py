@@ -162,7 +162,7 @@ class EvaluationPart(UpdatePart):
         "Iterations between two evaluations; 0: only the base and the end.", ge=0)
     eval_steps: int = setting(50, "transitions", HYBRID, "Steps of the ODE in evaluation.", ge=1)
     eval_images: int = setting(1, "images", OURS, "Images of one held-out prompt.", ge=1)
-    eval_count: int = setting(32, "prompts", OURS, "Held-out prompts used during training, the first of them.", ge=1)
+    eval_count: int = setting(32, "prompts", OURS, "Held-out prompts used during training, spread over the list.", ge=1)
     eval_resolution: int = setting(1024, "pixels a side", HYBRID, "Side of the images.", ge=16)
     hybrid_split: int = setting(30, "transitions", HYBRID,
         "Step of the evaluation at which the base weights take over; `eval_steps`: never.", ge=0)
