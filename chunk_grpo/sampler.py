@@ -36,7 +36,7 @@ def diffusion(
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
     """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance, 0 for ode."""
     if kind == "flow":
-        return eta * (sigma / (1 - torch.where(sigma == 1, second, sigma))).sqrt()
+        return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second, sigma))).sqrt()
     return torch.full_like(sigma, eta if kind == "dance" else 0.0)
 
 # %% ../nbs/01_sampler.ipynb #2e9af007

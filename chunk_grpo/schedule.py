@@ -81,10 +81,10 @@ def shift_sigmas(
     u: Tensor,  # noise levels in [0, 1], any shape
     shift: float,  # factor on the noise-to-signal ratio, > 0; 1 changes nothing
 ) -> Tensor:  # shifted noise levels, the shape of u
-    """The Moebius map shift u / (1 + (shift - 1) u) on noise levels; raises InputError if shift is not positive."""
+    """The Moebius map shift u / (shift u + 1 - u) on noise levels; raises InputError if shift is not positive."""
     if not (isinstance(shift, int | float) and math.isfinite(shift) and shift > 0):
         raise InputError(f"shift: got {shift!r}, allowed is a number above 0.")
-    return shift * u / (1 + (shift - 1) * u)
+    return shift * u / (shift * u + (1 - u))
 
 # %% ../nbs/00_schedule.ipynb #2d06aaa8
 def sigmas(
