@@ -1,0 +1,102 @@
+"""The command line: exit codes, one sentence on stderr, nothing left behind; commands on a run that exists."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from chunk_grpo import cli, settings
+
+
+def call(folder, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    "Run chunk-grpo in a folder."
+    command = [sys.executable, "-m", "chunk_grpo.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize("arguments, parts", [
+    (["plan", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
+    (["plan", "nowhere.yaml"], ["'nowhere.yaml'", "presets"]),
+    (["plan", "pocket/tiny", "learnin_rate=1"], ["`learnin_rate`", "`learning_rate`"]),
+    (["plan", "pocket/tiny", "steps"], ["name=value", "'steps'"]),
+    (["plan", "pocket/tiny", "--processes", "3"], ["number of processes", "got 3"]),
+    (["plan", "pocket/tiny", "--rate", "-1"], ["`--rate`", "-1"]),
+    (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
+    (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
+    (["train", "pocket/tiny", "--processes", "0"], ["number of processes", "got 0"]),
+    (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
+    (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
+    (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),
+    (["evaluate", "nowhere"], ["nowhere"]),
+    (["report", "nowhere"], ["nowhere"]),
+    (["compare", "nowhere"], ["nowhere"]),
+])
+def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capfd, arguments, parts):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["chunk-grpo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said, error = capfd.readouterr()
+    assert ended.value.code == 2 and said == ""
+    assert error.startswith("chunk-grpo: ") and error.count("\n") == 1
+    assert all(part in error for part in parts), error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_itself_ends_with_2(tmp_path):
+    done = call(tmp_path, "train", "pocket/tiny", "steps=18")
+    assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [
+    ["train"], ["fly"], ["plan", "pocket/tiny", "--processes", "two"], ["plan", "--fast"]])
+def test_wrong_usage_is_exit_code_2(arguments):
+    answer = CliRunner().invoke(cli.app, arguments)
+    assert answer.exit_code == 2 and "Usage" in answer.output
+
+
+def test_help_names_every_command():
+    answer = CliRunner().invoke(cli.app, ["--help"])
+    assert answer.exit_code == 0
+    for command in ("plan", "train", "evaluate", "profile", "compare", "report", "doctor"):
+        line = next(line for line in answer.output.splitlines() if line.split()[:1] == [command])
+        assert line.endswith(".") and not line.endswith("..."), "the summary is cut off"
+        assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0
+
+
+def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
+    code = ("import sys; from chunk_grpo import InputError, cli, settings\n"
+            "try: settings.load('pocket/demo', ['learnin_rate=1'])\n"
+            "except InputError: sys.exit(3 + ('torch' in sys.modules))")
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize("preset", settings.presets())
+def test_plan_counts_every_preset(preset):
+    answer = CliRunner().invoke(cli.app, ["plan", preset, "--rate", "1"])
+    assert answer.exit_code == 0, answer.output
+    s = settings.load(preset)
+    images = s.prompts_per_iteration * s.images_per_prompt
+    assert f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images" in answer.output
+    assert f"{s.iterations:,} iterations, {images * s.iterations:,} images" in answer.output
+    assert "estimated, not measured" in answer.output and re.search(r"memory a process +\S+ [KMG]iB", answer.output)
+
+
+def test_plan_of_an_unknown_model_has_counts_only():
+    answer = CliRunner().invoke(cli.app, ["plan", "paper/chunk", "model=some/model"])
+    assert answer.exit_code == 0 and "images an iteration" in answer.output and "cannot be estimated" in answer.output
+
+
+def test_plan_starts_nothing(tmp_path):
+    done = call(tmp_path, "plan", "pocket/tiny")
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_doctor_finds_the_weights_intact(tmp_path):
+    done = call(tmp_path, "doctor", CHUNK_GRPO_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert "intact" in done.stdout and str(tmp_path / "cache") in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,186 @@
+"""Settings: what is refused, with which sentence, and what the shipped files say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunk_grpo import InputError, settings
+
+ROOT = Path(__file__).resolve().parents[1]
+FIELDS = settings.Settings.model_fields
+
+
+def refused(values: dict, overrides=()) -> str:
+    "The sentence for wrong settings."
+    with pytest.raises(InputError) as caught:
+        settings.load(values, overrides)
+    text = str(caught.value)
+    assert "\n" not in text and not text.endswith(".")
+    return text
+
+
+@pytest.mark.parametrize("values, parts", [
+    ({"learnin_rate": 1e-3}, ["`learnin_rate`", "did you mean `learning_rate`"]),
+    ({"lr": 1e-3}, ["`lr`", "no setting"]),
+    ({1: 2}, ["`1`", "no setting"]),
+    ({"iterations": "12"}, ["`iterations`", "whole number", "'12'"]),
+    ({"iterations": True}, ["`iterations`", "whole number", "true"]),
+    ({"iterations": 12.0}, ["`iterations`", "whole number", "12.0"]),
+    ({"iterations": 0}, ["`iterations`", "at least 1", "got 0"]),
+    ({"learning_rate": "0.1"}, ["`learning_rate`", "number", "'0.1'"]),
+    ({"learning_rate": True}, ["`learning_rate`", "number", "true"]),
+    ({"learning_rate": float("nan")}, ["`learning_rate`", "number", "NaN"]),
+    ({"learning_rate": float("inf")}, ["`learning_rate`", "number", "Infinity"]),
+    ({"learning_rate": "1e999"}, ["`learning_rate`", "number"]),
+    ({"chunk_fraction": 1.5}, ["`chunk_fraction`", "above 0", "at most 1", "1.5"]),
+    ({"chunk_fraction": 0}, ["`chunk_fraction`", "above 0", "got 0"]),
+    ({"shared_noise": "yes"}, ["`shared_noise`", "true or false", "'yes'"]),
+    ({"shared_noise": 1}, ["`shared_noise`", "true or false", "got 1"]),
+    ({"sampler": "ode"}, ["`sampler`", "flow, dance, cps", "'ode'", "density"]),
+    ({"sampler": "euler"}, ["`sampler`", "flow, dance, cps", "'euler'"]),
+    ({"dtype": "float16"}, ["`dtype`", "float32, bfloat16", "'float16'"]),
+    ({"prompts": None}, ["`prompts`", "text", "nothing"]),
+    ({"model": ""}, ["`model`", "text"]),
+    ({"chunks": "2,3,4"}, ["`chunks`", "16"]),
+    ({"chunks": "2,3,four,7"}, ["`chunks`", "four"]),
+    ({"chunks": "equal:5"}, ["`chunks`", "divide the 16", "got 5"]),
+    ({"chunks": [2, 3, 4, 8]}, ["`chunks`", "2,3,4,8"]),
+    ({"chunks": 2.5}, ["`chunks`", "text", "2.5"]),
+    ({"steps": 18}, ["`chunks`", "17"]),
+    ({"images_per_prompt": 1}, ["`images_per_prompt`", "at least 2"]),
+    ({"images_per_prompt": 11}, ["`images_per_prompt`", "multiple", "`updates_per_iteration`", "11"]),
+    ({"hybrid_split": 51}, ["`hybrid_split`", "`eval_steps`", "50", "51"]),
+    ({"sampler": "cps", "eta": 1.2}, ["`eta`", "at most 1", "1.2"]),
+    ({"resolution": 100}, ["`resolution`", "multiple of 8", "100"]),
+    ({"reward": {"hpsv3": -1.0}}, ["`reward`", "above 0", "'hpsv3'", "-1"]),
+    ({"reward": {"hpsv3": "much"}}, ["`reward`", "mapping"]),
+    ({"reward": {}}, ["`reward`", "at least one"]),
+    ({"reward": 3}, ["`reward`", "got 3"]),
+    ({"eval_rewards": "hpsv3"}, ["`eval_rewards`", "list", "'hpsv3'"]),
+    ({"eval_rewards": ["a", "a"]}, ["`eval_rewards`", "once", "'a'"]),
+    ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
+    ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
+])
+def test_one_sentence_names_field_and_value(values, parts):
+    sentence = refused(values)
+    assert all(part in sentence for part in parts), sentence
+
+
+@pytest.mark.parametrize("overrides, parts", [
+    (["eta"], ["name=value", "'eta'"]),
+    (["=3"], ["name=value"]),
+    (["eta=[1"], ["`eta`", "YAML"]),
+    (["iterations="], ["`iterations`", "nothing"]),
+    ({"iterations": "3"}, ["`iterations`", "'3'"]),
+])
+def test_overrides_are_checked(overrides, parts):
+    sentence = refused({}, overrides)
+    assert all(part in sentence for part in parts), sentence
+
+
+def test_exponents_are_numbers_in_every_way_they_are_written():
+    for text in ("1e-3", "1E-3", "1.e-3", "1.0e-3", "0.001", "10e-4", "+1e-3"):
+        assert settings.load(yaml.safe_load(f"learning_rate: {text}")).learning_rate == 1e-3
+        assert settings.load({}, [f"learning_rate={text}"]).learning_rate == 1e-3
+    assert settings.load({"reward": {"hpsv3": "1e-1"}}).reward == {"hpsv3": 0.1}
+
+
+def test_files_are_read_or_refused_in_words(tmp_path):
+    file = tmp_path / "mine.yaml"
+    for text, part in (("steps: 9\nsteps: 17\n", "twice"), ("steps: [", "YAML"), ("- a\n- b\n", "name: value"),
+                       ("", "name: value"), ("steps: 9\n  shift: 2\n", "YAML")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=part):
+            settings.load(file)
+    file.write_bytes(b"\xff\xfe\x00steps")
+    with pytest.raises(InputError, match="readable"):
+        settings.load(file)
+    with pytest.raises(InputError, match="did you mean pocket/demo"):
+        settings.load("pocket/dem")
+    with pytest.raises(InputError, match="neither"):
+        settings.load(tmp_path)
+    file.write_text("steps: 9\nchunks: equal:2\n")
+    assert settings.load(str(file), {"steps": 5}).steps == 5
+
+
+def test_settings_are_frozen_and_come_back_from_yaml_and_json():
+    s = settings.load("pocket/demo", ["seed=3", "reward={pocket-clip: 2}"])
+    with pytest.raises(ValueError, match="frozen"):
+        s.seed = 4
+    assert settings.load(yaml.safe_load(settings.dump(s))) == s
+    assert settings.load(json.loads(json.dumps(s.model_dump(mode="json")))) == s
+    assert [row["name"] for row in settings.table(s)] == list(FIELDS)
+
+
+@given(st.builds(dict, learning_rate=st.floats(1e-9, 1), eta=st.floats(0.01, 1), seed=st.integers(0, 2**40),
+                 prompts=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)))
+def test_every_value_survives_a_round_trip(values):
+    s = settings.load(values)
+    assert settings.load(yaml.safe_load(settings.dump(s))) == s
+
+
+def test_every_field_has_unit_source_and_meaning():
+    for name, field in FIELDS.items():
+        assert set(field.json_schema_extra) == {"unit", "source"} and field.json_schema_extra["source"], name
+        assert field.description and settings.allowed(name), name
+
+
+def test_resume_refuses_another_run():
+    old = settings.Settings()
+    settings.check_resume(old, settings.load({"iterations": 151, "eval_every": 1, "checkpoint_every": 3}))
+    for changed, part in (({"iterations": 149}, "raised"), ({"learning_rate": 2e-5}, "`learning_rate`"),
+                          ({"iterations": 149, "eta": 0.3}, "`eta`"), ({"threads": 1}, "`threads`")):
+        with pytest.raises(InputError, match=part):
+            settings.check_resume(old, settings.load(changed))
+
+
+def test_processes_share_the_prompts():
+    for processes in (1, 2, 16):
+        settings.check_processes(settings.Settings(), processes)
+    for processes in (0, -1, 3, 32):
+        with pytest.raises(InputError, match="divide `prompts_per_iteration`"):
+            settings.check_processes(settings.Settings(), processes)
+
+
+PAPER = {"learning_rate": 1e-5, "weight_decay": 1e-4, "max_grad_norm": 0.01, "clip_range": 5e-5, "advantage_clamp": 5.0,
+         "resolution": 720, "steps": 17, "eta": 0.7, "shift": 3.0, "chunk_fraction": 0.5, "iterations": 150,
+         "prompts_per_iteration": 2 * 8, "images_per_prompt": 12, "updates_per_iteration": 2, "chunks": "2,3,4,7",
+         "kl": 0.0, "ema": 0.0, "guidance": 3.5, "shared_noise": True, "eval_resolution": 1024, "eval_steps": 50,
+         "hybrid_split": 30, "model": "black-forest-labs/FLUX.1-dev", "reward": "hpsv3", "lora_rank": 0}
+
+
+def test_defaults_are_the_papers():
+    assert {name: getattr(settings.Settings(), name) for name in PAPER} == PAPER
+
+
+@pytest.mark.parametrize("name, differs", [
+    ("chunk", {}), ("chunk-ws", {"chunk_weighting": "dynamics"}), ("dance", {"chunks": "steps"})])
+def test_paper_files_write_the_papers_values_out(name, differs):
+    written = settings.read(f"paper/{name}")
+    assert not set(PAPER) - set(written)
+    s = settings.load(written)
+    assert {n: b for n, (_, b) in settings.difference(settings.Settings(), s).items()} == differs
+
+
+def test_pocket_files_differ_only_where_they_say():
+    demo = settings.load("pocket/demo")
+    steps, weighted = settings.load("pocket/steps"), settings.load("pocket/chunk-ws")
+    assert settings.difference(demo, steps) == {"chunks": ("2,3,4,7", "steps")}
+    assert settings.difference(demo, weighted) == {"chunk_weighting": ("uniform", "dynamics")}
+    defaults = settings.Settings()
+    for name in ("demo", "tiny"):
+        same = [n for n, v in settings.load(f"pocket/{name}").model_dump().items()
+                if n in settings.read(f"pocket/{name}") and v == getattr(defaults, n)]
+        assert not same, f"pocket/{name} writes defaults out: {same}"
+
+
+def test_all_presets_load():
+    names = settings.presets()
+    expected = {"pocket/demo", "pocket/tiny", "pocket/steps", "pocket/chunk-ws", "paper/chunk", "paper/chunk-ws"}
+    assert expected | {"paper/dance"} <= set(names)
+    for name in names:
+        assert settings.load(name) == settings.load(ROOT / "runs" / f"{name}.yaml")
