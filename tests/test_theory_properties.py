@@ -19,7 +19,15 @@ from chunk_grpo.dynamics import (
     relative_distance,
 )
 from chunk_grpo.sampler import KINDS, LARGEST_ETA, coefficients, kl, log_prob, step, transition
-from chunk_grpo.schedule import endpoints, index_at, interpolate, shift_sigmas, sigmas, velocity_target
+from chunk_grpo.schedule import (
+    endpoints,
+    gaussian_velocity,
+    index_at,
+    interpolate,
+    shift_sigmas,
+    sigmas,
+    velocity_target,
+)
 
 RANDOM_KINDS = ("flow", "dance", "cps")
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -70,6 +78,11 @@ def test_every_noise_level_lies_in_one_transition(steps, shift, sigma):
     levels = sigmas(steps, shift, torch.float64)
     index = index_at(levels, sigma)
     assert levels[index] >= sigma > levels[index + 1]
+
+
+def test_a_transition_owns_the_level_it_starts_at():
+    levels = sigmas(17, 3.0, torch.float64)
+    assert [index_at(levels, level) for level in levels[:-1].tolist()] == list(range(17))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
@@ -143,6 +156,19 @@ def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, sh
             log_prob(torch.zeros(1, 2), torch.zeros(1, 2), std[-1], kind)
 
 
+@pytest.mark.parametrize("kind", ["flow", "dance", "ode"])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.0])
+def test_many_steps_keep_the_variance_of_gaussian_data(kind, scale):
+    """x_{i+1} = g x_i + std eps on Gaussian data, so the final variance follows exactly; it must be the data's."""
+    levels = sigmas(4000, 3.0, torch.float64)
+    a, b, std = coefficients(levels, torch.arange(4000), kind, 0.5)
+    gain = a + b * gaussian_velocity(torch.ones(4000, dtype=torch.float64), levels[:-1], 0.0, scale)
+    variance = 1.0
+    for g, s in zip(gain.tolist(), std.tolist(), strict=True):
+        variance = g**2 * variance + s**2
+    assert variance / scale**2 == pytest.approx(1, abs=0.005)
+
+
 @quick
 @given(seed_, st.floats(0.01, 2.0), st.sampled_from(RANDOM_KINDS))
 def test_kl_is_symmetric_and_zero_only_for_equal_means(seed, std, kind):
@@ -201,6 +227,17 @@ def test_chunk_weights_sum_to_one(seed, sizes):
     torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
 
 
+def test_a_chunk_weighs_by_its_mean_distance():
+    weights = chunk_weights(torch.tensor([[0.6, 0.4, 0.1, 0.2, 0.3, 0.2]]), Chunks((2, 4)))
+    torch.testing.assert_close(weights, torch.tensor([[0.5, 0.2]]) / 0.7)
+
+
+def test_first_draws_follow_the_weights():
+    weights, n = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 40_000
+    seen = draw_chunks(weights.expand(n, 4), 1, uniform(0, n, 4)).flatten().bincount(minlength=4) / n
+    assert ((seen - weights).abs() <= 4 * (weights * (1 - weights) / n).sqrt()).all()
+
+
 @quick
 @given(seed_, st.integers(1, 12), st.data())
 def test_draws_never_repeat_and_never_take_what_has_no_weight(seed, K, data):
@@ -254,8 +291,6 @@ def test_at_least_one_chunk_is_drawn(K, fraction):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_closed_profile_is_the_measured_one(kind):
     """A wide Gaussian trajectory has the profile of the closed form, to the one percent of its finite width."""
-    from chunk_grpo.schedule import gaussian_velocity
-
     levels, eta = sigmas(9, 3.0, torch.float64), 0.5
     x = [normal(0, 8, 20_000)]
     for i in range(9):
