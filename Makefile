@@ -24,8 +24,9 @@ $(STAMP): settings.ini setup.py pyproject.toml constraints.txt
 install: $(STAMP) ## make .venv and install everything into it
 
 demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; resumes where it stopped
-	@start=$$SECONDS; $(BIN)/chunk-grpo train runs/pocket/demo.yaml --out runs/demo --resume; \
-	echo "wall time $$((SECONDS - start)) s; the report is $$PWD/runs/demo/report.html"
+	@start=$$SECONDS; resume=; if [ -e runs/demo/run.json ]; then resume=--resume; fi; \
+	$(BIN)/chunk-grpo train runs/pocket/demo.yaml --out runs/demo $$resume; \
+	echo "wall time $$((SECONDS - start)) s"
 
 test: $(STAMP) ## everything CI runs, with the time of each stage
 	@$(BIN)/python tools/check.py

@@ -48,8 +48,8 @@ def copy(tmp_path):
 
 def nbdev(command: str, folder: Path):
     "Run an nbdev command in a folder."
-    code = f"from nbdev.{command} import *; nbdev_{command}()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    program = Path(sys.executable).with_name(f"nbdev-{command}")
+    done = subprocess.run([program], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
