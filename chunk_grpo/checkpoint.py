@@ -9,6 +9,7 @@ __all__ = ['beside', 'write_json', 'read_json', 'append_line', 'read_lines', 'cu
 # %% ../nbs/08c_checkpoint.ipynb #7940fbc3
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -59,12 +60,14 @@ def read_json(path: Path) -> dict:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise InputError(f"run: {path} cannot be read ({type(error).__name__}); a whole run folder is needed.") from None
+        kind = type(error).__name__
+        raise InputError(f"run: {path} cannot be read ({kind}); a whole run folder is needed.") from None
 
 # %% ../nbs/08c_checkpoint.ipynb #f67a70b1
 def append_line(path: Path, content: dict) -> None:
     "Append one line of JSON; floats that are not finite become null."
-    line = json.dumps({k: (v if not isinstance(v, float) or abs(v) < float("inf") else None) for k, v in content.items()})
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
+    line = json.dumps(finite)
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")
 

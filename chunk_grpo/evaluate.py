@@ -79,7 +79,8 @@ def draw_arm(
             VaeImageProcessor.numpy_to_pil(images[n].permute(1, 2, 0).numpy())[0].save(folder / name)
             category = {k: r.category(prompts[p]) for k, r in scorers.items() if hasattr(r, "category")}
             record = {"arm": arm, "prompt_index": p, "image_index": i, "prompt": prompts[p], "seed": s.eval_seed}
-            records.append(record | {"file": name, "scores": {k: v[n] for k, v in scores.items()}, "category": category})
+            record |= {"file": name, "scores": {k: v[n] for k, v in scores.items()}, "category": category}
+            records.append(record)
         say(f"{arm}: {len(records)} of {len(places)} images")
     return records
 

@@ -63,7 +63,7 @@ def score(
 ) -> Tensor:  # (B,) float32, raw
     "Scores of the images; InputError where the reward returns the wrong count or a value that is not finite."
     if len(images) != len(prompts):
-        raise InputError(f"reward: {len(images)} images came with {len(prompts)} prompts; one prompt an image is needed.")
+        raise InputError(f"reward: {len(images)} images came with {len(prompts)} prompts; allowed is one an image.")
     parts = []
     for low in range(0, len(prompts), batch):
         given = prompts[low : low + batch]

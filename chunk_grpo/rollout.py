@@ -34,12 +34,13 @@ def read_prompts(
         return pocket.prompts(source.removeprefix("pocket:"))
     path = Path(source)
     if not path.is_file():
-        raise InputError(f"{field}: {source!r} is no file; allowed are pocket:train, pocket:heldout, a .txt or a .jsonl.")
+        names = "pocket:train, pocket:heldout, a .txt or a .jsonl"
+        raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        wanted = 'one JSON object with a field "prompt" a line' if path.suffix == ".jsonl" else "one prompt a line, UTF-8"
+        wanted = 'a JSON object with a field "prompt" a line' if path.suffix == ".jsonl" else "one prompt a line, UTF-8"
         raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
     if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
         raise InputError(f"{field}: {source} holds no prompt or an empty one; at least one prompt is needed.")

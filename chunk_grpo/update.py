@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .chunks import Chunks, batches, fits, segments
 from .dynamics import chunk_count, chunk_weights, draw_chunks, relative_distance
-from .objective import clipped_objective, logp_coefficient, segment_ratio
+from .objective import clipped_objective, is_clipped, item_sizes, logp_coefficient, segment_ratio
 from .policy import FluxPolicy
 from .rollout import Trajectories, generator
 from .sampler import kl as transition_kl
@@ -154,7 +154,7 @@ def accumulate(
     "Add the gradient of minus (13) over the work to the weights' gradients; items count equally."
     device = what.policy.device
     adv, segment = advantage[work.owner].to(device), work.segment.to(device)
-    share = 1 / (torch.bincount(segment)[segment] * len(adv))  # of a transition in the mean over items
+    share = 1 / (item_sizes(segment)[segment] * len(adv))  # of a transition in the mean over items
     new, kls, coefficient = torch.zeros(len(segment), device=device), [], None
     if not work.whole:  # two passes: the ratios first
         ratio = torch.ones_like(adv) if old is None else segment_ratio(replay_all(what, work), old, segment)
@@ -176,6 +176,6 @@ def accumulate(
             backward(loss)
             new[part] = logp.detach()
     ratio = segment_ratio(new, new if old is None else old, segment)
-    cut = torch.where(adv > 0, ratio > 1 + clip_range, ratio < 1 - clip_range)
+    cut = is_clipped(ratio, adv, clip_range)
     value = clipped_objective(ratio[:, None], adv, clip_range).item()
     return Outcome(ratio, cut, value, float(sum(kls)))

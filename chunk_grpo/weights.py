@@ -48,7 +48,8 @@ def make_trainable(
             raise InputError(f"lora_targets: no linear layer is named {target!r}; some that are: {endings[:8]}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net.add_adapter(LoraConfig(r=lora_rank, lora_alpha=lora_rank, init_lora_weights="gaussian", target_modules=targets))
+        start = {"lora_alpha": lora_rank, "init_lora_weights": "gaussian"}
+        net.add_adapter(LoraConfig(r=lora_rank, target_modules=targets, **start))
     trained = [p for p in net.parameters() if p.requires_grad]
     for p in trained:
         p.data = p.data.float()

@@ -50,5 +50,6 @@ def build(folder: Path, seed: int = 0) -> Path:
         scaling_factor=0.4,
     )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    FluxPipeline(scheduler, vae, clip, tokenizer("<end>", 16), t5, tokenizer("</s>", 16), transformer).save_pretrained(folder)
+    words = (tokenizer("<end>", 16), tokenizer("</s>", 16))
+    FluxPipeline(scheduler, vae, clip, words[0], t5, words[1], transformer).save_pretrained(folder)
     return Path(folder)

@@ -1,4 +1,4 @@
-"""The order of the public code, one image and one transition at a time, against ours: equal gradients, and the speed ratio.
+"""The public code's order, one image and one transition at a time, against ours: equal gradients, and the speed ratio.
 
     python nbs/benchmarks/reference_order.py [--prompts 2] [--images 12] [--repeats 3] [--out FILE.json]
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import platform
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -73,8 +74,8 @@ def main():
         what = Replay(policy, conditioning, paths, grid)
         chosen = choose_chunks(paths.latents, keys, chunks, 0.5)
         work = lay_out(torch.arange(len(keys)), chosen, chunks, 2 * a.batch)
-        grad, our_update = gradient(policy, lambda: accumulate(what, work, advantage, CLIP))
-        reference, their_update = gradient(policy, lambda: reference_update(what, chosen, chunks, advantage))
+        grad, our_update = gradient(policy, partial(accumulate, what, work, advantage, CLIP))
+        reference, their_update = gradient(policy, partial(reference_update, what, chosen, chunks, advantage))
         error = ((grad - reference).norm() / reference.norm()).item()
         assert error < 1e-5, f"the gradients differ by {error:.1e}, relative"
         for name, pair in (("rollout", (ours, theirs)), ("update", (our_update, their_update))):
@@ -87,7 +88,7 @@ def main():
         print(f"{name:8s} ours {ours:6.2f} s   reference order {theirs:6.2f} s   ratio {theirs / ours:.1f}")
     if a.out:
         about = {"images": len(keys), "transitions": len(work.segment), "threads": torch.get_num_threads()}
-        about |= {"gradient_error": error, "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+        about |= {"gradient_error": error, "torch": torch.__version__, "machine": platform.machine()}
         with open(a.out, "w") as handle:
             json.dump(about | {"seconds": result}, handle, indent=1)
 
