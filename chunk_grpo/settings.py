@@ -234,7 +234,7 @@ def _rewards(
 
 # %% ../nbs/08_settings.ipynb #acbead8d
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
+LIMITS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
 
 
 def allowed(
@@ -295,9 +295,10 @@ class _UniqueKeys(yaml.SafeLoader):
 def _mapping(loader, node):
     "Build a mapping, or say which key stands twice."
     keys = [loader.construct_object(key) for key, _ in node.value]
-    twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-    if twice:
-        raise InputError(f"`{twice[0]}` must stand once; it stands twice, again in line {node.start_mark.line + 1}")
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            line = node.value[i][0].start_mark.line + 1
+            raise InputError(f"`{key}` must stand once; it stands again in line {line}")
     return loader.construct_mapping(node, deep=True)
 
 
