@@ -151,13 +151,18 @@ def test_settings_files_are_shipped():
 
 @pytest.mark.slow
 def test_wheel_carries_presets_reports_and_weights(tmp_path):
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True)
+    files = [path for path in listed.stdout.decode().split("\n") if path and (ROOT / path).exists()]
+    for path in files:
+        (tmp_path / "source" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / "source" / path, follow_symlinks=False)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, tmp_path / "source"]
+    subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.presets()}
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
-    listed = subprocess.run(["git", "ls-files", "chunk_grpo"], cwd=ROOT, check=True, capture_output=True, text=True)
-    expected |= {path for path in listed.stdout.split() if not (ROOT / path).is_symlink()}
+    expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names
     assert any(name.endswith(".safetensors") for name in names)
 
