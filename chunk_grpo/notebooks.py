@@ -16,6 +16,7 @@ import nbformat
 import papermill
 from nbconvert import HTMLExporter
 from papermill.exceptions import PapermillExecutionError
+from traitlets.config import Config
 
 import chunk_grpo
 from . import InputError
@@ -71,6 +72,7 @@ def check(
 def execute(
     name: str | Path,  # name of a shipped report, or a notebook file
     out: str | Path,  # the executed notebook
+    /,
     **values,  # parameters of the report
 ) -> Path:  # out
     "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
@@ -81,7 +83,7 @@ def execute(
     try:
         papermill.execute_notebook(str(notebook(name)), str(out), parameters=values, progress_bar=False,
                                    kernel_name="python3", coalesce_streams=True, store_widget_state=False,
-                                   autosave_cell_every=10)
+                                   autosave_cell_every=10, extra_arguments=["--log-level=ERROR"])
     except PapermillExecutionError as error:
         if error.ename == "InputError":
             out.unlink(missing_ok=True)
@@ -131,8 +133,11 @@ def html(
         raise InputError(f"the notebook to render must be a file; {source} is none")
     book = nbformat.read(source, as_version=4)
     book.metadata.pop("widgets", None)
+    for cell in book.cells:  # warnings of libraries are for the log
+        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"]
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
-                            exclude_output_prompt=True, mathjax_url="", require_js_url="")
+                            exclude_output_prompt=True, mathjax_url="", require_js_url="", config=Config(
+                                {"TagRemovePreprocessor": {"enabled": True, "remove_all_outputs_tags": {"live"}}}))
     body, _ = exporter.from_notebook_node(book)
     words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"
              for line in cell.source.splitlines() if line.startswith("# ")]

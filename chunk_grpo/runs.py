@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIBC', 'PR_SET_PDEATHSIG', 'command', 'tied', 'start', 'watch', 'stop', 'TrainingFailed', 'reason', 'terminable',
-           'conclude', 'train', 'progress_line', 'say', 'page', 'report', 'groups', 'transitions', 'compare']
+           'conclude', 'train', 'progress_line', 'follow_terminal', 'page', 'report', 'groups', 'transitions',
+           'compare']
 
 # %% ../nbs/11_runs.ipynb #89873057
 import contextlib
@@ -153,7 +154,7 @@ def conclude(
     run: Path,
     code: int,  # exit status of the training process
     text: str,  # what it said
-    fresh: bool,  # whether this call made the folder
+    fresh: bool,  # whether nothing trained it before
 ) -> None:
     "Note how training ended; InputError or TrainingFailed where it did not end well."
     code, words = (0, "") if code == 0 else reason(text, code)
@@ -181,7 +182,7 @@ def train(
     if info(run)["status"] == "finished":
         return run
     log = run / "train.log"
-    before = log.stat().st_size if log.is_file() else 0
+    fresh, before = not log.is_file(), log.stat().st_size if log.is_file() else 0
     with terminable():
         child = start(run, processes)
         try:
@@ -192,7 +193,7 @@ def train(
             if info(run)["status"] != "finished":
                 mark(run, status="interrupted" if ended else "failed", error=None if ended else str(error))
             raise
-    conclude(run, code, log.read_bytes()[before:].decode(errors="replace"), fresh=not resume)
+    conclude(run, code, log.read_bytes()[before:].decode(errors="replace"), fresh)
     return run
 
 # %% ../nbs/11_runs.ipynb #7bbb2ec3
@@ -215,17 +216,17 @@ def progress_line(
             f"  left {int(left) // 60}:{int(left) % 60:02d} min")
 
 
-def say(
-    line: dict,  # of the metrics
+def follow_terminal(
     s: Settings,
-) -> None:
-    "Print an iteration; to be given to `train` as `follow`."
-    print(progress_line(line, s), flush=True)
+) -> Callable:  # to be given to `train` as `follow`
+    "A function that prints every iteration."
+    return lambda line, _=None: print(progress_line(line, s), flush=True)
 
 # %% ../nbs/11_runs.ipynb #5a7b603e
 def page(
     name: str,  # of a report
     out: str | Path,  # the page; the executed notebook lies beside it
+    /,
     **parameters,  # of the report
 ) -> Path:  # the page
     "Execute a report and render it; InputError where a parameter is wrong."

@@ -1,0 +1,98 @@
+"""A run folder with invented numbers in the shape of a real one, for tests of reading and reporting. Never a result."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from chunk_grpo import chunks as chunking
+from chunk_grpo import settings as setting
+from chunk_grpo.checkpoint import append_line, write_json
+from chunk_grpo.evaluate import summarise
+
+CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+COLOURS = ("red", "green", "blue", "orange", "purple", "black")
+
+
+def picture(rng: np.random.Generator, side: int) -> Image.Image:
+    "A disc of some colour at some place."
+    image = Image.new("RGB", (side, side), "#f0f0ea")
+    x, y = rng.integers(side // 8, side // 2, 2)
+    size = side // 3
+    ImageDraw.Draw(image).ellipse((x, y, x + size, y + size), fill=COLOURS[rng.integers(len(COLOURS))])
+    return image
+
+
+def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: int) -> dict:
+    "One line of metrics."
+    drawn = rng.permutation(count) < max(1, int(count * s.chunk_fraction))
+    mean = 0.5 + 0.2 * (1 - np.exp(-iteration / 15)) + 0.02 * rng.normal()
+    spent = {"rollout": 2.0, "decode": 0.3, "reward": 0.2, "update": 2.4}
+    out = {"iteration": iteration, "reward_mean": mean, "reward_std": 0.15, "reward_se": 0.02}
+    out |= {f"reward_{name}": mean for name in setting.reward_weights(s)}
+    out |= {"advantage_std_zero_groups": 0, "ratio_mean": 1.0, "ratio_max_dev": float(10 ** rng.normal(-2.8, 0.1)),
+            "clip_fraction": np.where(drawn, rng.beta(2, 8, count), None).tolist(),
+            "ratio_dev": np.where(drawn, 10 ** rng.normal(-3.3, 0.2, count), None).tolist(),
+            "grad_norm": float(np.exp(rng.normal(-0.5, 0.3))), "lr": s.learning_rate, "images": 144,
+            "transitions_trained": 1152, "skipped_updates": 0, "kl": 0.0}
+    if iteration == 1:
+        out |= {"ratio_floor": 3.1e-6, "ratio_floor_rollout": 2.2e-5}
+    if iteration % s.eval_every == 0 or iteration == s.iterations:
+        spent["evaluate"] = 5.0
+        out |= held_out(s, iteration, hybrid=True)
+    return out | {"seconds": spent, "seconds_total": 5.1 * iteration}
+
+
+def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
+    "Held-out scores of an iteration."
+    out = {}
+    for name in setting.evaluated_rewards(s):
+        for arm, gain in (("", 0.004), *([("_hybrid", 0.003)] if hybrid else [])):
+            out |= {f"eval_{name}{arm}": 0.5 + gain * iteration, f"eval_{name}{arm}_se": 0.03}
+    return out
+
+
+def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prompts: int, gain: float) -> None:
+    "Images, scores and summary of an evaluation."
+    records = []
+    for arm, lift in (("base", 0.0), ("plain", gain), ("hybrid", 0.8 * gain)):
+        (folder / arm).mkdir(parents=True)
+        for p in range(prompts):
+            name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
+            picture(rng, s.eval_resolution).save(folder / name)
+            scores = {reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
+                      for reward in setting.evaluated_rewards(s)}
+            records.append({"arm": arm, "prompt_index": p, "image_index": 0, "seed": s.eval_seed, "file": name,
+                            "prompt": f"a {COLOURS[p % 6]} circle to the left of a {COLOURS[(p + 1) % 6]} square",
+                            "scores": scores, "category": {k: kind for k in scores if k == "pocket-geneval"}})
+    for record in records:
+        append_line(folder / "scores.jsonl", record)
+    write_json(folder / "summary.json", {"n_prompts": prompts, "images_per_prompt": 1, "steps": s.eval_steps,
+                                         "split": s.hybrid_split, "seed": s.eval_seed, "rewards": summarise(records)})
+
+
+def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
+          evaluated: bool = True, status: str = "finished", upto: int | None = None) -> Path:
+    "Write a whole run folder and return it."
+    s, rng = setting.load("pocket/demo", {"seed": seed, **dict(overrides)}), np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    sizes = chunking.from_setting(s.chunks, s.transitions).sizes
+    append_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
+    for iteration in range(1, (upto or s.iterations) + 1):
+        append_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))
+    steps = np.arange(s.steps)
+    write_json(folder / "profile.json", {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps,
+        "sigmas": np.linspace(1, 0, s.steps + 1).tolist(), "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),
+        "std": [0.04] * s.steps, "chunks": ",".join(map(str, sizes)), "trajectories": 144})
+    write_json(folder / "run.json", {"settings": s.model_dump(mode="json"), "status": status, "error": None,
+        "versions": {"python": "3.11.0", "torch": "2.13.0"}, "git_commit": "0" * 40,
+        "machine": {"system": "Linux x86_64", "processor": "an invented one", "cores": 2, "memory_gb": 8.0, "gpus": []},
+        "processes": 1, "model_sha256": "a" * 64, "prompts_sha256": "b" * 64, "seconds": 240.0, "started": 1.0,
+        "finished": 241.0})
+    if status == "finished":
+        (folder / "final").mkdir()
+    if evaluated:
+        evaluation(rng, s, folder / "evaluation", prompts, gain)
+    assert json.loads((folder / "run.json").read_text())["status"] == status
+    return folder
