@@ -1,11 +1,16 @@
 """The command line: exit codes, one sentence on stderr, nothing left behind; commands on a run that exists."""
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from tiny_flux import build
 from typer.testing import CliRunner
 
 from chunk_grpo import cli, settings
@@ -100,3 +105,60 @@ def test_doctor_finds_the_weights_intact(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "intact" in done.stdout and str(tmp_path / "cache") in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    "A folder with a model in miniature, prompts and a settings file."
+    folder = tmp_path_factory.mktemp("small")
+    build(folder / "model")
+    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\n")
+    (folder / "s.yaml").write_text(json.dumps({
+        "model": str(folder / "model"), "prompts": str(folder / "prompts.txt"),
+        "eval_prompts": str(folder / "prompts.txt"), "resolution": 64, "eval_resolution": 64,
+        "max_tokens": 8, "dtype": "float32", "gradient_checkpointing": False,
+        "iterations": 2, "prompts_per_iteration": 2, "images_per_prompt": 4, "update_batch": 32, "threads": 1,
+        "max_grad_norm": 1.0, "reward": "tiny_rewards:red", "eval_every": 1, "eval_steps": 4, "hybrid_split": 2}))
+    return folder
+
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def test_a_run_from_plan_to_comparison(small):
+    def say(*arguments):
+        done = call(small, *arguments, **HERE)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "images an iteration" in say("plan", "s.yaml")
+    said = say("train", "s.yaml", "seed=3")
+    assert "run folder: runs/s-001" in said and re.search(r"iteration 2/2 +reward", said) and "report.html" in said
+    run = small / "runs/s-001"
+    assert json.loads((run / "run.json").read_text())["settings"]["seed"] == 3
+    assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", say("evaluate", run))
+    assert "report.html" in say("report", run)
+    assert "s-001" in say("compare", run)
+    say("profile", "s.yaml", "--out", "mine.html")
+    pages = [run / "report.html", run / "evaluation/report.html", small / "compare.html", small / "mine.html"]
+    assert all(page.stat().st_size > 10_000 for page in pages)
+    before = (run / "metrics.jsonl").read_bytes()
+    assert "finished" in say("train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_interrupt_says_how_to_go_on(small, tmp_path):
+    command = [sys.executable, "-m", "chunk_grpo.cli", "train", str(small / "s.yaml"), "iterations=500"]
+    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                             env={**os.environ, **HERE})
+    metrics = tmp_path / "runs/s-001/metrics.jsonl"
+    for _ in range(600):
+        if metrics.is_file() and metrics.read_text().count("\n") > 2:
+            break
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert f"chunk-grpo train {small / 's.yaml'} iterations=500 --out runs/s-001 --resume" in error
+    assert "Traceback" not in error
+    assert json.loads((tmp_path / "runs/s-001/run.json").read_text())["status"] == "interrupted"
