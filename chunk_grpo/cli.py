@@ -91,7 +91,8 @@ def train(
         typer.echo(f"chunk-grpo: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        again = " ".join(["chunk-grpo train", source, *(overrides or ()), f"--out {out} --resume"])
+        words = ["chunk-grpo train", source, *(overrides or ()), f"--out {out}"]
+        again = " ".join(words + ["--resume"] * (out / "run.json").is_file())
         typer.echo(f"\ninterrupted; go on with: {again}", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"finished: {runs.info(run)['seconds']:.0f} s of training")
