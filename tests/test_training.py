@@ -1,0 +1,256 @@
+"""Real training of a FLUX in miniature: what a kill, several processes and faults do to a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_flux import build
+
+HERE = Path(__file__).parent
+SMALL = {
+    "resolution": 64,
+    "eval_resolution": 64,
+    "max_tokens": 8,
+    "dtype": "float32",
+    "iterations": 6,
+    "learning_rate": 1e-3,
+    "images_per_prompt": 4,
+    "prompts_per_iteration": 4,
+    "rollout_batch": 8,
+    "update_batch": 32,
+    "gradient_checkpointing": False,
+    "clip_range": 1e-2,
+    "max_grad_norm": 1.0,
+    "eval_steps": 4,
+    "hybrid_split": 2,
+    "eval_every": 3,
+    "checkpoint_every": 1,
+    "threads": 1,
+    "reward": "tiny_rewards:red",
+}
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    "A folder with the model, prompts, and a settings file."
+    folder = tmp_path_factory.mktemp("world")
+    build(folder / "model")
+    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n")
+    names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt")}
+    (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]}))
+    return folder
+
+
+def environment(**more):
+    "The environment of a child: one thread, tests importable, no hub."
+    keep = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return os.environ | keep | {k: str(v) for k, v in more.items()}
+
+
+def command(*words):
+    return [sys.executable, "-m", "chunk_grpo.cli", *map(str, words)]
+
+
+def run(*words, code=0, **more):
+    "Run the command line to its end; what it said."
+    done = subprocess.run(command(*words), env=environment(**more), capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def metrics(folder):
+    "The metrics without what the clock says."
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+def trained(folder):
+    "The trained weights, byte for byte."
+    return {f.name: f.read_bytes() for f in sorted((folder / "final").glob("*.safetensors"))}
+
+
+@pytest.fixture(scope="session")
+def whole(world):
+    "A run that nothing interrupted."
+    run("train", world / "s.yaml", "--out", world / "whole", "--no-report")
+    return world / "whole"
+
+
+def wait_for(folder, iteration, child):
+    "Wait until the metrics of an iteration are there."
+    log = folder / "metrics.jsonl"
+    for _ in range(1200):
+        if log.exists() and any(f'"iteration": {iteration},' in line for line in log.read_text().splitlines()):
+            return
+        assert child.poll() is None, "training ended before it could be killed"
+        time.sleep(0.05)
+    raise AssertionError(f"iteration {iteration} did not come")
+
+
+def test_killed_and_resumed_is_bit_identical(world, whole):
+    "kill -9 in iteration 3 of 6, then --resume: the same metrics and weights, to the last bit."
+    out = world / "killed"
+    slow = "reward=tiny_rewards:slow_red"
+    child = subprocess.Popen(command("train", world / "s.yaml", slow, "--out", out, "--no-report"), env=environment())
+    wait_for(out, 2, child)
+    time.sleep(0.2)  # into iteration 3
+    family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+    for process in family:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family[1:], timeout=10)
+    child.wait()
+    assert len(metrics(out)) < 7 and not (out / "final").exists()
+    run("train", world / "s.yaml", slow, "--out", out, "--resume", "--no-report")
+    renamed = json.loads(json.dumps(metrics(out)).replace("slow_red", "red"))
+    assert renamed == metrics(whole)
+    assert trained(out) == trained(whole)
+    assert json.loads((out / "run.json").read_text())["status"] == "finished"
+
+
+def test_learns(whole):
+    "The reward on held-out prompts rises over the base; the ratio before the first update is exactly 1."
+    lines = metrics(whole)
+    assert lines[-1]["eval_tiny_rewards:red"] > lines[0]["eval_tiny_rewards:red"]
+    assert lines[1]["ratio_floor"] == 0.0 and 0 <= lines[1]["ratio_floor_rollout"] < 1e-4
+    assert [line["iteration"] for line in lines] == list(range(7))
+
+
+DRAW = """
+import sys, torch
+from chunk_grpo import settings
+from chunk_grpo.iteration import draw, look, set_up
+from chunk_grpo.rollout import initial_noise
+state = set_up(look(settings.load(sys.argv[1]), sys.argv[2]))
+what, advantage, scores = draw(state)
+paths = what.trajectories
+torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
+           f"{sys.argv[2]}/{state.acc.num_processes}.{state.acc.process_index}.pt")
+"""
+
+
+def test_two_processes_draw_the_same_images(world, tmp_path):
+    "Bit-identical noise, images within 1e-4."
+    (tmp_path / "draw.py").write_text(DRAW)
+    for n in (1, 2):
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(tmp_path / "draw.py")]
+        said = subprocess.run(
+            [sys.executable, *words, str(world / "s.yaml"), str(tmp_path)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert said.returncode == 0, said.stderr[-2000:]
+    one = torch.load(tmp_path / "1.0.pt")
+    two = [torch.load(tmp_path / f"2.{rank}.pt") for rank in (0, 1)]
+    assert sum((part["keys"] for part in two), []) == one["keys"]
+    assert torch.equal(torch.cat([part["noise"] for part in two]), one["noise"])
+    assert (torch.cat([part["latents"] for part in two]) - one["latents"]).abs().max() < 1e-4
+
+
+def test_two_processes_train_the_same(world, whole):
+    "The same metrics to 1e-4, and the same weights nearly."
+    out = world / "two"
+    run("train", world / "s.yaml", "--out", out, "--processes", 2, "--no-report")
+    for mine, theirs in zip(metrics(out), metrics(whole), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
+    a, b = (load_file(next((f / "final").glob("*.safetensors"))) for f in (out, whole))
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
+    assert json.loads((out / "run.json").read_text())["processes"] == 2
+
+
+def test_lora_run_loads_into_diffusers(world):
+    "A LoRA run with KL, moving average and the dynamics' weights ends in a folder that diffusers loads."
+    from diffusers import FluxPipeline
+
+    out = world / "lora"
+    changes = ["lora_rank=4", "kl=0.01", "ema=0.5", "chunk_weighting=dynamics", "chunks=profile", "iterations=2"]
+    run("train", world / "s.yaml", *changes, "--out", out, "--no-report")
+    pipe = FluxPipeline.from_pretrained(world / "model")
+    before = {k: v.clone() for k, v in pipe.transformer.state_dict().items()}
+    pipe.load_lora_weights(out / "final")
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    after = pipe.transformer.state_dict()
+    assert any(not torch.equal(before[k], after[k]) for k in before)
+    sizes = [int(x) for x in json.loads((out / "profile.json").read_text())["chunks"].split(",")]
+    assert sum(sizes) == 16 and len(metrics(out)[-1]["ratio_dev"]) == len(sizes)
+
+
+@pytest.mark.parametrize(("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")])
+def test_reward_that_fails(world, tmp_path, reward, words):
+    "A reward that returns NaN or the wrong count ends the run with a sentence and exit code 2."
+    said = run("train", world / "s.yaml", f"reward=tiny_rewards:{reward}", "--out", tmp_path / "run", code=2)
+    assert words in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "final").exists()
+
+
+def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
+    "A reward fails in iteration 1; when it works again the run goes on and ends as if nothing had been."
+    flag = tmp_path / "flag"
+    flag.touch()
+    words = ["train", world / "s.yaml", "reward=tiny_rewards:nan_once", "--no-report", "--out", tmp_path / "run"]
+    assert "returned nan" in run(*words, code=2, NAN_WHILE=flag)
+    flag.unlink()
+    run(*words, "--resume", NAN_WHILE=flag)
+    renamed = json.loads(json.dumps(metrics(tmp_path / "run")).replace("nan_once", "red"))
+    assert renamed == metrics(whole)
+
+
+def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
+    "A reward that is the same for all images: every group is counted, no weight moves."
+    changes = ["reward=tiny_rewards:constant", "iterations=1", "weight_decay=0"]
+    run("train", world / "s.yaml", *changes, "--out", tmp_path / "run", "--no-report")
+    line = metrics(tmp_path / "run")[1]
+    assert line["advantage_std_zero_groups"] == 4 and line["grad_norm"] == 0
+    base = load_file(next((world / "model" / "transformer").glob("*.safetensors")))
+    after = load_file(next((tmp_path / "run" / "final").glob("*.safetensors")))
+    assert all(torch.equal(base[k], after[k]) for k in base)
+
+
+def test_damaged_weights(world, tmp_path):
+    "A model cut short is refused before anything is written."
+    import shutil
+
+    shutil.copytree(world / "model", tmp_path / "model")
+    file = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:500])
+    said = run("train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2)
+    assert "is damaged" in said and not (tmp_path / "run").exists()
+
+
+def test_other_settings_and_other_runs(world, whole):
+    "Resuming with other settings, and training into another run's folder, are refused in words."
+    before = (whole / "run.json").read_bytes()
+    said = run("train", world / "s.yaml", "learning_rate=2e-3", "--out", whole, "--resume", code=2)
+    assert "learning_rate" in said and "Traceback" not in said
+    assert "holds a run" in run("train", world / "s.yaml", "--out", whole, code=2)
+    assert (whole / "run.json").read_bytes() == before
+
+
+def test_the_miniature_is_the_pipeline(world):
+    "Embedded guidance and dynamic shift: our ODE is the pipeline's own call, from the same seed."
+    from diffusers import FluxPipeline
+
+    from chunk_grpo import policy
+    from chunk_grpo.rollout import ode
+    from chunk_grpo.schedule import sigmas
+
+    model = policy.load(str(world / "model"), resolution=64, max_tokens=8, guidance=2.5)
+    noise = model.noise(torch.Generator().manual_seed(3))[None]
+    ours = model.decode(ode(model, model.encode(["a red star"]), noise, sigmas(6, policy.native_shift(model))))
+    pipe = FluxPipeline.from_pretrained(world / "model")
+    size = {"height": 64, "width": 64, "max_sequence_length": 8, "guidance_scale": 2.5}
+    generator = torch.Generator().manual_seed(3)
+    theirs = pipe("a red star", num_inference_steps=6, output_type="pt", generator=generator, **size).images
+    assert (ours - theirs).abs().max() < 1e-5
