@@ -106,7 +106,8 @@ img { max-width: 100%; height: auto; display: block; margin: .8rem 0 .2rem; }
 .tablebox { overflow-x: auto; margin: .8rem 0; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e6e6e6; }
 th { font-weight: 600; border-bottom: 2px solid #999; } td.number, th.number { text-align: right;
-     font-variant-numeric: tabular-nums; } tbody th { border-bottom: 1px solid #e6e6e6; }
+     font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; } tbody th { border-bottom: 1px solid #e6e6e6; }
 td.good { color: #00694f; font-weight: 600; } td.bad { color: #a33c00; font-weight: 600; }
 code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .88em; } pre { overflow-x: auto; }
 details summary { cursor: pointer; color: #0a5b8c; margin: .5rem 0; } .prompt, .anchor-link { display: none; }
@@ -136,7 +137,8 @@ def html(
     for cell in book.cells:  # warnings of libraries are for the log
         cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"]
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
-                            exclude_output_prompt=True, mathjax_url="", require_js_url="", config=Config(
+                            exclude_output_prompt=True, exclude_anchor_links=True, mathjax_url="",
+                            require_js_url="", config=Config(
                                 {"TagRemovePreprocessor": {"enabled": True, "remove_all_outputs_tags": {"live"}}}))
     body, _ = exporter.from_notebook_node(book)
     words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"

@@ -20,6 +20,7 @@ from IPython.display import HTML, display
 from IPython.display import Image as Shown
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # %% ../nbs/12_plots.ipynb #f2fecdd6
 COLOURS = {"steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73"}
@@ -45,8 +46,7 @@ def canvas(
     **options,  # of matplotlib's `subplots`
 ) -> tuple[Figure, np.ndarray]:  # figure and its panels, (rows, columns)
     "An empty figure outside of pyplot, so that nothing is left open."
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure := Figure(figsize=size, layout="constrained"))
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
@@ -64,8 +64,7 @@ def png(
     dpi: int = 180,  # pixels an inch
 ) -> bytes:
     "The figure as a PNG file."
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 
 
@@ -86,6 +85,7 @@ def draw_reward(axis, metrics: pd.DataFrame, colour: str) -> None:
         axis.fill_between(rows.iteration, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
         axis.plot(rows.iteration, mean, color=colour, label="training prompts")
     axis.set(xlabel="iteration", ylabel="reward")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def draw_heldout(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
@@ -102,6 +102,7 @@ def draw_heldout(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
     if column in metrics and metrics[column].notna().any():
         axis.axhline(metrics[column].dropna().iloc[0], color=COLOURS["base"], linestyle=":", label="base, held-out")
     axis.set(xlabel="iteration", ylabel=reward)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 # %% ../nbs/12_plots.ipynb #a26a2cbb
 @styled
@@ -154,6 +155,7 @@ def draw_chunks(axis, iterations, values: np.ndarray, labels: Sequence[str]) -> 
             axis.annotate(labels[k], (1.01, 1 - (k + 0.5) / len(shades)), xycoords="axes fraction", color=shade,
                           fontsize=8, va="center", weight="bold")
     axis.set_xlabel("iteration")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 # %% ../nbs/12_plots.ipynb #d94fc2db
 @styled
@@ -206,8 +208,7 @@ def phases(
 ) -> Figure:
     "Time by phase, longest first."
     figure, axes = canvas(size=(7.0, 0.5 + 0.32 * len(seconds)))
-    axis, total = axes[0, 0], sum(seconds.values()) or 1.0
-    order = sorted(seconds, key=seconds.get)
+    axis, total, order = axes[0, 0], sum(seconds.values()) or 1.0, sorted(seconds, key=seconds.get)
     bars = axis.barh(order, [seconds[name] for name in order], color="#5B7A99", height=0.65)
     axis.bar_label(bars, [f" {seconds[n]:.1f} s, {100 * seconds[n] / total:.0f}%" for n in order], fontsize=8)
     axis.grid(axis="y", visible=False)
@@ -252,8 +253,8 @@ def progress(
     draw_reward(axes[0], metrics, colour)
     if name:
         draw_heldout(axes[0], metrics, name, colour)
-    rows = metrics.dropna(subset=["clip_fraction"]) if "clip_fraction" in metrics else metrics.iloc[:0]
-    if len(rows):
+    if "clip_fraction" in metrics:
+        rows = metrics.dropna(subset=["clip_fraction"])
         shares = np.ma.masked_invalid(100 * per_chunk(rows, "clip_fraction")).mean(axis=1)
         axes[1].plot(rows.iteration, shares, color=colour)
     axes[1].set(xlabel="iteration", ylabel="ratios clipped (%)")

@@ -1,0 +1,67 @@
+"""Reports in a real browser without a network."""
+
+import shutil
+
+import pytest
+import synthetic
+
+from chunk_grpo import runs
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.browser,
+              pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")]
+
+
+@pytest.fixture(scope="module")
+def page():
+    "A browser page that cannot reach the network, with lists of what it asked for and complained about."
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": 1200, "height": 900})
+        context.set_offline(True)
+        opened = context.new_page()
+        opened.asked, opened.failed, opened.said = [], [], []
+        opened.on("request", lambda request: opened.asked.append(request.url))
+        opened.on("requestfailed", lambda request: opened.failed.append(request.url))
+        opened.on("console", lambda message: opened.said.append(message.text))
+        opened.on("pageerror", lambda error: opened.said.append(str(error)))
+        yield opened
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    "The report of an invented run."
+    return runs.report(synthetic.write(tmp_path_factory.mktemp("report") / "run"))
+
+
+def test_report_opens_offline_with_all_figures(page, report):
+    page.goto(report.as_uri())
+    pictures = page.eval_on_selector_all("img", "found => found.map(i => [i.naturalWidth, i.alt.length, i.width])")
+    assert len(pictures) >= 8
+    assert all(natural > 0 and words > 20 and 0 < shown <= natural for natural, words, shown in pictures)
+    assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == []
+    assert page.failed == [] and page.said == []
+
+
+def test_report_is_a_page_for_people(page, report):
+    page.goto(report.as_uri())
+    headings = page.eval_on_selector_all("h2", "found => found.map(h => h.textContent.trim())")
+    assert headings == ["Before and after", "Scores on held-out prompts", "The reward while training",
+                        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient",
+                        "How far the base's latents move", "Time by phase", "Settings", "Where it ran"]
+    assert "45 iterations" in page.inner_text("p.lead >> nth=0")
+    assert page.query_selector("script, iframe, link[href^=http], div.input, pre") is None
+    page.click("summary")
+    assert page.inner_text("details").count("our choice") > 3
+    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert width[0] <= width[1]
+
+
+def test_report_fits_a_narrow_screen(page, report):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(report.as_uri())
+    width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    page.set_viewport_size({"width": 1200, "height": 900})
+    assert width[0] <= width[1]

@@ -1,0 +1,244 @@
+"""Run folders, the training process and reports: what a lesson should not carry."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+import synthetic
+
+from chunk_grpo import InputError, folder, notebooks, runs
+from chunk_grpo import settings as setting
+
+HEAD = "import json, os, pathlib, signal, sys, time\nrun = pathlib.Path(sys.argv[1])\n"
+NOTE = "def note(**x): (run/'run.json').write_text(json.dumps({**json.loads((run/'run.json').read_text()), **x}))\n"
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    "Settings whose model and prompts exist as far as a run folder looks at them."
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red star\ntwo dogs\n")
+    real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
+    monkeypatch.setattr(folder, "identity", lambda s: real)
+    monkeypatch.setattr(folder, "space", lambda s: 1)
+    return setting.load("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    "Puts a few lines of Python in the place of the trainer."
+    def put(code: str):
+        words = [sys.executable, "-c", HEAD + NOTE + code]
+        monkeypatch.setattr(runs, "command", lambda run, processes=1: [*words, str(run)])
+    return put
+
+
+LINES = """
+note(status='running')
+for i in range(4):
+    with open(run / 'metrics.jsonl', 'a') as log: log.write(json.dumps({'iteration': i}) + '\\n')
+    time.sleep(0.05)
+note(status='finished')
+"""
+
+
+def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):
+    trainer(LINES)
+    seen, out = [], tmp_path / "run"
+    assert runs.train(settings, out, follow=lambda line, s: seen.append(line["iteration"])) == out
+    assert seen == [0, 1, 2, 3]
+    note = runs.info(out)
+    assert note["status"] == "finished" and runs.settings(out) == settings
+    assert {"versions", "git_commit", "machine", "model_sha256", "prompts_sha256", "processes"} <= note.keys()
+    trainer("sys.exit(1)")  # would fail, but nothing is left to do
+    assert runs.train(settings, out, resume=True) == out
+    with pytest.raises(InputError, match="`out` must be a new folder"):
+        runs.train(settings, out)
+
+
+def test_numbered_folders_in_the_working_directory(settings, trainer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [runs.create(settings, name="pocket-tiny").relative_to(tmp_path) for _ in range(2)]
+    assert names == [Path("runs/pocket-tiny-001"), Path("runs/pocket-tiny-002")]
+
+
+CASES = ("other files", "a file", "nothing to resume", "other settings", "no space", "processes")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
+    out, resume, processes, s = tmp_path / "run", False, 1, settings
+    if case == "other files":
+        out.mkdir()
+        (out / "thesis.tex").write_text("dear")
+    elif case == "a file":
+        out.write_text("dear")
+    elif case == "nothing to resume":
+        resume = True
+    elif case == "other settings":
+        runs.create(settings, out)
+        resume, s = True, settings.model_copy(update={"clip_range": 0.5})
+    elif case == "no space":
+        monkeypatch.setattr(folder, "space", lambda s: 10**18)
+    else:
+        processes = 3
+    words = {"other files": "is not empty", "a file": "is a file", "nothing to resume": "there is none",
+             "other settings": "`clip_range` must stay 0.001 when the run is resumed; got 0.5",
+             "no space": r"about 1000000000.00 GB; .* has \d+\.\d\d GB free", "processes": "divide"}
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(InputError, match=words[case]) as caught:
+        runs.create(s, out, resume=resume, processes=processes)
+    assert "\n" not in str(caught.value)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "model").mkdir()
+    for name, value, words in (("prompts", "empty.txt", "holds no prompt"), ("model", "model", "model_index.json")):
+        (tmp_path / "a.txt").write_text("a red star\n")
+        values = {"prompts": str(tmp_path / "a.txt"), "eval_prompts": str(tmp_path / "a.txt"),
+                  "model": str(tmp_path / "model"), name: str(tmp_path / value)}
+        with pytest.raises(InputError, match=words):
+            runs.create(setting.load("pocket/tiny", values), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, tmp_path):
+    trainer("print('starting'); print('`reward` must be finite; got nan', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(InputError, match="^`reward` must be finite; got nan$"):
+        runs.train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    trainer(LINES.replace("note(status='finished')", "raise MemoryError('too large')"))
+    with pytest.raises(runs.TrainingFailed, match="MemoryError: too large; the log is .*train.log"):
+        runs.train(settings, tmp_path / "run")
+    note = runs.info(tmp_path / "run")
+    assert (note["status"], note["error"]) == ("failed", "MemoryError: too large")
+    trainer("note(status='finished')")
+    runs.train(settings, tmp_path / "run", resume=True)
+    assert runs.info(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
+    trainer("note(status='running'); os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(runs.TrainingFailed, match="it was killed by SIGKILL"):
+        runs.train(settings, tmp_path / "run")
+
+
+def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
+    out = runs.create(settings, tmp_path / "run")
+    trainer("time.sleep(60)")
+    child = runs.start(out)
+    try:
+        with pytest.raises(InputError, match="is being trained by another process"):
+            runs.train(settings, out, resume=True)
+    finally:
+        runs.stop(child)
+    assert not folder.busy(out)
+
+
+PARENT = """
+import sys
+from chunk_grpo import runs
+runs.command = lambda run, processes=1: [sys.executable, "-c", {child!r}, str(run)]
+runs.create = lambda s, out, *rest: out
+class S: iterations = 3
+runs.train(S, __import__("pathlib").Path({out!r}))
+"""
+CHILD = HEAD + "(run / 'pid').write_text(str(os.getpid())); time.sleep(60)"
+
+
+def alive(pid: int) -> bool:
+    "Whether a process runs; one that only waits to be collected does not."
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the tie between parent and child is Linux's")
+def test_the_trainer_dies_with_its_parent(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "error": None}))
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(child=CHILD, out=str(tmp_path))],
+                              stderr=subprocess.DEVNULL, start_new_session=True)
+    pid_file, until = tmp_path / "pid", time.monotonic() + 60
+    while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    pid = int(pid_file.read_text())
+    assert alive(pid)
+    parent.kill()
+    parent.wait(30)
+    until = time.monotonic() + 15
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(pid)
+    assert runs.info(tmp_path)["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number, raised):
+    trainer(f"note(status='running'); (run / 'pid').write_text(str(os.getpid())); os.kill(os.getppid(), {int(number)}); "
+            "time.sleep(60)")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(raised):
+        runs.train(settings, tmp_path / "run")
+    assert runs.info(tmp_path / "run")["status"] == "interrupted"
+    assert not alive(int((tmp_path / "run" / "pid").read_text()))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"setings": "pocket/tiny"}, "`setings` is no parameter of the report train; did you mean `settings`"),
+    ({"processes": "2"}, "`processes` of the report train must be a whole number; got '2'"),
+    ({"overrides": "seed=1"}, "`overrides` of the report train must be a list"),
+    ({"resume": 1}, "`resume` of the report train must be True or False; got 1"),
+])
+def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        runs.execute("train", tmp_path / "out.ipynb", **values)
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_report_has_one_parameters_cell_and_no_output():
+    assert notebooks.reports() == ["compare", "evaluate", "profile", "train"]
+    for name in notebooks.reports():
+        cells = nbformat.read(notebooks.notebook(name), 4).cells
+        assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
+        assert not any(cell.get("outputs") for cell in cells)
+
+
+def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
+    run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=2)
+    folder.mark(run, error="ValueError: <b>lost</b>")
+    monkeypatch.chdir(tmp_path)
+    page = runs.report("run").read_text()
+    assert "This run is not finished but failed, after iteration 2 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;" in page
+    assert "The run has not been evaluated." in page and page.count("<img") >= 5
+    assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
+
+
+def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
+    a, b = synthetic.write(tmp_path / "a"), synthetic.write(tmp_path / "b", seed=1, gain=0.05)
+    steps = synthetic.write(tmp_path / "c", {"chunks": "steps"})
+    table = runs.compare([a, b, steps])
+    assert table[table.reward == "pocket-clip"].group.tolist() == ["chunk", "chunk", "steps"]
+    assert (table.transitions == 45 * 1152).all() and (table.lo < table.delta).all() and (table.delta < table.hi).all()
+    with pytest.raises(InputError, match="must be evaluated"):
+        runs.compare([a, synthetic.write(tmp_path / "d", evaluated=False)])
+
+
+def test_the_environment_of_the_trainer_is_the_parents(settings, trainer, tmp_path):
+    trainer("print(os.environ['CHUNK_GRPO_TEST'], os.getcwd()); note(status='finished')")
+    os.environ["CHUNK_GRPO_TEST"] = "here"
+    try:
+        runs.train(settings, tmp_path / "run")
+    finally:
+        del os.environ["CHUNK_GRPO_TEST"]
+    assert (tmp_path / "run" / "train.log").read_text() == f"here {os.getcwd()}\n"
