@@ -184,8 +184,8 @@ def test_the_trainer_dies_with_its_parent(tmp_path):
 
 @pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number, raised):
-    trainer(f"note(status='running'); (run / 'pid').write_text(str(os.getpid())); os.kill(os.getppid(), {int(number)}); "
-            "time.sleep(60)")
+    trainer("note(status='running'); (run / 'pid').write_text(str(os.getpid())); "
+            f"os.kill(os.getppid(), {int(number)}); time.sleep(60)")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(raised):
         runs.train(settings, tmp_path / "run")
