@@ -135,7 +135,9 @@ def html(
     book = nbformat.read(source, as_version=4)
     book.metadata.pop("widgets", None)
     for cell in book.cells:  # warnings of libraries are for the log
-        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"]
+        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"
+                        and ("application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+                             or "text/html" in o.data)]
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
                             exclude_output_prompt=True, exclude_anchor_links=True, mathjax_url="",
                             require_js_url="", config=Config(
