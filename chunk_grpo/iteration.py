@@ -68,7 +68,7 @@ class State:
         yield
         self.seconds[name] += time.perf_counter() - start
 
-# %% ../nbs/08e_iteration.ipynb #da0c7f27
+# %% ../nbs/08e_iteration.ipynb #7942dc80
 def look(
     s: setting.Settings,
     run: Path,  # an existing folder
@@ -95,7 +95,7 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     given = {name: getattr(s, name) for name in names}
     state.policy = weights.load(s.model, **given, seed=s.seed, device=state.acc.device)
     state.policy.at(s.eval_resolution).at(s.resolution)  # a resolution that cannot be packed is said now
-    with state.acc.main_process_first(), state.policy.encoders() as fresh:
+    with state.acc.main_process_first(), policy.encoders(state.policy) as fresh:
         policy.fill_cache([*state.prompts, *state.held_out], state.policy.key, fresh)
     state.policy.module = state.acc.prepare(state.policy.transformer)
     trained = state.policy.trained

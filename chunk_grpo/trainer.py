@@ -149,7 +149,6 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     run = Path(folder)
     note = checkpoint.read_json(run / "run.json")
     s = setting.load(note["settings"])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.time()
     mark = {"started": note.get("started") or began, "error": None}
     if is_main():
@@ -170,5 +169,6 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
