@@ -1,5 +1,6 @@
 """Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,11 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest"]
+SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8))]  # as many workers as cores, each with one thread
 STAGES = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
     "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],
-    "notebooks": [*PYTEST, "tests/test_notebooks.py", "--durations=5"],
-    "tests": [*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py", "-rs", "--durations=10"],
+    "notebooks": [*PYTEST, "tests/test_notebooks.py", *SIDE_BY_SIDE, "--durations=5"],
+    "tests": [
+        *(*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py"),
+        *(*SIDE_BY_SIDE, "--dist", "loadfile", "-rs", "--durations=10"),
+    ],
 }
 
 
@@ -21,7 +26,7 @@ def main() -> int:
     for name, command in STAGES.items():
         print(f"== {name}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT).returncode
+        code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
         results[name] = ("passed" if code == 0 else "FAILED", time.monotonic() - start)
     for name, (word, seconds) in results.items():
         print(f"{word:7} {seconds:6.0f} s  {name}")

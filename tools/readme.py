@@ -28,7 +28,8 @@ def cell_text(cell: nbformat.NotebookNode) -> list[str]:
     "The blocks of markdown that a cell gives."
     if cell.cell_type != "code":
         # pages of the book lie beside the index, the README one level above them
-        return [re.sub(r"\]\((?!https?:|#|/|\.\./)([^)]+\.ipynb)\)", r"](nbs/\1)", cell.source).replace("](../", "](")]
+        beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png))\)"
+        return [re.sub(beside, r"](nbs/\1)", cell.source).replace("](../", "](")]
     directives = set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
     if "hide" in directives:
         return []
