@@ -123,6 +123,8 @@ def reason(
     "Status and last words of a training process."
     worker = re.search(r"exitcode\s*:\s*(-?\d+)", text)
     code = int(worker.group(1)) if worker else code
+    ended = re.search(r"SignalException: .* got signal: (\d+)", text)  # the launcher itself was ended
+    code = -int(ended.group(1)) if ended else code
     said = []
     for line in text.splitlines():
         if worker and re.match(r"[WE]\d{4} .*(elastic|distributed)", line):
