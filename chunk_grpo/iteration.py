@@ -7,6 +7,7 @@ __all__ = ['State', 'look', 'set_up', 'draw', 'measure_profile', 'update', 'meas
 
 # %% ../nbs/08e_iteration.ipynb #672b8d58
 import contextlib
+import importlib.util
 import math
 import time
 from collections import defaultdict
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-from . import policy, rewards, weights
+from . import InputError, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import write_json
 from .chunks import Chunks, from_setting
@@ -77,6 +78,8 @@ def look(
     if s.threads:
         torch.set_num_threads(s.threads)
     trackers = None if s.tracker == "none" else s.tracker
+    if trackers and importlib.util.find_spec(trackers) is None:
+        raise InputError(f"tracker: {trackers} is not installed; allowed are none and what is: pip install {trackers}.")
     cpu = not torch.cuda.is_available()
     acc = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run))
     setting.check_processes(s, acc.num_processes)

@@ -6,6 +6,7 @@
 __all__ = ['remember', 'go_on', 'iterate', 'say', 'train', 'record', 'finish', 'same_numbers', 'main', 'is_main']
 
 # %% ../nbs/09_trainer.ipynb #e0d305e9
+import errno
 import os
 import signal
 import sys
@@ -103,7 +104,8 @@ def train(
     go_on(state)
     acc, log = state.acc, Path(run) / "metrics.jsonl"
     if s.tracker != "none":
-        acc.init_trackers("chunk_grpo", config=s.model_dump(mode="json"))
+        plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in s.model_dump(mode="json").items()}
+        acc.init_trackers("chunk_grpo", config=plain)
     if state.iteration == 0:
         base = evaluate(state)
         record(state, log, {"iteration": 0, **base})
@@ -157,6 +159,11 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
         train(s, run)
     except InputError as error:
         print(error, file=sys.stderr, flush=True)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"out: no disk space for {run}; free some and resume the run.", file=sys.stderr, flush=True)
         return 2
     if is_main():
         seconds = (note.get("seconds") or 0.0) + time.time() - began

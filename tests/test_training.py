@@ -254,3 +254,30 @@ def test_the_miniature_is_the_pipeline(world):
     generator = torch.Generator().manual_seed(3)
     theirs = pipe("a red star", num_inference_steps=6, output_type="pt", generator=generator, **size).images
     assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_tensorboard_gets_the_metrics(world, tmp_path):
+    "The tracker's files hold the reward of every iteration."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    run("train", world / "s.yaml", "tracker=tensorboard", "iterations=2", "--out", out, "--no-report")
+    (events,) = (out / "chunk_grpo").glob("events*")
+    found = EventAccumulator(str(events))
+    found.Reload()
+    assert [event.step for event in found.Scalars("reward_mean")] == [1, 2]
+    assert found.Scalars("reward_mean")[1].value == pytest.approx(metrics(out)[2]["reward_mean"], rel=1e-5)
+    assert "not installed" in run("train", world / "s.yaml", "tracker=wandb", "--out", tmp_path / "two", code=2)
+
+
+def test_full_disk(world, tmp_path):
+    "A disk too small for the run is said before it starts; one that fills up ends it in words, and the run goes on."
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    try:
+        said = run("train", world / "s.yaml", "--out", disk / "run", code=2)
+        assert "GB free" in said and list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,140 @@
+"""What the lessons of notebooks 13 to 13e leave out: the shipped files, an offline call in a fresh process, fresh seeds."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from chunk_grpo import InputError, pocket, rewards
+from chunk_grpo.pocket import clip, geneval
+from chunk_grpo.pocket.world import CATEGORIES, hard_negatives, lay, paint, parse, split
+
+OFFLINE = """
+import socket
+
+def refuse(*args, **kwargs):
+    raise OSError("no network in this test")
+
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+import sys
+import torch
+from diffusers import FluxPipeline
+
+torch.set_num_threads(1)
+pipeline = FluxPipeline.from_pretrained(sys.argv[1])
+assert not any(name.startswith("chunk_grpo") for name in sys.modules)
+images = pipeline(
+    ["a red circle", "a blue star"], height=64, width=64, max_sequence_length=int(sys.argv[2]), num_inference_steps=20,
+    generator=torch.Generator().manual_seed(0),
+).images
+for image in images:
+    low, high = zip(*image.getextrema())
+    assert image.size == (64, 64) and max(high) - min(low) > 80, image.getextrema()  # not one flat grey
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    "Three hundred fresh scenes of both prompt lists, their pictures and prompts."
+    rng = np.random.default_rng(2026)
+    prompts = [str(p) for p in rng.choice(pocket.prompts("train") + pocket.prompts("heldout"), 300)]
+    drawn = [lay(p, rng) for p in prompts]
+    return rng, prompts, [paint(s) for s in drawn]
+
+
+def test_diffusers_alone_draws_an_image_without_network():
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, pocket.path(), str(pocket.MAX_TOKENS)], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_shipped_file_is_as_measured_and_small():
+    manifest = pocket.manifest()
+    assert pocket.verify() == len(manifest["sha256"])
+    on_disk = {
+        f.relative_to(pocket.FOLDER).as_posix()
+        for part in ("base", "clip", "prompts") for f in (pocket.FOLDER / part).rglob("*") if f.is_file()
+    }
+    assert on_disk == set(manifest["sha256"])
+    assert sum((pocket.FOLDER / name).stat().st_size for name in on_disk) == manifest["bytes"] < 20e6
+
+
+def test_no_shipped_file_names_the_machine_it_was_made_on():
+    for name in pocket.manifest()["sha256"]:
+        if name.endswith(".json"):
+            content = json.loads((pocket.FOLDER / name).read_text())
+            assert "_name_or_path" not in content or not content["_name_or_path"].startswith("/"), name
+
+
+def test_prompt_lists_are_disjoint_and_balanced():
+    train, heldout = pocket.prompts("train"), pocket.prompts("heldout")
+    assert (train, heldout) == split()
+    assert not set(train) & set(heldout)
+    assert len(set(train)) == len(train) and len(set(heldout)) == len(heldout)
+    assert [sum(parse(p).category == c for p in heldout) for c in CATEGORIES] == [24] * 6
+    combined = {parse(p) for p in train if parse(p).category != "single_object"}
+    assert not combined & {parse(p) for p in heldout}
+    with pytest.raises(InputError, match="train or heldout"):
+        pocket.prompts("validation")
+
+
+def test_checker_on_fresh_scenes(scenes):
+    rng, prompts, images = scenes
+    check = geneval.load()
+    assert check(images, prompts).mean() >= 0.98
+    assert check(images, list(rng.permutation(prompts))).mean() < 0.10
+    assert check(images, [str(rng.choice(hard_negatives(p))) for p in prompts]).mean() < 0.01
+
+
+@pytest.mark.parametrize("caption", ["a red star", "two stars", "a star and a ring", "a ring above a star"])
+def test_checker_refuses_what_is_not_quite_it(caption):
+    rng = np.random.default_rng(1)
+    scene = lay(caption, rng)
+    check = geneval.load()
+    array = np.asarray(paint(scene)).copy()
+    assert check([paint(scene)], [caption]) == 1
+    array[2:8, 2:8] = (40, 165, 60)  # one more patch of colour
+    assert check(torch.from_numpy(array).permute(2, 0, 1)[None], [caption]) == 0
+    grey = np.full_like(array, 225)
+    assert check(torch.from_numpy(grey).permute(2, 0, 1)[None], [caption]) == 0
+
+
+def test_clip_ranks_true_over_one_word_changed():
+    rng = np.random.default_rng(7)
+    prompts = pocket.prompts("heldout") * 3
+    images = [paint(lay(p, rng)) for p in prompts]
+    reward = clip.load()
+    false = [str(rng.choice(hard_negatives(p))) for p in prompts]
+    assert (reward(images, prompts) > reward(images, false)).float().mean() >= 0.95
+
+
+def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
+    _, prompts, images = scenes
+    bytes_ = torch.stack([torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]])
+    for name in ("pocket-clip", "pocket-geneval"):
+        reward = rewards.load(name)
+        scores = [reward(kind, prompts[:20]) for kind in (images[:20], bytes_, bytes_ / 255)]
+        for score in scores:
+            assert score.shape == (20,) and score.dtype == torch.float32
+            torch.testing.assert_close(score, scores[0], atol=1e-5, rtol=0)
+
+
+def test_manifest_states_the_quality_of_the_base():
+    quality = pocket.manifest()["quality"]
+    for sampler in ("ode", "sde"):
+        assert 0.2 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
+        assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images
