@@ -10,11 +10,12 @@ import hashlib
 import json
 from pathlib import Path
 
+import chunk_grpo
 from .. import InputError
 
 SIZE = 64  # pixels, both sides
 MAX_TOKENS = 12  # of a prompt: ten words at most, begin and end marks
-FOLDER = Path(__file__).parent
+FOLDER = Path(chunk_grpo.__file__).parent / "pocket"
 
 
 def path() -> str:

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['new_clip', 'embed_text', 'embed_image', 'flawed', 'spoiled', 'through_vae', 'soften', 'clip_loss', 'pictures',
-           'batch_loss', 'train', 'PocketCLIP', 'load']
+           'trainable', 'batch_loss', 'train', 'PocketCLIP', 'load']
 
 # %% ../../nbs/13d_pocket_clip.ipynb #6aaa1e6f
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig, PreTrainedTokenizerFast
 
 from .. import InputError
-from . import MAX_TOKENS, SIZE
+from . import FOLDER, MAX_TOKENS, SIZE
 from .geneval import as_array
 from .vae import as_tensor, restore, store, tokenizer, tokens
 from chunk_grpo.pocket.world import (
@@ -166,11 +167,17 @@ def pictures(
     allowed = [partition(c)[0] for c in CATEGORIES]
     all_scenes, good, bad = [], [], []
     for i in rng.integers(len(CATEGORIES), size=count):
-        scene = lay(allowed[i][rng.integers(len(allowed[i]))], rng, free=True)
+        scene = lay(allowed[i][rng.integers(len(allowed[i]))], rng, free=bool(rng.random() < 0.5))
         all_scenes.append(scene)
         good.append(np.asarray(paint(scene)))
         bad.append(np.asarray(paint(flawed(scene, rng)) if rng.random() < 0.7 else spoiled(scene, rng)))
     return all_scenes, np.stack(good), np.stack(bad)
+
+
+@cache
+def trainable() -> frozenset[str]:
+    "Every caption that may be trained on."
+    return frozenset(p for c in CATEGORIES for p in partition(c)[0])
 
 
 def batch_loss(
@@ -183,7 +190,8 @@ def batch_loss(
     generator: torch.Generator,
 ) -> torch.Tensor: # scalar
     "The loss on some scenes."
-    false = [str(text) for s in scenes for text in rng.choice(hard_negatives(s.caption), negatives)]
+    lists = [[text for text in hard_negatives(s.caption) if text in trainable()] for s in scenes]
+    false = [str(text) for texts in lists for text in rng.choice(texts, negatives)]
     specs = [parse(s.caption) for s in scenes]
     truth = torch.tensor([[holds(spec, s.things) for s in scenes] for spec in specs])
     x = soften(as_tensor(images), generator)
@@ -194,7 +202,7 @@ def batch_loss(
 def train(
     work: Path, # holds the state, clip-state.pt
     vae: AutoencoderKL,
-    steps: int = 3000,
+    steps: int = 5000,
     batch: int = 64, # scenes
     count: int = 12000, # drawn scenes, each with a true picture and one with a flaw
     negatives: int = 4, # false captions a scene
@@ -270,4 +278,4 @@ def load(
     "The reward `pocket-clip`; raises InputError for any option."
     if options:
         raise InputError(f"`pocket-clip` takes no options; got {', '.join(options)}")
-    return PocketCLIP(Path(__file__).parent / "clip")
+    return PocketCLIP(FOLDER / "clip")

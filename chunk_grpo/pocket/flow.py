@@ -113,7 +113,7 @@ def latents(
         share = {"single_object": 0.5, "colors": 0.75}
         captions, pictures = scenes(count, seed=seed + 2, weights=share, free=free)
         code = torch.cat([vae.encode(as_tensor(p)).latent_dist.mean for p in batches(pictures, 250)])
-        if free:
+        if not free:
             vae.register_to_config(shift_factor=code.mean().item(), scaling_factor=1 / code.std().item())
         shift, factor = vae.config.shift_factor, vae.config.scaling_factor
         data = {"latents": pack((code - shift) * factor), "scale": torch.tensor([shift, factor])}
@@ -154,11 +154,11 @@ def learning_rate(
     left = (steps - step) / max(1, fall * steps)
     return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
 
-
+# %% ../../nbs/13da_pocket_flow.ipynb #0e3c33ac
 def train_flow(
     work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
-    steps: int = 4300,
+    steps: int = 7500,
     grid_from: int = 3000, # step from which pictures lie on the grid
     batch: int = 64,
     count: int = 32000, # drawn pictures of either kind
@@ -171,14 +171,14 @@ def train_flow(
     "Train the flow; a call on the same folder goes on where the last one stopped."
     torch.manual_seed(seed)
     model, work = Flow(), Path(work)
-    sets = [latents(work, vae, count, free, seed) for free in (True, False)]
+    sets = [latents(work, vae, count, free, seed) for free in (False, True)]
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01)
     ema = EMAModel(parameters, decay=0.998, use_ema_warmup=True, power=0.8)
     parts = {"model": model, "ema": ema, "optimizer": optimizer}
     start, total = time.time(), 0.0
     for step in range(restore(work / "flow-state.pt", **parts), steps):
-        data, generator = sets[step >= grid_from], torch.Generator().manual_seed(seed * 10_000_019 + step)
+        data, generator = sets[step < grid_from], torch.Generator().manual_seed(seed * 10_000_019 + step)
         pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, rate)

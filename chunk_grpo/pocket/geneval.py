@@ -88,7 +88,7 @@ def templates() -> np.ndarray: # (len(SEEN) * shapes, GRID, GRID), bool
     return np.stack(out)
 
 # %% ../../nbs/13c_pocket_geneval.ipynb #a93049db
-ALIKE = 0.62  # least overlap (intersection over union) with the best shape
+ALIKE = 0.75  # least overlap (intersection over union) with the best shape
 ASPECT = 1.4  # longest side over shortest
 
 

@@ -204,7 +204,7 @@ def _spread(
     places = _PLACES[(_PLACES >= r + 2) & (_PLACES <= SIZE - r - 2)]
     return [(*(float(c) for c in rng.choice(places, 2)), float(r)) for _ in range(count)]
 
-
+# %% ../../nbs/13b_pocket_world.ipynb #12831fd4
 def lay(
     caption: str,
     rng: np.random.Generator,
@@ -239,19 +239,17 @@ def bodies(
 ) -> list[str]: # captions without a prefix
     "Everything that the grammar can say in a category; two named objects have two shapes, and two colours."
     pairs = [(a, b) for a in SHAPES for b in SHAPES if a != b]
-    if category == "single_object":
-        return [f"a {s}" for s in SHAPES]
-    if category == "two_object":
-        return [f"a {a} and a {b}" for a, b in pairs]
-    if category == "counting":
-        return [f"{n} {p}" for n in NUMBERS for p in PLURAL.values()]
-    if category == "colors":
-        return [f"a {c} {s}" for c in COLOURS for s in SHAPES]
-    if category == "position":
-        return [f"a {a} {r} a {b}" for a, b in pairs for r in RELATIONS]
-    if category == "color_attr":
-        return [f"a {c} {a} and a {d} {b}" for a, b in pairs for c in COLOURS for d in COLOURS if c != d]
-    raise InputError(f"`category` must be one of {', '.join(CATEGORIES)}; got {category!r}")
+    said = {
+        "single_object": [f"a {s}" for s in SHAPES],
+        "two_object": [f"a {a} and a {b}" for a, b in pairs],
+        "counting": [f"{n} {p}" for n in NUMBERS for p in PLURAL.values()],
+        "colors": [f"a {c} {s}" for c in COLOURS for s in SHAPES],
+        "position": [f"a {a} {r} a {b}" for a, b in pairs for r in RELATIONS],
+        "color_attr": [f"a {c} {a} and a {d} {b}" for a, b in pairs for c in COLOURS for d in COLOURS if c != d],
+    }
+    if category not in said:
+        raise InputError(f"`category` must be one of {', '.join(CATEGORIES)}; got {category!r}")
+    return said[category]
 
 # %% ../../nbs/13b_pocket_world.ipynb #0b31761d
 HELDOUT_BODIES = {"two_object": 6, "counting": 4, "colors": 8, "position": 24, "color_attr": 24}
@@ -286,18 +284,14 @@ def split(
     return [p for rest, _ in both for p in rest[:train_per_category]], [p for _, held in both for p in held]
 
 # %% ../../nbs/13b_pocket_world.ipynb #f3683173
-def _kinds(
-    spec: Spec,
-) -> tuple[int, int]: # different shapes, different colours
-    "How many different words a caption uses of each kind."
-    return len({shape for shape, _ in spec.objects}), len({colour for _, colour in spec.objects})
-
-
 def hard_negatives(
     caption: str,
 ) -> list[str]: # captions that differ in one word and are false
     "Every caption one word away that is false of each picture of which `caption` is true."
-    spec = parse(caption)
+    def variety(text):
+        shapes, colours = zip(*parse(text).objects, strict=True)
+        return len(set(shapes)), len(set(colours))
+
     words = caption.split()
     start = len(_PREFIX.match(caption).group().split())
     kinds = [list(COLOURS), list(SHAPES), list(PLURAL.values()), list(NUMBERS), ["left", "right"], ["above", "below"]]
@@ -306,6 +300,6 @@ def hard_negatives(
         kind = next((k for k in kinds if words[i] in k), [])
         for word in kind:
             other = " ".join([*words[:i], word, *words[i + 1:]])
-            if word != words[i] and _kinds(parse(other)) == _kinds(spec):
+            if word != words[i] and variety(other) == variety(caption):
                 out.append(other)
     return out
