@@ -138,7 +138,7 @@ def contact_sheet(
     pen = ImageDraw.Draw(sheet)
     for i, (array, prompt, right) in enumerate(zip(geneval.as_array(images), prompts, verdicts, strict=True)):
         x, y = i % columns * wide, i // columns * high
-        tile = Image.fromarray(array).resize((64 * scale, 64 * scale), Image.Resampling.BICUBIC)
+        tile = Image.fromarray(array).resize((64 * scale, 64 * scale), Image.Resampling.NEAREST)
         sheet.paste(tile, (x + (wide - tile.width) // 2, y + 2))
         short = prompt.removeprefix(next((p for p in PREFIXES if p and prompt.startswith(p)), ""))
         text = f"{'right' if right else 'wrong'}: {short}"
