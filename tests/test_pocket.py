@@ -1,4 +1,4 @@
-"""What the lessons of notebooks 13 to 13e leave out: the shipped files, an offline call in a fresh process, fresh seeds."""
+"""What the lessons of notebooks 13 to 13e leave out: the shipped files, an offline call in a fresh process, seeds."""
 
 import json
 import os

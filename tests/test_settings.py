@@ -91,8 +91,8 @@ def test_exponents_are_numbers_in_every_way_they_are_written():
 
 def test_files_are_read_or_refused_in_words(tmp_path):
     file = tmp_path / "mine.yaml"
-    for text, part in (("steps: 9\nsteps: 17\n", "again in line 2"), ("steps: [", "YAML"), ("- a\n- b\n", "name: value"),
-                       ("", "name: value"), ("steps: 9\n  shift: 2\n", "YAML")):
+    for text, part in (("steps: 9\nsteps: 17\n", "again in line 2"), ("steps: [", "YAML"),
+                       ("- a\n- b\n", "name: value"), ("", "name: value"), ("steps: 9\n  shift: 2\n", "YAML")):
         file.write_text(text)
         with pytest.raises(InputError, match=part):
             settings.load(file)

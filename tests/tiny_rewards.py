@@ -31,7 +31,8 @@ def short(images, prompts):
 
 def nan_once(images, prompts):
     "Not a number as long as the file named in the environment is there."
-    return nan(images, prompts) if os.path.exists(os.environ["NAN_WHILE"]) and len(prompts) > 6 else red(images, prompts)
+    broken = os.path.exists(os.environ["NAN_WHILE"]) and len(prompts) > 6
+    return nan(images, prompts) if broken else red(images, prompts)
 
 
 def constant(images, prompts):

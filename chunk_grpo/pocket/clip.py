@@ -29,7 +29,7 @@ from chunk_grpo.pocket.world import (
     CATEGORIES, COLOURS, SHAPES, Scene, hard_negatives, holds, lay, paint, parse, partition,
 )
 
-
+# %% ../../nbs/13d_pocket_clip.ipynb #a157166b
 def new_clip(
     vocabulary: int, # words, marks included
 ) -> CLIPModel:

@@ -155,6 +155,13 @@ def learning_rate(
     return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
 
 # %% ../../nbs/13da_pocket_flow.ipynb #0e3c33ac
+def _named(model: Flow,
+    ema: EMAModel,
+) -> dict[str, torch.Tensor]:
+    "The averaged weights by name."
+    return {name: p.clone() for (name, _), p in zip(model.named_parameters(), ema.shadow_params, strict=True)}
+
+# %% ../../nbs/13da_pocket_flow.ipynb #bc4053d6
 def train_flow(
     work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
@@ -197,11 +204,3 @@ def train_flow(
             store(work / "flow-state.pt", step + 1, **parts)
     ema.copy_to(parameters)
     return model.eval()
-
-
-def _named(
-    model: Flow,
-    ema: EMAModel,
-) -> dict[str, torch.Tensor]:
-    "The averaged weights by name."
-    return {name: p.clone() for (name, _), p in zip(model.named_parameters(), ema.shadow_params, strict=True)}
