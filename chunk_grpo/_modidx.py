@@ -33,6 +33,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'chunk_grpo.chunks.segments': ('chunks.html#segments', 'chunk_grpo/chunks.py'),
                                    'chunk_grpo.chunks.step_weights': ('chunks.html#step_weights', 'chunk_grpo/chunks.py')},
             'chunk_grpo.cli': { 'chunk_grpo.cli._devices': ('cli.html#_devices', 'chunk_grpo/cli.py'),
+                                'chunk_grpo.cli.commands': ('cli.html#commands', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.compare': ('cli.html#compare', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.doctor': ('cli.html#doctor', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.evaluate': ('cli.html#evaluate', 'chunk_grpo/cli.py'),

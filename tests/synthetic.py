@@ -75,7 +75,8 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
 def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
           evaluated: bool = True, status: str = "finished", upto: int | None = None) -> Path:
     "Write a whole run folder and return it."
-    s, rng = setting.load("pocket/demo", {"seed": seed, **dict(overrides)}), np.random.default_rng(seed)
+    whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
+    s, rng = setting.load("pocket/demo", whole), np.random.default_rng(seed)
     folder.mkdir(parents=True)
     sizes = chunking.from_setting(s.chunks, s.transitions).sizes
     append_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
