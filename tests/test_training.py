@@ -271,7 +271,7 @@ def test_tensorboard_gets_the_metrics(world, tmp_path):
 
 
 def test_full_disk(world, tmp_path):
-    "A disk too small for the run is said before it starts; one that fills up ends it in words, and the run goes on."
+    "A disk too small for the run is said before it starts, and nothing is written."
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
