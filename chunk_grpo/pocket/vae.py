@@ -77,10 +77,10 @@ def as_tensor(
 
 # %% ../../nbs/13ca_pocket_vae.ipynb #7e95d7b9
 def new_vae() -> AutoencoderKL:
-    "An autoencoder of factor 4: 64 x 64 pixels to 16 x 16 x 4 latents."
+    "An autoencoder of factor 8: 64 x 64 pixels to 8 x 8 x 16 latents."
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 32, 48), layers_per_block=1, latent_channels=4, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 24, 48, 64), layers_per_block=1, latent_channels=16, norm_num_groups=8,
         sample_size=64, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
     )
 
@@ -101,11 +101,11 @@ def vae_loss(
 # %% ../../nbs/13ca_pocket_vae.ipynb #5a304f00
 def train_vae(
     work: Path, # the result goes here, vae.safetensors
-    steps: int = 2000,
+    steps: int = 2500,
     batch: int = 24,
     count: int = 8000, # drawn pictures
     rate: float = 3e-3,
-    beta: float = 1e-5, # weight of the KL term, a latent dimension
+    beta: float = 1e-4, # weight of the KL term, a latent dimension
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
