@@ -50,12 +50,13 @@ def plan(
 ):
     "Say what a run would draw, train and take; start nothing."
     s = settings.load(source, overrides or ())
+    from chunk_grpo import cost
     from chunk_grpo import plan as planning
 
     if rate < 0:
         raise InputError(f"`--rate` must be above 0; got {rate:g}")
     counted = planning.counts(s, processes)
-    known = planning.geometry(s.model) is not None
+    known = cost.geometry(s.model) is not None
     speed = rate * 1e12 or (planning.matrix_rate(s.dtype) if known else 1.0)
     rows(counted)
     typer.echo("\nestimated, not measured" + ("" if rate or not known else ", but for this machine's matrix rate"))

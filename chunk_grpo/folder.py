@@ -26,7 +26,7 @@ import chunk_grpo
 from . import InputError
 from . import settings as setting
 from .checkpoint import beside, read_json, read_lines, write_json
-from .plan import geometry, trained_parameters
+from .cost import geometry, trained_parameters
 from .settings import Settings
 
 # %% ../nbs/10c_folder.ipynb #0dc45e22

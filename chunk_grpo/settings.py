@@ -153,8 +153,8 @@ def _sizes(
     if s.hybrid_split > s.eval_steps:
         return f"`hybrid_split` must lie between 0 and `eval_steps` ({s.eval_steps}); got {s.hybrid_split}"
     for name in ("resolution", "eval_resolution"):
-        if getattr(s, name) % 8:
-            return f"`{name}` must be a multiple of 8; got {getattr(s, name)}"
+        if getattr(s, name) % 16:
+            return f"`{name}` must be a multiple of 16; got {getattr(s, name)}"
     return ""
 
 # %% ../nbs/08_settings.ipynb #6059d660

@@ -1,25 +1,18 @@
 """The command line: exit codes, one sentence on stderr, nothing left behind; commands on a run that exists."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
 
 from chunk_grpo import cli, settings
-
-
-def call(folder, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    "Run chunk-grpo in a folder."
-    command = [sys.executable, "-m", "chunk_grpo.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -52,7 +45,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capf
 
 
 def test_the_command_itself_ends_with_2(tmp_path):
-    done = call(tmp_path, "train", "pocket/tiny", "steps=18")
+    done = call("train", "pocket/tiny", "steps=18", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1
 
 
@@ -66,10 +59,10 @@ def test_wrong_usage_is_exit_code_2(arguments):
 def test_help_names_every_command():
     answer = CliRunner().invoke(cli.app, ["--help"])
     assert answer.exit_code == 0
-    for command in ("plan", "train", "evaluate", "profile", "compare", "report", "doctor"):
-        line = next(line for line in answer.output.splitlines() if line.split()[:1] == [command])
+    for name in ("plan", "train", "evaluate", "profile", "compare", "report", "doctor"):
+        line = next(line for line in answer.output.splitlines() if line.split()[:1] == [name])
         assert line.endswith(".") and not line.endswith("..."), "the summary is cut off"
-        assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0
+        assert CliRunner().invoke(cli.app, [name, "--help"]).exit_code == 0
 
 
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
@@ -96,12 +89,12 @@ def test_plan_of_an_unknown_model_has_counts_only():
 
 
 def test_plan_starts_nothing(tmp_path):
-    done = call(tmp_path, "plan", "pocket/tiny")
+    done = call("plan", "pocket/tiny", cwd=tmp_path)
     assert done.returncode == 0 and list(tmp_path.iterdir()) == []
 
 
 def test_doctor_finds_the_weights_intact(tmp_path):
-    done = call(tmp_path, "doctor", CHUNK_GRPO_CACHE=str(tmp_path / "cache"))
+    done = call("doctor", cwd=tmp_path, CHUNK_GRPO_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "intact" in done.stdout and str(tmp_path / "cache") in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -122,12 +115,9 @@ def small(tmp_path_factory):
     return folder
 
 
-HERE = {"PYTHONPATH": str(Path(__file__).parent), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
-
 def test_a_run_from_training_to_comparison(small):
     def say(*arguments):
-        done = call(small, *arguments, **HERE)
+        done = call(*arguments, cwd=small)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -147,9 +137,9 @@ def test_a_run_from_training_to_comparison(small):
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path):
-    command = [sys.executable, "-m", "chunk_grpo.cli", "train", str(small / "s.yaml"), "iterations=500"]
-    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                             env={**os.environ, **HERE})
+    words = command("train", small / "s.yaml", "iterations=500")
+    child = subprocess.Popen(
+        words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment())
     metrics = tmp_path / "runs/s-001/metrics.jsonl"
     end = time.monotonic() + 300
     while not (metrics.is_file() and metrics.read_text().count("\n") > 2):

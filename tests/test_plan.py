@@ -1,8 +1,8 @@
-"""What a plan counts."""
+"""What a plan counts, and what a model costs."""
 
 import pytest
 
-from chunk_grpo import InputError, plan, settings
+from chunk_grpo import InputError, cost, plan, settings
 
 
 @pytest.mark.parametrize("chunks, expected", [
@@ -23,9 +23,9 @@ def test_counts_name_everything_once():
 
 def test_a_broken_model_folder_is_named(tmp_path):
     with pytest.raises(InputError, match="config.json"):
-        plan.geometry(str(tmp_path))
+        cost.geometry(str(tmp_path))
     for part in ("transformer", "vae"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}")
     with pytest.raises(InputError, match="config.json"):
-        plan.geometry(str(tmp_path))
+        cost.geometry(str(tmp_path))

@@ -11,7 +11,8 @@ import torch
 
 from chunk_grpo import InputError, pocket, rewards
 from chunk_grpo.pocket import clip, geneval
-from chunk_grpo.pocket.world import CATEGORIES, hard_negatives, lay, paint, parse, split
+from chunk_grpo.pocket.captions import CATEGORIES, hard_negatives, parse, split
+from chunk_grpo.pocket.world import lay, paint
 
 OFFLINE = """
 import socket

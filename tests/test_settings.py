@@ -55,7 +55,7 @@ def refused(values: dict, overrides=()) -> str:
     ({"images_per_prompt": 11}, ["`images_per_prompt`", "multiple", "`updates_per_iteration`", "11"]),
     ({"hybrid_split": 51}, ["`hybrid_split`", "`eval_steps`", "50", "51"]),
     ({"sampler": "cps", "eta": 1.2}, ["`eta`", "at most 1", "1.2"]),
-    ({"resolution": 100}, ["`resolution`", "multiple of 8", "100"]),
+    ({"resolution": 100}, ["`resolution`", "multiple of 16", "100"]),
     ({"reward": {"hpsv3": -1.0}}, ["`reward`", "above 0", "'hpsv3'", "-1"]),
     ({"reward": {"hpsv3": "much"}}, ["`reward`", "mapping"]),
     ({"reward": {}}, ["`reward`", "at least one"]),
@@ -125,7 +125,8 @@ def test_every_value_survives_a_round_trip(values):
 
 def test_every_field_has_unit_source_and_meaning():
     for name, field in FIELDS.items():
-        assert set(field.json_schema_extra) - {"takes"} == {"unit", "source"} and field.json_schema_extra["source"], name
+        assert set(field.json_schema_extra) - {"takes"} == {"unit", "source"}, name
+        assert field.json_schema_extra["source"], name
         assert field.description and fields.allowed(settings.Settings, name), name
 
 

@@ -1,7 +1,6 @@
 """Real training of a FLUX in miniature: what a kill, several processes and faults do to a run."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from commands import command, environment, run
 from safetensors.torch import load_file
 from tiny_flux import build
 
@@ -47,23 +47,6 @@ def world(tmp_path_factory):
     names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt")}
     (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]}))
     return folder
-
-
-def environment(**more):
-    "The environment of a child: one thread, tests importable, no hub."
-    keep = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return os.environ | keep | {k: str(v) for k, v in more.items()}
-
-
-def command(*words):
-    return [sys.executable, "-m", "chunk_grpo.cli", *map(str, words)]
-
-
-def run(*words, code=0, **more):
-    "Run the command line to its end; what it said."
-    done = subprocess.run(command(*words), env=environment(**more), capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
 
 
 def metrics(folder):

@@ -23,9 +23,9 @@ from PIL import Image, ImageDraw
 
 from .. import pocket
 from . import clip, geneval
+from .captions import PREFIXES, split
 from .flow import Flow, batches, train_flow, unpack
 from .vae import tokenizer, tokens, train_vae
-from .world import PREFIXES, split
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def write_manifest(
 # %% ../../nbs/13e_pocket_base.ipynb #5db51cda
 RECIPE = {
     "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "seed": 0},
-    "flow": {"steps": 26000, "batch": 96, "count": 48000, "rate": 2e-3, "seed": 0},
+    "flow": {"steps": 20000, "batch": 96, "count": 48000, "rate": 2e-3, "seed": 0},
     "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
 }
 

@@ -23,11 +23,10 @@ from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
 from .. import InputError
 from . import FOLDER, MAX_TOKENS, SIZE
+from .captions import CATEGORIES, COLOURS, SHAPES, hard_negatives, parse, partition
 from .geneval import as_array
 from .vae import as_tensor, restore, store, tokenizer, tokens
-from chunk_grpo.pocket.world import (
-    CATEGORIES, COLOURS, SHAPES, Scene, hard_negatives, holds, lay, paint, parse, partition,
-)
+from .world import Scene, holds, lay, paint
 
 # %% ../../nbs/13d_pocket_clip.ipynb #a157166b
 def new_clip(

@@ -162,11 +162,11 @@ def _named(model: Flow,
 def train_flow(
     work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
-    steps: int = 26000,
+    steps: int = 20000,
     batch: int = 96,
     count: int = 48000, # drawn pictures
     rate: float = 2e-3,
-    every: int = 1000, # steps between snapshots
+    every: int = 500, # steps between snapshots
     compiled: bool = False, # compile the velocity network
     seed: int = 0,
     log: Callable[[str], None] = print,

@@ -16,7 +16,8 @@ from PIL import Image, ImageFilter
 from scipy import ndimage
 
 from .. import InputError
-from .world import CATEGORIES, COLOURS, SHAPES, Scene, Thing, holds, paint, parse
+from .captions import CATEGORIES, COLOURS, SHAPES, parse
+from .world import Scene, Thing, holds, paint
 
 
 def as_array(

@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from . import MAX_TOKENS
-from .world import CATEGORIES, COLOURS, NUMBERS, PLURAL, PREFIXES, RELATIONS, SHAPES, draw, partition
+from .captions import CATEGORIES, COLOURS, NUMBERS, PLURAL, PREFIXES, RELATIONS, SHAPES, partition
+from .world import draw
 
 
 def words() -> list[str]:

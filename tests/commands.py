@@ -1,0 +1,30 @@
+"""The command line as a user starts it: a process of its own, one thread, rewards of the tests importable, no hub."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def environment(**more) -> dict[str, str]:
+    "The environment of a child."
+    keep = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return os.environ | keep | {k: str(v) for k, v in more.items()}
+
+
+def command(*words) -> list[str]:
+    "chunk-grpo with some words behind it."
+    return [sys.executable, "-m", "chunk_grpo.cli", *map(str, words)]
+
+
+def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
+    "Run the command line to its end."
+    return subprocess.run(
+        command(*words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300)
+
+
+def run(*words, code: int = 0, **more) -> str:
+    "Run the command line to its end, which must have this exit code; what it said."
+    done = call(*words, **more)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
