@@ -176,6 +176,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'chunk_grpo.pocket.base': { 'chunk_grpo.pocket.base.build': ('pocket_base.html#build', 'chunk_grpo/pocket/base.py'),
                                         'chunk_grpo.pocket.base.contact_sheet': ( 'pocket_base.html#contact_sheet',
                                                                                   'chunk_grpo/pocket/base.py'),
+                                        'chunk_grpo.pocket.base.judges': ('pocket_base.html#judges', 'chunk_grpo/pocket/base.py'),
                                         'chunk_grpo.pocket.base.load_flow': ('pocket_base.html#load_flow', 'chunk_grpo/pocket/base.py'),
                                         'chunk_grpo.pocket.base.main': ('pocket_base.html#main', 'chunk_grpo/pocket/base.py'),
                                         'chunk_grpo.pocket.base.pairs_in_order': ( 'pocket_base.html#pairs_in_order',

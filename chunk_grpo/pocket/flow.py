@@ -162,8 +162,8 @@ def _named(model: Flow,
 def train_flow(
     work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
-    steps: int = 20000,
-    batch: int = 96,
+    steps: int = 15000,
+    batch: int = 64,
     count: int = 48000, # drawn pictures
     rate: float = 2e-3,
     every: int = 500, # steps between snapshots

@@ -110,8 +110,8 @@ def holds(
     return spec.relation is None or spec.relation in related(*(by_shape[shape] for shape, _ in spec.objects))
 
 # %% ../../nbs/13b_pocket_world.ipynb #b8469587
-_RADII = {1: (12, 16), 2: (10,), 3: (8,), 4: (8,)}  # pixels, by number of objects
-_PLACES = np.arange(12, SIZE - 8, 8)  # centres, pixels
+_RADIUS = 10.0  # pixels
+_PLACES = (14.0, 26.0, 38.0, 50.0)  # centres, pixels
 _FREE_RADII = {1: (11.0, 20.0), 2: (8.5, 12.5), 3: (7.5, 10.0), 4: (7.0, 9.0)}  # least and largest, of free layouts
 
 
@@ -137,9 +137,7 @@ def _spread(
         base = rng.uniform(low, high)
         radii = [float(np.clip(base * rng.uniform(0.9, 1.1), low, high)) for _ in range(count)]
         return [(*(float(c) for c in rng.uniform(r + 2, SIZE - r - 2, 2)), r) for r in radii]
-    r = int(rng.choice(_RADII[count]))
-    places = _PLACES[(_PLACES >= r + 2) & (_PLACES <= SIZE - r - 2)]
-    return [(*(float(c) for c in rng.choice(places, 2)), float(r)) for _ in range(count)]
+    return [(*(float(c) for c in rng.choice(_PLACES, 2)), _RADIUS) for _ in range(count)]
 
 # %% ../../nbs/13b_pocket_world.ipynb #12831fd4
 def lay(
