@@ -233,6 +233,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'chunk_grpo.pocket.flow.new_t5': ('pocket_flow.html#new_t5', 'chunk_grpo/pocket/flow.py'),
                                         'chunk_grpo.pocket.flow.new_transformer': ( 'pocket_flow.html#new_transformer',
                                                                                     'chunk_grpo/pocket/flow.py'),
+                                        'chunk_grpo.pocket.flow.optimizers': ('pocket_flow.html#optimizers', 'chunk_grpo/pocket/flow.py'),
                                         'chunk_grpo.pocket.flow.pack': ('pocket_flow.html#pack', 'chunk_grpo/pocket/flow.py'),
                                         'chunk_grpo.pocket.flow.train_flow': ('pocket_flow.html#train_flow', 'chunk_grpo/pocket/flow.py'),
                                         'chunk_grpo.pocket.flow.unpack': ('pocket_flow.html#unpack', 'chunk_grpo/pocket/flow.py')},

@@ -45,7 +45,7 @@ def sample(
     ids = [tokens(model.tokenizers[kind], captions) for kind in ("t5", "clip")]
     u = torch.linspace(1, 0, steps + 1)
     sigmas = (shift * u / (1 + (shift - 1) * u)).tolist()
-    x = torch.randn(len(captions), 16, 64, generator=generator)
+    x = torch.randn(len(captions), 16, 32, generator=generator)
     for i, (now, after) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
         v, d = model(x, torch.full((len(x),), now), *ids), after - now
         s = eta * math.sqrt(now / (1 - (now if now < 1 else sigmas[1])))
@@ -194,7 +194,7 @@ def write_manifest(
 # %% ../../nbs/13e_pocket_base.ipynb #5db51cda
 RECIPE = {
     "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "seed": 0},
-    "flow": {"steps": 15000, "batch": 64, "count": 48000, "rate": 2e-3, "seed": 0},
+    "flow": {"steps": 16000, "batch": 64, "count": 48000, "rate": 1.5e-3, "seed": 0},
     "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
 }
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARE', 'new_transformer', 'new_t5', 'new_clip_text', 'Flow', 'pack', 'unpack', 'batches', 'latents', 'flow_loss',
-           'learning_rate', 'train_flow']
+           'learning_rate', 'optimizers', 'train_flow']
 
 # %% ../../nbs/13da_pocket_flow.ipynb #5214b1e5
 import time
@@ -26,7 +26,7 @@ from .vae import as_tensor, restore, scenes, store, tokenizer, tokens
 def new_transformer() -> FluxTransformer2DModel:
     "The velocity network: one double-stream block and four single-stream blocks of width 128."
     return FluxTransformer2DModel(
-        patch_size=1, in_channels=64, num_layers=1, num_single_layers=4, attention_head_dim=32, num_attention_heads=4,
+        patch_size=1, in_channels=32, num_layers=1, num_single_layers=4, attention_head_dim=32, num_attention_heads=4,
         joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=False, axes_dims_rope=(8, 12, 12),
     )
 
@@ -63,11 +63,11 @@ class Flow(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor, # latents, (B, 16, 64)
+        x: torch.Tensor, # latents, (B, 16, 32)
         sigma: torch.Tensor, # noise levels, (B,)
         t5_tokens: torch.Tensor, # (B, MAX_TOKENS)
         clip_tokens: torch.Tensor, # (B, MAX_TOKENS)
-    ) -> torch.Tensor: # velocity, (B, 16, 64)
+    ) -> torch.Tensor: # velocity, (B, 16, 32)
         "The velocity at a noise level, given the prompt's tokens."
         return self.transformer(
             hidden_states=x, timestep=sigma, encoder_hidden_states=self.t5(t5_tokens).last_hidden_state,
@@ -85,10 +85,10 @@ def pack(
 
 
 def unpack(
-    x: torch.Tensor, # (B, 16, 64)
-) -> torch.Tensor: # (B, 16, 8, 8)
+    x: torch.Tensor, # (B, 16, 32)
+) -> torch.Tensor: # (B, 8, 8, 8)
     "Tokens back to latents."
-    return x.view(len(x), 4, 4, 16, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 16, 8, 8)
+    return x.view(len(x), 4, 4, 8, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 8, 8, 8)
 
 
 def batches(
@@ -108,7 +108,7 @@ def latents(
     vae: AutoencoderKL, # its shift and scaling factor are set here
     count: int, # pictures
     seed: int = 0,
-) -> dict[str, torch.Tensor]: # "latents" (N, 16, 64); "t5" and "clip" tokens (N, MAX_TOKENS)
+) -> dict[str, torch.Tensor]: # "latents" (N, 16, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
     "The training set, drawn and encoded once."
     file = Path(work) / "latents.safetensors"
     if not file.exists():
@@ -125,7 +125,7 @@ def latents(
 # %% ../../nbs/13da_pocket_flow.ipynb #b1936d22
 def flow_loss(
     model: nn.Module,
-    x0: torch.Tensor, # data latents, (B, 16, 64)
+    x0: torch.Tensor, # data latents, (B, 16, 32)
     t5_tokens: torch.Tensor,
     clip_tokens: torch.Tensor,
     generator: torch.Generator,
@@ -145,11 +145,30 @@ def learning_rate(
     steps: int,
     peak: float,
     warm: int = 200, # steps of linear rise
-    fall: float = 0.3, # share of the steps over which the rate falls to a twentieth
+    fall: float = 0.75, # share of the steps over which the rate falls to a twentieth
 ) -> float:
     "Constant rate with a rise and a fall."
     left = (steps - step) / max(1, fall * steps)
     return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
+
+# %% ../../nbs/13da_pocket_flow.ipynb #69dd5529
+def optimizers(
+    model: nn.Module,
+    rate: float,
+) -> dict[str, torch.optim.Optimizer]: # "muon" and "adamw"; every parameter is in one of them
+    "Muon for matrices inside blocks, AdamW for the rest."
+    def inside(name, p):
+        return p.ndim == 2 and any(word in name for word in ("block", "layers")) and "bias" not in name
+
+    named = list(model.named_parameters())
+    return {
+        "muon": torch.optim.Muon(
+            [p for n, p in named if inside(n, p)], lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        ),
+        "adamw": torch.optim.AdamW(
+            [p for n, p in named if not inside(n, p)], lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True
+        ),
+    }
 
 # %% ../../nbs/13da_pocket_flow.ipynb #0e3c33ac
 def _named(model: Flow,
@@ -162,10 +181,10 @@ def _named(model: Flow,
 def train_flow(
     work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
-    steps: int = 15000,
+    steps: int = 16000,
     batch: int = 64,
     count: int = 48000, # drawn pictures
-    rate: float = 2e-3,
+    rate: float = 1.5e-3,
     every: int = 500, # steps between snapshots
     compiled: bool = False, # compile the velocity network
     seed: int = 0,
@@ -176,22 +195,23 @@ def train_flow(
     model, work = Flow(), Path(work)
     data = latents(work, vae, count, seed)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    steppers = optimizers(model, rate)
     ema = EMAModel(parameters, decay=0.998, use_ema_warmup=True, power=0.8)
-    parts = {"model": model, "ema": ema, "optimizer": optimizer}
+    parts = {"model": model, "ema": ema} | steppers
     start, total = time.time(), 0.0
     if compiled:
         model.transformer.compile()
     for step in range(restore(work / "flow-state.pt", **parts), steps):
         generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
         pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
-        for group in optimizer.param_groups:
+        for group in (g for o in steppers.values() for g in o.param_groups):
             group["lr"] = learning_rate(step, steps, rate)
         loss = flow_loss(model, *(data[k][pick] for k in ("latents", "t5", "clip")), generator)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        for optimizer in steppers.values():
+            optimizer.step()
         ema.step(parameters)
         total += loss.item()
         if (step + 1) % 100 == 0:

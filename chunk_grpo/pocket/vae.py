@@ -78,10 +78,10 @@ def as_tensor(
 
 # %% ../../nbs/13ca_pocket_vae.ipynb #7e95d7b9
 def new_vae() -> AutoencoderKL:
-    "An autoencoder of factor 8: 64 x 64 pixels to 8 x 8 x 16 latents."
+    "An autoencoder of factor 8: 64 x 64 pixels to 8 x 8 x 8 latents."
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 24, 48, 64), layers_per_block=1, latent_channels=16, norm_num_groups=8,
+        block_out_channels=(8, 24, 48, 64), layers_per_block=1, latent_channels=8, norm_num_groups=8,
         sample_size=64, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
     )
 
