@@ -76,7 +76,7 @@ def _masks(
 
 
 SEEN = ((24, 0.0), (10, 0.5), (8, 0.7), (7, 0.9))  # radius and blur, in pixels, at which a shape is known
-OFFSETS = (0.0, 0.25, 0.5, 0.75)  # pixels by which its centre is moved, either way: a tip may fill one more row or column
+OFFSETS = (0.0, 0.25, 0.5, 0.75)  # pixels by which its centre is moved, since a tip may fill one more row or column
 
 
 @cache
