@@ -170,6 +170,11 @@ def contact_sheet(
 
 # %% ../../nbs/13e_pocket_base.ipynb #ed996eb1
 SHIPPED = ("base", "clip", "prompts")  # folders
+RECIPE = {
+    "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "seed": 0},
+    "flow": {"steps": 16000, "batch": 64, "count": 48000, "rate": 1.5e-3, "seed": 0},
+    "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
+}
 
 
 def write_manifest(
@@ -192,13 +197,6 @@ def write_manifest(
     return content
 
 # %% ../../nbs/13e_pocket_base.ipynb #5db51cda
-RECIPE = {
-    "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "seed": 0},
-    "flow": {"steps": 16000, "batch": 64, "count": 48000, "rate": 1.5e-3, "seed": 0},
-    "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
-}
-
-
 def build(
     out: Path, # base, clip, prompts and manifest.json are written here
     work: Path, # states and training sets, to go on from
