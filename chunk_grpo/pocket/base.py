@@ -13,7 +13,6 @@ import math
 import platform
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,8 +42,7 @@ def sample(
     "Images of the captions, equations (3) and (7)."
     generator = torch.Generator().manual_seed(seed)
     ids = [tokens(model.tokenizers[kind], captions) for kind in ("t5", "clip")]
-    u = torch.linspace(1, 0, steps + 1)
-    sigmas = (shift * u / (1 + (shift - 1) * u)).tolist()
+    sigmas = [shift * u / (1 + (shift - 1) * u) for u in torch.linspace(1, 0, steps + 1).tolist()]
     x = torch.randn(len(captions), 16, 32, generator=generator)
     for i, (now, after) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
         v, d = model(x, torch.full((len(x),), now), *ids), after - now
@@ -189,7 +187,7 @@ def write_manifest(
     content = {
         "training": training, "quality": measured,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
-        "made": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "made": time.strftime("%Y-%m-%d", time.gmtime()),
         "bytes": sum(f.stat().st_size for f in files),
         "sha256": {f.relative_to(folder).as_posix(): pocket.sha256(f) for f in files},
     }
