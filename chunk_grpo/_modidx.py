@@ -30,6 +30,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'chunk_grpo.chunks.batches': ('chunks.html#batches', 'chunk_grpo/chunks.py'),
                                    'chunk_grpo.chunks.fits': ('chunks.html#fits', 'chunk_grpo/chunks.py'),
                                    'chunk_grpo.chunks.from_setting': ('chunks.html#from_setting', 'chunk_grpo/chunks.py'),
+                                   'chunk_grpo.chunks.numbers': ('chunks.html#numbers', 'chunk_grpo/chunks.py'),
                                    'chunk_grpo.chunks.segments': ('chunks.html#segments', 'chunk_grpo/chunks.py'),
                                    'chunk_grpo.chunks.step_weights': ('chunks.html#step_weights', 'chunk_grpo/chunks.py')},
             'chunk_grpo.cli': { 'chunk_grpo.cli._devices': ('cli.html#_devices', 'chunk_grpo/cli.py'),

@@ -107,14 +107,14 @@ def train(
 
 # %% ../nbs/14_cli.ipynb #4a6437b6
 @app.command()
-def evaluate(run: Run):
-    "Evaluate a finished run: base, plain and hybrid."
+def evaluate(run: Run, overrides: Overrides = None):
+    "Evaluate a finished run: base, plain and hybrid. Settings such as eval_images=4 may be changed for it."
     from chunk_grpo import runs
 
     folder = runs.find(run)
     from chunk_grpo import evaluate as evaluation  # after a look at the folder, since it imports diffusers
 
-    summary = evaluation.evaluate(folder)
+    summary = evaluation.evaluate(folder, changes=overrides or ())
     typer.echo(f"{summary['n_prompts']} prompts x {summary['images_per_prompt']} images, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}

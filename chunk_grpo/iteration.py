@@ -22,7 +22,7 @@ from torch import Tensor
 from . import InputError, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import write_json
-from .chunks import Chunks, from_setting
+from .chunks import Chunks, from_setting, numbers
 from .dynamics import chunks_from_profile, relative_distance
 from .objective import group_advantages
 from .policy import FluxPolicy
@@ -156,7 +156,8 @@ def update(
     "The iteration's updates: their work, outcomes, gradient norms, how many were skipped, and the ratio's two floors."
     s, acc = state.s, state.acc
     paths = what.trajectories
-    chosen = choose_chunks(paths.latents, paths.keys, state.chunks, s.chunk_fraction, s.chunk_weighting)
+    allowed = numbers(s.train_chunks, len(state.chunks))
+    chosen = choose_chunks(paths.latents, paths.keys, state.chunks, s.chunk_fraction, s.chunk_weighting, allowed)
     parts = shares(paths.keys, s.images_per_prompt, s.updates_per_iteration)
     works = [lay_out(part, chosen, state.chunks, s.update_batch) for part in parts]
     olds = [None] + [replay_all(what, work) for work in works[1:]]

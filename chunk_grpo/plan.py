@@ -26,11 +26,12 @@ def transitions_per_image(
     sizes: Sequence[int] | None = None, # sizes of the chunks where they come from a profile
 ) -> tuple[int, float, int]: # fewest, mean of a uniform draw, most
     "Transitions of one image that are trained; with chunks from an unknown profile the widest bounds."
-    from chunk_grpo.chunks import from_setting
+    from chunk_grpo.chunks import from_setting, numbers
 
     if sizes is None and s.chunks == "profile":
         return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
-    sizes = sorted(sizes or from_setting(s.chunks, s.transitions).sizes)
+    sizes = sizes or from_setting(s.chunks, s.transitions).sizes
+    sizes = sorted(sizes[k] for k in numbers(s.train_chunks, len(sizes)))
     count = max(1, int(len(sizes) * s.chunk_fraction))
     return sum(sizes[:count]), sum(sizes) * count / len(sizes), sum(sizes[-count:])
 

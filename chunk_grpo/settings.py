@@ -83,7 +83,9 @@ class Settings(BaseModel):
     chunks: Sizes = setting("2,3,4,7", "transitions", "paper, appendix B.1",
         'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile".', min_length=1)
     chunk_fraction: Number = setting(0.5, "fraction", TABLE_6,
-        "Part of the chunks that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
+        "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
+    train_chunks: Sizes = setting("all", "chunks", "all: the paper; one: its Figure 6",
+        'Chunks that may be drawn, counted from 1 at the noise, such as "1,2,3"; "all".', min_length=1)
     chunk_weighting: Literal["uniform", "dynamics"] = setting("uniform", "", "paper, section 4.3: optional",
         "Chance of a chunk to be drawn: equal, or by the relative distance its latents move.")
     # how much an iteration draws, and how much is computed at once
@@ -162,17 +164,19 @@ def _method(
     s: Settings,
 ) -> str:
     "What is wrong with the sampler or the chunks, or nothing."
-    from chunk_grpo.chunks import from_setting
+    from chunk_grpo.chunks import from_setting, numbers
+    from chunk_grpo.dynamics import DEFAULT_CHUNKS
     from chunk_grpo.sampler import LARGEST_ETA
 
     most = LARGEST_ETA[s.sampler]
     if s.eta > most:
         return f"`eta` must be above 0 and at most {most:.4g} with the sampler {s.sampler}; got {s.eta:g}"
-    if s.chunks != "profile":
-        try:
-            from_setting(s.chunks, s.transitions)
-        except InputError as error:
-            return str(error)
+    try:
+        measured = min(DEFAULT_CHUNKS, s.transitions)
+        count = measured if s.chunks == "profile" else len(from_setting(s.chunks, s.transitions))
+        numbers(s.train_chunks, count)
+    except InputError as error:
+        return str(error)
     return ""
 
 

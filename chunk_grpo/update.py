@@ -42,15 +42,18 @@ def choose_chunks(
     chunks: Chunks,
     fraction: float,  # of the chunks to train
     weighting: str = "uniform",  # "uniform" or "dynamics", equation (16)
+    allowed: list[int] | None = None,  # chunks that may be drawn; all
 ) -> Tensor:  # (B, k) long, sorted
     "The chunks to train of every image, drawn from the image's own random numbers."
-    count, total = chunk_count(len(chunks), fraction), len(chunks)
+    total = len(chunks)
+    may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
+    count = chunk_count(int(may.sum()), fraction)
     weights = torch.full((len(keys), total), 1 / total)
     if weighting == "dynamics":
         distance = relative_distance(latents.float())[:, : chunks.transitions]
         weights = chunk_weights(distance, chunks).cpu()
     uniforms = torch.stack([torch.rand(total, generator=generator(*key, stream="chunks")) for key in keys])
-    return draw_chunks(weights, count, uniforms)
+    return draw_chunks(weights * may, count, uniforms)
 
 # %% ../nbs/08b_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
