@@ -137,5 +137,5 @@ def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
 def test_manifest_states_the_quality_of_the_base():
     quality = pocket.manifest()["quality"]
     for sampler in ("ode", "sde"):
-        assert 0.2 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
+        assert 0.4 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
         assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images
