@@ -1,4 +1,4 @@
-"""Properties that every chunker must have for any profile; the lessons check chosen ones."""
+"""Properties that every chunker must have for any profile, and the profile's parts; the lessons check chosen ones."""
 
 import math
 
@@ -11,6 +11,7 @@ from ruptures import Dynp
 from chunk_grpo import InputError
 from chunk_grpo.chunkers import adaptive, fixed, optimal, paper_rule, shape
 from chunk_grpo.dynamics import chunks_from_profile
+from chunk_grpo.profiles import departure, variance_shares
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 value_ = st.floats(1e-4, 10.0)
@@ -143,3 +144,34 @@ def test_bad_profiles_are_refused(make, words, bad):
 def test_bad_settings_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make(torch.tensor([0.7, 0.8, 0.5, 0.4, 0.3, 0.3]))
+
+
+# what in a profile is the step's, the prompt's and the seed's
+
+
+@quick
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.floats(0.01, 100))
+def test_shares_add_up_and_do_not_see_the_scale(seed, P, G, n, factor):
+    distance = torch.rand(P, G, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    shares = variance_shares(distance)
+    assert shares["step"] + shares["prompt"] + shares["seed"] == pytest.approx(1)
+    assert variance_shares(factor * distance) == pytest.approx(shares, nan_ok=True)
+    assert variance_shares(distance.flip(0).flip(1)) == pytest.approx(shares, nan_ok=True)
+    assert math.isnan(shares["prompt_only"]) == (G == 1)
+
+
+def test_each_share_is_all_where_nothing_else_differs():
+    step, prompt, seed = (torch.ones(3, 2, 4) + torch.arange(size).reshape(place) for size, place in
+                          ((4, (1, 1, 4)), (3, (3, 1, 1)), (2, (1, 2, 1))))
+    assert [variance_shares(x)[name] for x, name in ((step, "step"), (prompt, "prompt"), (seed, "seed"))] == [1, 1, 1]
+    with pytest.raises(InputError, match="distance: got 1.0 everywhere"):
+        variance_shares(torch.ones(3, 2, 4))
+
+
+@quick
+@given(st.integers(0, 2**31), st.floats(0.2, 5.0))
+def test_a_common_factor_is_its_logarithm_everywhere(seed, factor):
+    base = torch.rand(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    mean, error = departure(base, factor * base)
+    torch.testing.assert_close(mean, torch.full((6,), math.log(factor), dtype=torch.float64))
+    assert float(error.max()) < 1e-12
