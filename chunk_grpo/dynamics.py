@@ -7,8 +7,10 @@ __all__ = ['DISTANCES', 'DEFAULT_CHUNKS', 'relative_distance', 'gaussian_profile
            'chunk_weights', 'chunk_count', 'draw_chunks']
 
 # %% ../nbs/04_dynamics.ipynb #1b11ddc9
+import numpy as np
 import torch
 import torch.nn.functional as F
+from ruptures import Dynp
 from torch import Tensor
 
 from . import InputError
@@ -67,20 +69,8 @@ def optimal_sizes(
     count: int,  # number of runs, 1 ... len(values)
 ) -> list[int]:  # sizes of the runs, in order
     """Sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
-
-    def cost(begin, end):
-        run = values[begin:end]
-        centre = sum(run) / len(run)
-        return sum((value - centre) ** 2 for value in run)
-
-    best = {(0, 0): (0.0, [])}  # (runs, end) -> (cost, sizes)
-    for runs in range(1, count + 1):
-        for end in range(runs, len(values) - (count - runs) + 1):
-            best[runs, end] = min(
-                (best[runs - 1, begin][0] + cost(begin, end), best[runs - 1, begin][1] + [end - begin])
-                for begin in range(runs - 1, end) if (runs - 1, begin) in best
-            )
-    return best[count, len(values)][1]
+    ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
+    return np.diff(ends, prepend=0).tolist()
 
 # %% ../nbs/04_dynamics.ipynb #d8b954c2
 def chunks_from_profile(

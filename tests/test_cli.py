@@ -12,7 +12,7 @@ from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
 
-from chunk_grpo import cli, settings
+from chunk_grpo import cli, runs, settings
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -129,7 +129,13 @@ def test_a_run_from_training_to_comparison(small):
     assert "report.html" in say("report", run)
     assert "s-001" in say("compare", run)
     say("profile", "s.yaml", "--out", "mine.html")
-    pages = [run / "report.html", run / "evaluation/report.html", small / "compare.html", small / "mine.html"]
+    both = runs.page("profile", small / "both.html", run=str(run), step_counts=[4], prompts=3,
+                     out=str(small / "p.json"))
+    assert "intervals exclude 0" in both.read_text()
+    measured = json.loads((small / "p.json").read_text())
+    assert len(measured["mean"]) == len(measured["trained_mean"]) == 17 and measured["trajectories"] == 6
+    assert measured["mean"] != measured["trained_mean"] and 0 <= measured["variance_shares"]["prompt"] < 1
+    pages = [run / "report.html", run / "evaluation/report.html", small / "compare.html", small / "mine.html", both]
     assert all(page.stat().st_size > 10_000 for page in pages)
     before = (run / "metrics.jsonl").read_bytes()
     assert "finished" in say("train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report")
