@@ -231,8 +231,9 @@ def profile(
     for k, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
         axis.axvspan(a, b, color="#D55E00", alpha=0.13 if k % 2 == 0 else 0.05, linewidth=0)
         if len(sizes) <= 8:
-            axis.annotate(f"chunk {k + 1}", ((a + b) / 2, 0.98), xycoords=("data", "axes fraction"), ha="center",
-                          va="top", fontsize=8)
+            words = f"chunk {k + 1}" if b - a > 0.08 * len(mean) else f"{k + 1}"  # as wide as the block
+            axis.annotate(words, ((a + b) / 2, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
+                          fontsize=8)
     steps = np.arange(len(mean))
     axis.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
     axis.plot(steps, mean, color="black", marker="o", markersize=3.5)

@@ -1,0 +1,213 @@
+"""The widgets without a browser, and the chunk editor in JupyterLab as a reader drives it."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunk_grpo import InputError, chunks, pocket, settings, weights, widgets
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+MEASURED = {"kind": "l1", "mean": (0.5 * np.exp(-np.arange(17) / 6) + 0.1).tolist(), "std": [0.03] * 17}  # invented
+PROFILE = torch.tensor(MEASURED["mean"][:16], dtype=torch.float64)
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda sizes: chunks.Chunks(tuple(sizes)))
+
+
+def parts(editor):
+    "Field, words beside it, sliders, and the HTML below."
+    row, _, handles, below = editor.children
+    return *row.children, [handle.children[1] for handle in handles.children], below
+
+
+@given(SIZES)
+def test_boundaries_and_sizes_are_inverse(cut):
+    places = widgets.boundaries(cut)
+    assert len(places) == len(cut) - 1
+    assert widgets.cut(places, cut.transitions) == cut
+
+
+@given(SIZES.filter(lambda cut: len(cut) > 1), st.data())
+def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
+    index = data.draw(st.integers(0, len(cut) - 2))
+    to = data.draw(st.integers(index + 1, cut.transitions - len(cut) + 1 + index))
+    before, after = widgets.boundaries(cut), widgets.push(widgets.boundaries(cut), index, to)
+    moved = widgets.cut(after, cut.transitions)  # InputError where a chunk were empty
+    assert len(moved) == len(cut) and moved.transitions == cut.transitions and after[index] == to
+    away = [a != b for a, b in zip(before, after, strict=True)]
+    assert not any(away[:index]) or not any(away[index + 1 :])  # only on the side that it moved to
+
+
+@pytest.mark.parametrize("text", ["2,3,4", "", "2,,3", "0,16", "4;12", "equal:5", "-1,17", "2,3,4,7,1", "stepz"])
+def test_words_are_those_of_the_settings(text):
+    found, words = widgets.read(text, PROFILE)
+    with pytest.raises(InputError) as error:
+        chunks.from_setting(text, 16)
+    assert found is None and words == str(error.value) and "chunks" in words
+
+
+@pytest.mark.parametrize(("text", "sizes"), [(" 2, 3,4 ,7", "2,3,4,7"), ("whole", "16"), ("equal:8", "8,8"),
+                                             ("steps", ",".join("1" * 16))])
+def test_line_gives_these_chunks(text, sizes):
+    editor = widgets.chunk_editor(MEASURED, text)
+    line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
+    s = settings.load("pocket/demo", yaml.safe_load(line))
+    assert str(chunks.from_setting(s.chunks, s.transitions)) == str(editor.value) == sizes
+
+
+def test_weights_of_a_cut():
+    cut = chunks.Chunks.parse("2,3,4,7")
+    rows = widgets.weights_of(cut, PROFILE)
+    each, drawn = ([float(row[name]) for row in rows] for name in list(rows[0])[2:4])
+    assert each == pytest.approx([16 / (4 * size) for size in cut.sizes], abs=6e-4)
+    means = [float(PROFILE[part].mean()) for part in cut.slices]
+    assert drawn == pytest.approx([mean / sum(means) for mean in means], abs=6e-4)
+
+
+def test_editor_keeps_the_last_valid_chunks():
+    editor = widgets.chunk_editor(MEASURED)
+    field, words, _, below = parts(editor)
+    page, seen = editor.page(), []
+    editor.observe(lambda change: seen.append(str(change.new)), "value")
+    field.value = "2,3,4"
+    assert "must add up to the 16 transitions that are trained; got 2,3,4, which adds up to 9" in words.value
+    assert str(editor.value) == "2,3,4,7" and editor.page() == page and "chunks: 2,3,4,7<" in below.value
+    field.value = "<b>"
+    assert "<b>" not in words.value
+    field.value = "4,4,4,4"
+    assert "chunks" not in words.value and seen == ["4,4,4,4"] and "chunks: 4,4,4,4<" in editor.page() != page
+
+
+def test_editor_moves_boundaries():
+    editor = widgets.chunk_editor(MEASURED)
+    field, words, knobs, _ = parts(editor)
+    field.value = "2,3"
+    knobs[1].value = 12  # moved although the text is not valid: the last valid chunks move
+    assert (field.value, str(editor.value), [knob.value for knob in knobs]) == ("2,10,1,3", "2,10,1,3", [2, 12, 13])
+    assert "chunks" not in words.value
+    knobs[2].value = 3
+    assert field.value == "1,1,1,13"
+    field.value = "steps"
+    assert parts(editor)[2] == []
+    field.value = "8,8"
+    assert [(knob.min, knob.value, knob.max) for knob in parts(editor)[2]] == [(1, 8, 15)]
+
+
+def test_editor_refuses_what_it_cannot_begin_with():
+    with pytest.raises(InputError, match="must add up to the 17"):
+        widgets.chunk_editor(MEASURED, transitions=17)
+    with pytest.raises(InputError, match="profile"):
+        widgets.chunk_editor({**MEASURED, "mean": [0.0] * 17})
+
+
+@pytest.fixture(scope="module")
+def invented():
+    "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
+    images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
+    return widgets.Frames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
+
+
+def test_scrubber_shows_base_beside_trained(invented):
+    scrub = widgets.scrubber(invented)
+    prompt, place, words, images = scrub.children
+    prompt.value, place.value = 1, 3
+    assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
+    assert images.value == widgets.gallery([(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
+                                            for v, view in enumerate(widgets.VIEWS)], ("base", "trained"), 192)
+
+
+def test_both_leave_a_page_without_a_kernel(invented):
+    for widget, pictures in ((widgets.chunk_editor(MEASURED), 1), (widgets.scrubber(invented), 2 * 4 * 5)):
+        page = widget._repr_mimebundle_()["text/html"]
+        alts = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)"', page)
+        assert len(alts) == pictures and "<script" not in page and "<two>" not in page
+
+
+def test_frames_of_weights_that_were_not_trained_are_the_base():
+    policy = weights.load("pocket", resolution=pocket.SIZE, max_tokens=pocket.MAX_TOKENS)
+    made = widgets.frames(policy, ["a star"], steps=3, sampler="ode", side=32)
+    assert made.images.shape == (2, 2, 1, 4, 32, 32, 3) and len(made.sigmas) == 4
+    assert (made.images[0] == made.images[1]).all()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    "JupyterLab with settings of its own on a notebook of one cell; the address of the notebook."
+    code = ("import numpy as np\nfrom chunk_grpo import widgets\n"
+            f"widgets.chunk_editor({MEASURED!r})")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    book = nbformat.v4.new_notebook(metadata=kernel, cells=[nbformat.v4.new_code_cell(code)])
+    (tmp_path / "books").mkdir()
+    nbformat.write(book, tmp_path / "books" / "editor.ipynb")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {name: str(tmp_path / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
+           "JUPYTER_DATA_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
+               "--IdentityProvider.token=", "--LabApp.news_url=None", f"--ServerApp.root_dir={tmp_path / 'books'}"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with open(tmp_path / "lab.log", "w") as log:
+        server = subprocess.Popen(command, env=os.environ | own | {"PYTHONPATH": path}, stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                with socket.socket() as knock:
+                    if server.poll() is not None or knock.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            assert server.poll() is None, (tmp_path / "lab.log").read_text()
+            yield f"http://127.0.0.1:{port}/lab/tree/editor.ipynb?reset"
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_chunk_editor_in_jupyterlab(lab):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page, expect = browser.new_page(viewport={"width": 1400, "height": 1100}), playwright.expect
+        expect.set_options(timeout=60_000)
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(lab, timeout=120_000)
+        expect(page.get_by_text("| Idle")).to_be_visible(timeout=120_000)  # before that Lab asks for a kernel
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_text("Run All Cells", exact=True).click()
+        output = page.locator(".jp-OutputArea-output:has(.widget-text)")
+        field, line = output.locator("input[type=text]"), output.locator("code")
+        expect(line).to_have_text("chunks: 2,3,4,7", timeout=120_000)
+
+        def type_in(text):
+            field.fill("")
+            field.press_sequentially(text)
+
+        type_in("2,3,4")
+        sentence = "`chunks` must add up to the 16 transitions that are trained; got 2,3,4, which adds up to 9"
+        expect(output).to_contain_text(sentence)
+        expect(line).to_have_text("chunks: 2,3,4,7")
+        type_in("4,4,4,4")
+        expect(line).to_have_text("chunks: 4,4,4,4")
+        expect(output).not_to_contain_text("must add up")
+        output.locator(".noUi-handle").nth(1).focus()
+        page.keyboard.press("ArrowRight")
+        expect(field).to_have_value("4,5,3,4")
+        expect(line).to_have_text("chunks: 4,5,3,4")
+        shown = output.locator("img").evaluate("i => [i.naturalWidth, i.alt, i.getBoundingClientRect().right]")
+        assert shown[0] > 0 and shown[1].endswith("4,5,3,4") and shown[2] < 1400
+        assert not [url for url in asked if not url.startswith((lab.split("/lab/")[0], "data:", "blob:", "ws:"))]
+        browser.close()
