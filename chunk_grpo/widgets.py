@@ -22,7 +22,7 @@ import traitlets
 from PIL import Image
 from torch import Tensor
 
-from . import InputError, plots, tables
+from . import InputError, curves, plots, tables
 from .chunks import Chunks, from_setting, step_weights
 from .dynamics import chunk_weights, chunks_from_profile
 from .sampler import step
@@ -115,7 +115,7 @@ def shaded(
     chunks: Chunks,
 ) -> tuple[str, tuple[float, float]]:  # HTML, and where in its width the first chunk begins and the last one ends
     "The profile with the chunks as shaded blocks."
-    figure = plots.profile({**measured, "chunks": str(chunks)})
+    figure = curves.profile({**measured, "chunks": str(chunks)})
     words = f"Relative distance of every transition, cut into chunks {chunks}"
     html, (left, right) = picture(plots.png(figure, 160), words, WIDTH), figure.axes[0].get_position().intervalx
     return html, (left, left + (right - left) * chunks.transitions / len(measured["mean"]))
