@@ -170,7 +170,8 @@ def test_paper_files_write_the_papers_values_out(name, differs):
 def test_pocket_files_differ_only_where_they_say():
     demo = settings.load("pocket/demo")
     steps, weighted = settings.load("pocket/steps"), settings.load("pocket/chunk-ws")
-    assert settings.difference(demo, steps) == {"chunks": ("2,3,4,7", "steps")}
+    assert settings.difference(demo, steps) == {
+        "chunks": ("2,3,4,3", "steps"), "train_chunks": ("1,2,3", "1,2,3,4,5,6,7,8,9")}
     assert settings.difference(demo, weighted) == {"chunk_weighting": ("uniform", "dynamics")}
     defaults = settings.Settings()
     for name in ("demo", "tiny"):
