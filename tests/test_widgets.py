@@ -63,7 +63,7 @@ def test_words_are_those_of_the_settings(text):
 def test_line_gives_these_chunks(text, sizes):
     editor = widgets.chunk_editor(MEASURED, text)
     line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
-    s = settings.load("pocket/demo", yaml.safe_load(line))
+    s = settings.load("paper/chunk", yaml.safe_load(line))
     assert str(chunks.from_setting(s.chunks, s.transitions)) == str(editor.value) == sizes
 
 
