@@ -22,7 +22,8 @@ from torch import Tensor
 from . import InputError, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import write_json
-from .chunks import Chunks, from_setting, numbers
+from .chunkers import adaptive
+from .chunks import Chunks, from_setting, least, numbers
 from .dynamics import chunks_from_profile, relative_distance
 from .objective import group_advantages
 from .policy import FluxPolicy
@@ -87,7 +88,8 @@ def look(
     draw_prompts(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
     scorers = {name: rewards.load(name) for name in dict.fromkeys([*trained_on, *s.eval_rewards])}
-    chunks = None if s.chunks == "profile" else from_setting(s.chunks, s.transitions)
+    unknown = s.chunks == "profile" or least(s.chunks)
+    chunks = None if unknown else from_setting(s.chunks, s.transitions)
     return State(s, Path(run), acc, prompts, held_out, trained_on, scorers, chunks)
 
 
@@ -140,7 +142,8 @@ def measure_profile(
     s = state.s
     distance = state.acc.gather(relative_distance(latents.float()).to(state.acc.device)).cpu().double()
     mean, std = distance.mean(0), distance.std(0)
-    chunks = state.chunks or chunks_from_profile(mean[: s.transitions])
+    found = adaptive(mean[None, : s.transitions], least(s.chunks))[0] if least(s.chunks) else None
+    chunks = state.chunks or found or chunks_from_profile(mean[: s.transitions])
     if state.acc.is_main_process:
         content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": state.grid.tolist()}
         content |= {"mean": mean.tolist(), "std": std.tolist(), "chunks": str(chunks), "trajectories": len(distance)}
@@ -156,10 +159,12 @@ def update(
     "The iteration's updates: their work, outcomes, gradient norms, how many were skipped, and the ratio's two floors."
     s, acc = state.s, state.acc
     paths = what.trajectories
-    allowed = numbers(s.train_chunks, len(state.chunks))
-    chosen = choose_chunks(paths.latents, paths.keys, state.chunks, s.chunk_fraction, s.chunk_weighting, allowed)
+    chunks, allowed = state.chunks, numbers(s.train_chunks, len(state.chunks))
+    if least(s.chunks):
+        chunks = adaptive(relative_distance(paths.latents.float()).cpu()[:, : s.transitions], least(s.chunks))
+    chosen = choose_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed)
     parts = shares(paths.keys, s.images_per_prompt, s.updates_per_iteration)
-    works = [lay_out(part, chosen, state.chunks, s.update_batch) for part in parts]
+    works = [lay_out(part, chosen, chunks, s.update_batch) for part in parts]
     olds = [None] + [replay_all(what, work) for work in works[1:]]
 
     def sync(last: bool):
@@ -170,7 +175,9 @@ def update(
     outcomes, norms, skipped = [], [], 0
     for work, old in zip(works, olds, strict=True):
         state.optimizer.zero_grad()
-        outcomes.append(accumulate(what, work, advantage, s.clip_range, old, s.kl, sync, acc.backward))
+        count = torch.tensor(float(len(work.owner)), device=acc.device)
+        mean = float(acc.reduce(count, "mean")) if least(s.chunks) else None  # else all processes have equally many
+        outcomes.append(accumulate(what, work, advantage, s.clip_range, old, s.kl, sync, acc.backward, mean))
         norm = float(torch.nn.utils.clip_grad_norm_(state.policy.trained, s.max_grad_norm))
         norms.append(norm)
         if not math.isfinite(norm):

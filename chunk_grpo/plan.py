@@ -26,9 +26,9 @@ def transitions_per_image(
     sizes: Sequence[int] | None = None, # sizes of the chunks where they come from a profile
 ) -> tuple[int, float, int]: # fewest, mean of a uniform draw, most
     "Transitions of one image that are trained; with chunks from an unknown profile the widest bounds."
-    from chunk_grpo.chunks import from_setting, numbers
+    from chunk_grpo.chunks import from_setting, least, numbers
 
-    if sizes is None and s.chunks == "profile":
+    if sizes is None and (s.chunks == "profile" or least(s.chunks)):
         return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
     sizes = sizes or from_setting(s.chunks, s.transitions).sizes
     sizes = sorted(sizes[k] for k in numbers(s.train_chunks, len(sizes)))
@@ -75,9 +75,10 @@ def largest_chunk(
     s: Settings,
 ) -> int: # transitions
     "The largest chunk; with chunks from an unknown profile all of the trajectory."
-    from chunk_grpo.chunks import from_setting
+    from chunk_grpo.chunks import from_setting, least
 
-    return s.transitions if s.chunks == "profile" else max(from_setting(s.chunks, s.transitions).sizes)
+    unknown = s.chunks == "profile" or least(s.chunks)
+    return s.transitions if unknown else max(from_setting(s.chunks, s.transitions).sizes)
 
 # %% ../nbs/08d_plan.ipynb #a2fd24b5
 def matrix_rate(

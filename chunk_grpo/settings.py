@@ -81,7 +81,8 @@ class Settings(BaseModel):
     seed: int = setting(0, "", OURS, "Seed of noise, prompt order, drawing of chunks and adapter weights.", ge=0)
     # which transitions share a ratio, and which of them are trained
     chunks: Sizes = setting("2,3,4,7", "transitions", "paper, appendix B.1",
-        'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile".', min_length=1)
+        'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile", "adaptive:SIZE".',
+        min_length=1)
     chunk_fraction: Number = setting(0.5, "fraction", TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: Sizes = setting("all", "chunks", "all: the paper; one: its Figure 6",
@@ -164,7 +165,7 @@ def _method(
     s: Settings,
 ) -> str:
     "What is wrong with the sampler or the chunks, or nothing."
-    from chunk_grpo.chunks import from_setting, numbers
+    from chunk_grpo.chunks import from_setting, least, numbers
     from chunk_grpo.dynamics import DEFAULT_CHUNKS
     from chunk_grpo.sampler import LARGEST_ETA
 
@@ -172,6 +173,13 @@ def _method(
     if s.eta > most:
         return f"`eta` must be above 0 and at most {most:.4g} with the sampler {s.sampler}; got {s.eta:g}"
     try:
+        smallest = least(s.chunks)
+        if smallest is not None:
+            if smallest > s.transitions:
+                return f"`chunks` of at least {smallest} transitions must fit into the {s.transitions} that are trained"
+            if s.train_chunks != "all":
+                return f"`train_chunks` must be all with adaptive chunks, whose number varies; got {s.train_chunks!r}"
+            return ""
         measured = min(DEFAULT_CHUNKS, s.transitions)
         count = measured if s.chunks == "profile" else len(from_setting(s.chunks, s.transitions))
         numbers(s.train_chunks, count)

@@ -7,10 +7,12 @@ __all__ = ['shares', 'choose_chunks', 'Work', 'lay_out', 'Replay', 'Outcome', 'r
 
 # %% ../nbs/08b_update.ipynb #17047d99
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .chunks import Chunks, batches, fits, segments
 from .dynamics import chunk_count, chunk_weights, draw_chunks, relative_distance
@@ -39,12 +41,16 @@ def shares(
 def choose_chunks(
     latents: Tensor,  # (B, T+1, S, C) trajectories
     keys: list[tuple[int, int, int, int]],  # of the images
-    chunks: Chunks,
+    chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
     fraction: float,  # of the chunks to train
     weighting: str = "uniform",  # "uniform" or "dynamics", equation (16)
     allowed: list[int] | None = None,  # chunks that may be drawn; all
-) -> Tensor:  # (B, k) long, sorted
+) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     "The chunks to train of every image, drawn from the image's own random numbers."
+    if not isinstance(chunks, Chunks):
+        rows = [choose_chunks(latents[b : b + 1], keys[b : b + 1], own, fraction, weighting)[0]
+                for b, own in enumerate(chunks)]
+        return pad_sequence(rows, batch_first=True, padding_value=-1)
     total = len(chunks)
     may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
     count = chunk_count(int(may.sum()), fraction)
@@ -72,14 +78,16 @@ class Work:
 def lay_out(
     images: Tensor,  # (b,) positions of the update's images
     chosen: Tensor,  # (B, k) chunks of every image of the iteration
-    chunks: Chunks,
+    chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
     limit: int,  # transitions in one forward
 ) -> Work:
     "The flat work of an update."
-    sample, index, segment = segments(chunks, chosen[images])
-    owner = images.repeat_interleave(chosen.shape[1])
+    own = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
+    drawn = chosen[images]
+    sample, index, segment = segments(own, drawn)
+    owner = images[(drawn >= 0).nonzero()[:, 0]]
     parts, whole = batches(segment, limit), fits(segment, limit)
-    return Work(images[sample], index, segment, chosen[images].flatten(), owner, parts, whole)
+    return Work(images[sample], index, segment, drawn[drawn >= 0], owner, parts, whole)
 
 # %% ../nbs/08b_update.ipynb #eafb67bb
 @dataclass(frozen=True)
@@ -153,6 +161,7 @@ def accumulate(
     beta: float = 0.0,  # weight of the KL to the base
     sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
     backward=Tensor.backward,  # what to do with each batch's loss
+    items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
 ) -> Outcome:
     "Add the gradient of minus (13) over the work to the weights' gradients; items count equally."
     device = what.policy.device
@@ -176,7 +185,7 @@ def accumulate(
             if kl is not None:
                 loss = loss + beta * (share[part] * kl).sum()
                 kls.append((share[part] * kl.detach()).sum())
-            backward(loss)
+            backward(loss if items_in_mean is None else loss * (len(adv) / items_in_mean))
             new[part] = logp.detach()
     ratio = segment_ratio(new, new if old is None else old, segment)
     cut = is_clipped(ratio, adv, clip_range)

@@ -152,6 +152,19 @@ def test_two_processes_train_the_same(world, whole):
     assert json.loads((out / "run.json").read_text())["processes"] == 2
 
 
+def test_adaptive_chunks_train_the_same_on_two_processes(world):
+    "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
+    outs = [world / f"adaptive-{n}" for n in (1, 2)]
+    for n, out in enumerate(outs, 1):
+        words = ["chunks=adaptive:1", "steps=10", "iterations=2", "eval_every=0", "--processes", n, "--no-report"]
+        run("train", world / "s.yaml", "--out", out, *words)
+    one, two = map(metrics, outs)
+    assert one[1]["transitions_trained"] not in (0, 16 * 9) and one[1]["ratio_floor"] == 0
+    for mine, theirs in zip(two, one, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
+
+
 def test_lora_run_loads_into_diffusers(world):
     "A LoRA run with KL, moving average and the dynamics' weights ends in a folder that diffusers loads."
     from diffusers import FluxPipeline
