@@ -38,7 +38,7 @@ def mean_se(
     values = values.double()
     return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.nan
 
-# %% ../nbs/08f_monitor.ipynb #ed52a666
+
 def gather_items(
     state: State,
     works: list[Work],  # of the iteration's updates
@@ -52,7 +52,7 @@ def gather_items(
     ratio, cut, chunk = table[table[:, 2] >= 0].T
     return ratio, cut, chunk.long().clamp(max=len(state.chunks) - 1)
 
-
+# %% ../nbs/08f_monitor.ipynb #ed52a666
 def describe(
     state: State,
     works: list[Work],  # of the iteration's updates

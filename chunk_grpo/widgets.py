@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['WIDTH', 'MOST', 'KNOB', 'NAMES', 'VIEWS', 'boundaries', 'cut', 'push', 'read', 'weights_of', 'Still', 'picture',
-           'shaded', 'numbers', 'sliders', 'chunk_editor', 'trajectory', 'Frames', 'frames', 'png', 'gallery', 'strips',
-           'scrubber']
+           'shaded', 'numbers', 'sliders', 'chunk_editor', 'png', 'gallery', 'strips', 'scrubber']
 
 # %% ../nbs/15_widgets.ipynb #3d4d2d7c
 import base64
 import html as markup
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import ipywidgets as W
 import numpy as np
 import torch
-import torch.nn.functional as F
 import traitlets
 from PIL import Image
 from torch import Tensor
@@ -25,8 +22,6 @@ from torch import Tensor
 from . import InputError, curves, plots, tables
 from .chunks import Chunks, from_setting, step_weights
 from .dynamics import chunk_weights, chunks_from_profile
-from .sampler import step
-from .schedule import endpoints, sigmas
 
 # %% ../nbs/15_widgets.ipynb #b049dd91
 def boundaries(
@@ -193,67 +188,6 @@ def chunk_editor(
     field.observe(show, "value")
     return out
 
-# %% ../nbs/15_widgets.ipynb #940bed91
-@torch.no_grad()
-def trajectory(
-    policy,  # of which the weights of now are used
-    rows: dict[str, Tensor],  # conditioning, one row an image
-    keys: Sequence[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of every image's noise
-    grid: Tensor,  # (T + 1,) sigmas
-    sampler: str = "flow",  # one of sampler.KINDS
-    eta: float = 0.7,  # strength of the noise
-) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
-    "Latents from noise to image, with the noise of `rollout`, and what they predict."
-    from chunk_grpo.rollout import generator, initial_noise  # brings diffusers, which the chunk editor does not need
-
-    x, predicted = initial_noise(policy, keys).to(policy.device), []
-    shape = (len(grid) - 1, *x.shape[1:])
-    noise = torch.stack([torch.randn(shape, generator=generator(*key, stream="steps")) for key in keys], dim=1)
-    latents = [x]
-    for i in range(len(grid) - 1):
-        v = policy.velocity(x, grid[i].expand(len(x)), rows)
-        predicted.append(endpoints(x, v, grid[i])[0])
-        x = step(v, x, grid, i, noise[i].to(x.device), sampler, eta)
-        latents.append(x)
-    return torch.stack(latents, dim=1), torch.stack([*predicted, x], dim=1)
-
-# %% ../nbs/15_widgets.ipynb #fea0d6f3
-@dataclass(frozen=True)
-class Frames:
-    "Decoded trajectories of base and trained weights."
-
-    prompts: tuple[str, ...]
-    sigmas: tuple[float, ...]  # T + 1 noise levels, from 1 to 0
-    images: np.ndarray  # (2, 2, P, T + 1, H, W, 3) uint8: base and trained, latent and predicted
-
-
-def frames(
-    policy,  # with trained weights, as `weights.load` and `weights.restore` give
-    prompts: Sequence[str],
-    steps: int = 17,  # transitions
-    shift: float = 3.0,  # of the noise schedule
-    sampler: str = "flow",  # one of sampler.KINDS; "ode" for trajectories without noise
-    eta: float = 0.7,  # strength of the noise
-    seed: int = 0,  # of the noise
-    side: int = 192,  # pixels; larger images are made smaller
-) -> Frames:
-    "Trajectories of every prompt with base and with trained weights, from the same noise, as images."
-    from chunk_grpo.rollout import decode  # see `trajectory`
-    from chunk_grpo.weights import base_weights
-
-    grid, keys = sigmas(steps, shift).to(policy.device), [(seed, -1, p, 0) for p in range(len(prompts))]
-    rows = policy.encode(list(prompts))
-    with base_weights(policy):
-        base = trajectory(policy, rows, keys, grid, sampler, eta)
-    out = []
-    for path in (*base, *trajectory(policy, rows, keys, grid, sampler, eta)):
-        for one in path:  # (T + 1, S, C)
-            images = decode(policy, one)
-            images = F.interpolate(images, size=side, mode="area") if images.shape[-1] > side else images
-            out.append((images * 255).round().byte().permute(0, 2, 3, 1).numpy())
-    images = np.stack(out)
-    return Frames(tuple(prompts), tuple(grid.tolist()), images.reshape(2, 2, len(prompts), *images.shape[1:]))
-
 # %% ../nbs/15_widgets.ipynb #21cc0a3b
 NAMES = ("base", "trained")
 VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v, decoded")
@@ -286,41 +220,41 @@ def gallery(
 
 # %% ../nbs/15_widgets.ipynb #49e732a3
 def strips(
-    frames: Frames,
+    made,  # `frames.Frames`
     names: Sequence[str] = NAMES,  # of the two arms
     count: int = 6,  # places of a trajectory
     most: int = 2,  # prompts
 ) -> str:  # HTML
     "A few places of the first prompts' trajectories side by side."
-    places = np.unique(np.linspace(0, len(frames.sigmas) - 1, count).round().astype(int)).tolist()
-    columns = [f"{i} done, \u03c3 {frames.sigmas[i]:.2f}" for i in places]
-    parts = [f"<p>Transitions done and noise level \u03c3 above; {len(frames.prompts[:most])} of "
-             f"{len(frames.prompts)} prompts.</p>"]
-    for p, prompt in enumerate(frames.prompts[:most]):
-        rows = [(f"{name}: {view}", frames.images[a, v, p, places])
+    places = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
+    columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in places]
+    parts = [f"<p>Transitions done and noise level \u03c3 above; {len(made.prompts[:most])} of "
+             f"{len(made.prompts)} prompts.</p>"]
+    for p, prompt in enumerate(made.prompts[:most]):
+        rows = [(f"{name}: {view}", made.images[a, v, p, places])
                 for v, view in enumerate(VIEWS) for a, name in enumerate(names)]
         parts.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery(rows, columns, 96)}")
     return "".join(parts)
 
 # %% ../nbs/15_widgets.ipynb #980e0e92
 def scrubber(
-    frames: Frames,
+    made,  # `frames.Frames`
     names: Sequence[str] = NAMES,  # of the two arms
 ) -> Still:  # its value is (prompt's number from 0, transitions done)
     "Trajectories to go along, base beside trained from the same noise."
-    last = len(frames.sigmas) - 1
+    last = len(made.sigmas) - 1
     wide = {"style": {"description_width": "9em"}, "layout": {"width": "620px", "max_width": "100%"}}
-    prompt = W.Dropdown(options=[(text, p) for p, text in enumerate(frames.prompts)], description="prompt", **wide)
+    prompt = W.Dropdown(options=[(text, p) for p, text in enumerate(made.prompts)], description="prompt", **wide)
     place = W.IntSlider(last // 2, 0, last, description="transitions done", **wide)
     words, images = W.HTML(), W.HTML()
 
     def show(change=None):
         p, i = out.value = prompt.value, place.value
         left = f"after {i} of {last} transitions" if i < last else f"after all {last} transitions: the image"
-        words.value = f"noise level \u03c3 = {frames.sigmas[i]:.3f}, {left}"
-        images.value = gallery([(view, frames.images[:, v, p, i]) for v, view in enumerate(VIEWS)], names, 192)
+        words.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {left}"
+        images.value = gallery([(view, made.images[:, v, p, i]) for v, view in enumerate(VIEWS)], names, 192)
 
-    out = Still([prompt, place, words, images], lambda: strips(frames, names))
+    out = Still([prompt, place, words, images], lambda: strips(made, names))
     show()
     prompt.observe(show, "value")
     place.observe(show, "value")

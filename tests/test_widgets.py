@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_grpo import InputError, chunks, pocket, settings, weights, widgets
+from chunk_grpo import InputError, chunks, frames, pocket, settings, weights, widgets
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -116,7 +116,7 @@ def test_editor_refuses_what_it_cannot_begin_with():
 def invented():
     "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
     images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
-    return widgets.Frames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
+    return frames.Frames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
 
 
 def test_scrubber_shows_base_beside_trained(invented):
@@ -137,7 +137,7 @@ def test_both_leave_a_page_without_a_kernel(invented):
 
 def test_frames_of_weights_that_were_not_trained_are_the_base():
     policy = weights.load("pocket", resolution=pocket.SIZE, max_tokens=pocket.MAX_TOKENS)
-    made = widgets.frames(policy, ["a star"], steps=3, sampler="ode", side=32)
+    made = frames.frames(policy, ["a star"], steps=3, sampler="ode", side=32)
     assert made.images.shape == (2, 2, 1, 4, 32, 32, 3) and len(made.sigmas) == 4
     assert (made.images[0] == made.images[1]).all()
 
