@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['signal_to_noise', 'layer_group', 'block_gradient', 'gradient_gram']
 
-# %% ../nbs/08g_snr.ipynb #2902661b
+# %% ../nbs/08g_snr.ipynb #7dab858f
 from collections.abc import Callable
 
 import torch
@@ -15,7 +15,7 @@ from . import InputError
 from .sampler import log_prob, transition
 from .update import Replay
 
-# %% ../nbs/08g_snr.ipynb #ae1cd6f9
+# %% ../nbs/08g_snr.ipynb #4eeea305
 def signal_to_noise(
     gram: Tensor,  # inner products of the gradients (a), (K, n, K, n)
     weights: Tensor,  # w_t of each transition, (n,)
@@ -40,7 +40,7 @@ def signal_to_noise(
     error = ((count - 1) * left.var(correction=0)).sqrt()
     return {"snr": float(snr), "se": float(error), "noise": float(noise) ** 0.5}
 
-# %% ../nbs/08g_snr.ipynb #f7a382c7
+# %% ../nbs/08g_snr.ipynb #7e87a17d
 def layer_group(
     name: str,  # of a parameter of a FLUX transformer
 ) -> str:
@@ -73,7 +73,7 @@ def block_gradient(
         total = [a + b for a, b in zip(total, found, strict=True)]
     return total
 
-# %% ../nbs/08g_snr.ipynb #ff368fce
+# %% ../nbs/08g_snr.ipynb #ae094bb2
 def gradient_gram(
     what: Replay,  # stored trajectories of the present weights; groups together
     advantage: Tensor,  # (B,)
