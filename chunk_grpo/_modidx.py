@@ -337,6 +337,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'chunk_grpo.rollout.rollout': ('rollout.html#rollout', 'chunk_grpo/rollout.py'),
                                     'chunk_grpo.rollout.sample_images': ('rollout.html#sample_images', 'chunk_grpo/rollout.py'),
                                     'chunk_grpo.rollout.seed_of': ('rollout.html#seed_of', 'chunk_grpo/rollout.py'),
+                                    'chunk_grpo.rollout.step_noise': ('rollout.html#step_noise', 'chunk_grpo/rollout.py'),
                                     'chunk_grpo.rollout.walk': ('rollout.html#walk', 'chunk_grpo/rollout.py')},
             'chunk_grpo.runs': { 'chunk_grpo.runs.TrainingFailed': ('runs.html#trainingfailed', 'chunk_grpo/runs.py'),
                                  'chunk_grpo.runs.command': ('runs.html#command', 'chunk_grpo/runs.py'),

@@ -37,8 +37,7 @@ def beside(
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(temporary, path)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
         full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if full or (isinstance(error, SafetensorError) and "No space left" in str(error)):
             free = shutil.disk_usage(path.parent).free
@@ -46,6 +45,8 @@ def beside(
                 f"out: no disk space for {path} ({free / 1e6:.0f} MB free); free some and resume the run."
             ) from None
         raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .policy import FluxPolicy
-from .rollout import decode, generator, initial_noise
+from .rollout import decode, initial_noise, step_noise
 from .sampler import step
 from .schedule import endpoints, sigmas
 from .weights import base_weights
@@ -32,8 +32,7 @@ def trajectory(
 ) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
     "Latents from noise to image, with the noise of `rollout`, and what they predict."
     x, predicted = initial_noise(policy, keys).to(policy.device), []
-    shape = (len(grid) - 1, *x.shape[1:])
-    noise = torch.stack([torch.randn(shape, generator=generator(*key, stream="steps")) for key in keys], dim=1)
+    noise = step_noise(keys, (len(grid) - 1, *x.shape[1:]))
     latents = [x]
     for i in range(len(grid) - 1):
         v = policy.velocity(x, grid[i].expand(len(x)), rows)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from . import InputError
-from .sampler import log_prob, transition
-from .update import Replay
+from .update import Replay, Work, replay
 
 # %% ../nbs/08g_snr.ipynb #4eeea305
 def signal_to_noise(
@@ -61,14 +60,12 @@ def block_gradient(
     limit: int = 96,  # transitions in one forward
 ) -> list[Tensor]:  # one for each trained parameter
     "The gradient (a) of one block and transition."
-    trained = what.policy.trained
+    trained, item = what.policy.trained, torch.arange(len(images))
+    work = Work(images, torch.full_like(images, index), item, torch.zeros_like(images), images, [], True)
     total = [torch.zeros_like(p) for p in trained]
-    for part in images.split(limit):
-        now, then = (what.trajectories.latents[part, i].float().to(what.policy.device) for i in (index, index + 1))
-        rows = {k: v[what.trajectories.row[part]] for k, v in what.conditioning.items()}
-        sigma = what.sigmas[index].expand(len(part))
-        mean, std = transition(what.policy.velocity(now, sigma, rows), now, what.sigmas, index, what.kind, what.eta)
-        value = (log_prob(then, mean, std, kind=what.kind) * advantage[part].to(now)).sum() / len(images)
+    for part in item.split(limit):
+        logp, _ = replay(what, work, part)
+        value = (logp * advantage[images[part]].to(logp)).sum() / len(images)
         found = torch.autograd.grad(value, trained, materialize_grads=True)
         total = [a + b for a, b in zip(total, found, strict=True)]
     return total

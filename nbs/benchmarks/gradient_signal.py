@@ -7,13 +7,13 @@ ratio for 100 images, with its standard error over 8 blocks of prompts.
 """
 
 import argparse
-import json
-import platform
 import time
+from pathlib import Path
 
 import torch
 
-from chunk_grpo import pocket, rewards, weights
+from chunk_grpo import folder, pocket, rewards, weights
+from chunk_grpo.checkpoint import write_json
 from chunk_grpo.objective import group_advantages
 from chunk_grpo.rollout import decode, draw_prompts, rollout
 from chunk_grpo.schedule import sigmas
@@ -57,10 +57,10 @@ def main():
         for line in table(policy, chosen.prompts, chosen.images, kind, eta):
             rows.append(line)
             print("{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(**line))
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+    where = {"git_commit": folder.commit(), "machine": folder.machine(), "versions": folder.versions()}
+    sizes = {"prompts": chosen.prompts, "images": chosen.images, "seconds": time.time() - start}
     if chosen.out:
-        with open(chosen.out, "w") as file:
-            json.dump(vars(chosen) | {"seconds": time.time() - start, "machine": machine, "rows": rows}, file, indent=1)
+        write_json(Path(chosen.out), sizes | where | {"rows": rows})
 
 
 if __name__ == "__main__":
