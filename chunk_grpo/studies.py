@@ -17,7 +17,7 @@ from scipy import stats
 from . import InputError
 from .checkpoint import read_lines
 from .settings import PRESETS, read
-from .tables import interval, number, seconds
+from .tables import interval, number, seconds, small
 
 # %% ../nbs/12d_studies.ipynb #af5c69d3
 DESCRIBED = PRESETS / "pocket" / "studies"
@@ -116,8 +116,8 @@ def holm(
 ) -> pd.Series:
     "P-values corrected for their number, after Holm."
     ordered = p.dropna().sort_values()
-    steps = ordered * range(len(ordered), 0, -1)
-    return steps.cummax().clip(upper=1.0).reindex(p.index)
+    times = list(range(len(ordered), 0, -1))
+    return (ordered * times).cummax().clip(upper=1.0).reindex(p.index)
 
 
 def intervals(
@@ -231,7 +231,7 @@ def table(
             if against is not None:
                 other = against.loc[line["arm"]] if line["arm"] != reference else None
                 line[f"{reward}: less {reference}"] = "reference" if other is None else cell(other)
-                line[f"{reward}: p (Holm)"] = "" if other is None else number(other.holm)
+                line[f"{reward}: p (Holm)"] = "" if other is None else small(other.holm)
     return out
 
 # %% ../nbs/12d_studies.ipynb #271ce43e
