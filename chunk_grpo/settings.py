@@ -197,6 +197,23 @@ def _method(
     return ""
 
 
+def _rewards(
+    s: Settings,
+) -> str:
+    "What is wrong with the rewards, or nothing."
+    if not s.reward:
+        return "`reward` must name at least one reward; got nothing"
+    wrong = {} if isinstance(s.reward, str) else {n: w for n, w in s.reward.items() if not (n and w > 0)}
+    if wrong:
+        name, weight = next(iter(wrong.items()))
+        return f"`reward` must map names to weights above 0; got {weight:g} for {name!r}"
+    for name in ("eval_rewards", "lora_targets"):
+        values = getattr(s, name)
+        if len(set(values)) < len(values) or not all(values):
+            return f"`{name}` must hold every name once and none empty; got {', '.join(map(repr, values))}"
+    return ""
+
+# %% ../nbs/08_settings.ipynb #737a24e4
 def _weights(
     s: Settings,
 ) -> str:
@@ -213,23 +230,6 @@ def _weights(
             from_setting(s.step_weights, s.transitions)
         except InputError as error:
             return "`step_weights` must be one, noise or sizes of chunks: " + str(error).replace("`chunks`", "they")
-    return ""
-
-
-def _rewards(
-    s: Settings,
-) -> str:
-    "What is wrong with the rewards, or nothing."
-    if not s.reward:
-        return "`reward` must name at least one reward; got nothing"
-    wrong = {} if isinstance(s.reward, str) else {n: w for n, w in s.reward.items() if not (n and w > 0)}
-    if wrong:
-        name, weight = next(iter(wrong.items()))
-        return f"`reward` must map names to weights above 0; got {weight:g} for {name!r}"
-    for name in ("eval_rewards", "lora_targets"):
-        values = getattr(s, name)
-        if len(set(values)) < len(values) or not all(values):
-            return f"`{name}` must hold every name once and none empty; got {', '.join(map(repr, values))}"
     return ""
 
 # %% ../nbs/08_settings.ipynb #bd586043
