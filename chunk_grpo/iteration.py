@@ -62,6 +62,7 @@ class State:
     grid: Tensor = None  # (T+1,) sigmas
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
+    cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
 
     @contextlib.contextmanager
