@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DISTANCES', 'DEFAULT_CHUNKS', 'relative_distance', 'gaussian_profile', 'optimal_sizes', 'chunks_from_profile',
-           'chunk_weights', 'chunk_count', 'draw_chunks']
+           'chunk_weights', 'steady_weights', 'chunk_count', 'draw_chunks']
 
 # %% ../nbs/04_dynamics.ipynb #1b11ddc9
 import numpy as np
@@ -100,6 +100,18 @@ def chunk_weights(
     if not bool((mean.isfinite() & (mean >= 0) & (total > 0)).all()):
         raise InputError("distance: got values that are negative, not finite or all zero, allowed are distances.")
     return mean / total
+
+# %% ../nbs/04_dynamics.ipynb #fa1c33bc
+def steady_weights(
+    weights: Tensor,  # chunk weights (16), rows sum to 1, (B, K)
+    uniform: float = 0.0,  # share u of uniform drawing, 0 ... 1
+    temperature: float = 1.0,  # tau, above 0
+) -> Tensor:  # (B, K), rows sum to 1
+    """Chunk weights flattened by a temperature and mixed with uniform ones; raises InputError on other values."""
+    if not 0 <= uniform <= 1 or not temperature > 0:
+        raise InputError(f"uniform, temperature: got {uniform} and {temperature}, allowed are 0 to 1, and above 0.")
+    flat = (weights.log() / temperature).softmax(dim=1)
+    return (1 - uniform) * flat + uniform / weights.shape[1]
 
 # %% ../nbs/04_dynamics.ipynb #c9a6112b
 def chunk_count(

@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pandas as pd
 
@@ -41,10 +42,11 @@ PR_SET_PDEATHSIG = 1
 def command(
     run: Path,
     processes: int = 1,
+    program: str = "chunk_grpo.trainer",  # module that is given the folder
 ) -> list[str]:
     "The command that trains a run folder."
     many = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    return [sys.executable, "-m", *(many if processes > 1 else []), "chunk_grpo.trainer", str(run)]
+    return [sys.executable, "-m", *(many if processes > 1 else []), program, str(run)]
 
 
 def tied(
@@ -62,6 +64,8 @@ def tied(
 def start(
     run: Path,
     processes: int = 1,
+    program: str = "chunk_grpo.trainer",  # module that is given the folder
+    environment: Mapping[str, str] = MappingProxyType({}),  # variables of its own
 ) -> subprocess.Popen:
     "Start training; its output goes to train.log, which stays locked as long as it lives."
     with open(run / "train.log", "ab") as log:
@@ -69,9 +73,9 @@ def start(
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"the run {run} is being trained by another process; wait until it has ended") from None
-        return subprocess.Popen(command(run, processes), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
-                                preexec_fn=tied(os.getpid()))
+        own = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment)
+        return subprocess.Popen(command(run, processes, program), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                env=own, start_new_session=True, preexec_fn=tied(os.getpid()))
 
 # %% ../nbs/11_runs.ipynb #4ab0205d
 def watch(

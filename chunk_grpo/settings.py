@@ -89,6 +89,15 @@ class Settings(BaseModel):
         'Chunks that may be drawn, counted from 1 at the noise, such as "1,2,3"; "all".', min_length=1)
     chunk_weighting: Literal["uniform", "dynamics"] = setting("uniform", "", "paper, section 4.3: optional",
         "Chance of a chunk to be drawn: equal, or by the relative distance its latents move.")
+    weighting_uniform: Number = setting(0.0, "fraction", OURS,
+        "Share of equal chances in `dynamics` weighting.", ge=0, le=1)
+    weighting_anneal: int = setting(0, "iterations", OURS,
+        "Iterations in which that share rises to 1, where weighting is over; 0: it stays.", ge=0)
+    weighting_temperature: Number = setting(1.0, "", OURS,
+        "Flattens the weights of `dynamics`: w^(1/temperature).", gt=0)
+    step_weights: Sizes = setting("one", "", "one: the paper; noise: TempFlow-GRPO",
+        'Weight of a transition in the objective: "one", "noise", or sizes of chunks for their T/(K size).',
+        min_length=1)
     # how much an iteration draws, and how much is computed at once
     iterations: int = setting(150, "iterations", TABLE_6, "Iterations of drawing, scoring and updating.", ge=1)
     prompts_per_iteration: int = setting(16, "prompts", TABLE_6 + ": 2 a device on 8",
@@ -140,7 +149,7 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _fields_agree(self):
         "The rules between fields; ValueError with one sentence."
-        for problem in (_sizes(self), _rewards(self), _method(self)):
+        for problem in (_sizes(self), _rewards(self), _method(self) or _weights(self)):
             if problem:
                 raise ValueError(problem)
         return self
@@ -202,6 +211,25 @@ def _rewards(
         values = getattr(s, name)
         if len(set(values)) < len(values) or not all(values):
             return f"`{name}` must hold every name once and none empty; got {', '.join(map(repr, values))}"
+    return ""
+
+# %% ../nbs/08_settings.ipynb #737a24e4
+def _weights(
+    s: Settings,
+) -> str:
+    "What is wrong with the weights of chunks and transitions, or nothing."
+    from chunk_grpo.chunks import from_setting
+
+    if s.chunk_weighting == "uniform":
+        for name in ("weighting_uniform", "weighting_anneal", "weighting_temperature"):
+            default = Settings.model_fields[name].default
+            if getattr(s, name) != default:
+                return f"`{name}` must stay {default:g} unless `chunk_weighting` is dynamics; got {getattr(s, name):g}"
+    if s.step_weights not in ("one", "noise"):
+        try:
+            from_setting(s.step_weights, s.transitions)
+        except InputError as error:
+            return "`step_weights` must be one, noise or sizes of chunks: " + str(error).replace("`chunks`", "they")
     return ""
 
 # %% ../nbs/08_settings.ipynb #bd586043

@@ -35,6 +35,7 @@ def remember(state: State) -> None:
     if state.ema is not None:
         groups["ema"] = {str(i): p for i, p in enumerate(state.ema.shadow_params)}
     extra = {"ema_step": state.ema.optimization_step if state.ema else 0, "seconds": state.total}
+    extra["seconds_cpu"] = state.cpu
     checkpoint.save(state.run, state.iteration, groups, extra, state.s.keep_checkpoints)
 
 
@@ -53,7 +54,7 @@ def go_on(state: State) -> None:
         if state.ema is not None:
             state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
             state.ema.optimization_step = extra["ema_step"]
-        state.iteration, state.total = extra["iteration"], extra["seconds"]
+        state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
         profile = state.run / "profile.json"
         state.chunks = state.chunks or Chunks.parse(checkpoint.read_json(profile)["chunks"])
     if state.acc.is_main_process:
@@ -65,7 +66,7 @@ def iterate(state: State) -> dict:  # the iteration's metrics
     "One iteration, from drawing to the line of metrics; the checkpoint is the caller's."
     s = state.s
     state.seconds.clear()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     what, advantage, scores = draw(state)
     if state.iteration == 0:
         state.chunks = measure_profile(state, what.trajectories.latents)
@@ -79,7 +80,9 @@ def iterate(state: State) -> dict:  # the iteration's metrics
         with state.phase("evaluate"):
             line |= evaluate(state)
     state.total += time.perf_counter() - start
-    return line | {"seconds": dict(state.seconds), "seconds_total": state.total}
+    state.cpu += time.process_time() - cpu
+    spent = {"seconds_total": state.total, "seconds_cpu_total": state.cpu}
+    return line | {"seconds": dict(state.seconds)} | spent
 
 
 def say(state: State, line: dict) -> str:

@@ -101,6 +101,16 @@ def test_checker_on_fresh_scenes(scenes):
     assert check(images, [str(rng.choice(hard_negatives(p))) for p in prompts]).mean() < 0.01
 
 
+def test_what_passes_shows_every_object(scenes):
+    rng, prompts, images = scenes
+    check = geneval.load()
+    for asked, low, high in ((prompts, 0.99, 1), (list(rng.permutation(prompts)), 0.1, 0.5)):
+        verdicts, objects = check(images, asked), check.objects(images, asked)
+        assert [len(row) for row in objects] == [len(parse(p).objects) for p in asked]
+        assert all(all(row) for row, passed in zip(objects, verdicts, strict=True) if passed)
+        assert low <= np.mean(sum(objects, [])) <= high
+
+
 @pytest.mark.parametrize("caption", ["a red star", "two stars", "a star and a ring", "a ring above a star"])
 def test_checker_refuses_what_is_not_quite_it(caption):
     rng = np.random.default_rng(1)

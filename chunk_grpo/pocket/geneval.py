@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHARE', 'SMALL', 'GRID', 'SEEN', 'OFFSETS', 'ALIKE', 'ASPECT', 'as_array', 'segment', 'templates', 'detect',
-           'PocketGenEval', 'load', 'overall']
+           'present', 'PocketGenEval', 'load', 'overall']
 
 # %% ../../nbs/13c_pocket_geneval.ipynb #ce392b84
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from PIL import Image, ImageFilter
 from scipy import ndimage
 
 from .. import InputError
-from .captions import CATEGORIES, COLOURS, SHAPES, parse
+from .captions import CATEGORIES, COLOURS, SHAPES, Spec, parse
 from .world import Scene, Thing, holds, paint
 
 
@@ -140,6 +140,31 @@ def detect(
     return found
 
 # %% ../../nbs/13c_pocket_geneval.ipynb #c1f48a4b
+def present(
+    spec: Spec,
+    things: Sequence[Thing | None], # what an image shows
+) -> list[bool]: # for each object of the prompt, in its order
+    "Which of the objects that the caption asks for does the image show?"
+    left, out = [thing for thing in things if thing is not None], []
+    for shape, colour in spec.objects:
+        match = next((t for t in left if t.shape == shape and colour in (None, t.colour)), None)
+        if match is not None:
+            left.remove(match)
+        out.append(match is not None)
+    return out
+
+# %% ../../nbs/13c_pocket_geneval.ipynb #2f16adff
+def _seen(
+    images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    prompts: Sequence[str], # captions of the pocket world, one an image
+) -> list[tuple[Spec, list[Thing | None]]]: # an entry an image
+    "What every image should show, and what it shows."
+    if len(images) != len(prompts):
+        raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
+    found = detect(as_array(images)) if len(images) else []
+    return [(parse(prompt), things) for prompt, things in zip(prompts, found, strict=True)]
+
+
 class PocketGenEval:
     "The checker as a reward: 1 where an image shows what its prompt says, 0 elsewhere."
 
@@ -149,10 +174,15 @@ class PocketGenEval:
         prompts: Sequence[str], # captions of the pocket world, one an image
     ) -> torch.Tensor: # (B,), float32, 0 or 1
         "Verdicts; raises InputError for a prompt outside the grammar."
-        if len(images) != len(prompts):
-            raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
-        found = detect(as_array(images)) if len(images) else []
-        return torch.tensor([holds(parse(p), t) for p, t in zip(prompts, found, strict=True)], dtype=torch.float32)
+        return torch.tensor([holds(*pair) for pair in _seen(images, prompts)], dtype=torch.float32)
+
+    def objects(
+        self,
+        images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        prompts: Sequence[str], # captions of the pocket world, one an image
+    ) -> list[list[bool]]: # for each image an entry an object of its prompt, in the prompt's order
+        "Which of the objects asked for an image has, whatever else it shows; raises InputError as the verdict does."
+        return [present(*pair) for pair in _seen(images, prompts)]
 
     def category(
         self,
