@@ -31,7 +31,8 @@ def described(
     known = sorted(file.parent.name for file in DESCRIBED.glob("*/study.yaml"))
     if name not in known:
         raise InputError(f"study: got {name!r}, allowed are {', '.join(known) or 'none, since none is described'}.")
-    return read(DESCRIBED / name / "study.yaml")
+    study = read(DESCRIBED / name / "study.yaml")
+    return study | {"seeds": list(range(study["seeds"])) if isinstance(study["seeds"], int) else study["seeds"]}
 
 
 def rows(

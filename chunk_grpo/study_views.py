@@ -171,6 +171,7 @@ def split_curves(
             axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.15, linewidth=0)
             axis.plot(found.index, found["mean"], color=shade, marker="o", markersize=3, label=name)
         axis.axhline(0, color="black", linewidth=0.8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(xlabel="step at which the base takes over", ylabel="gain over the base", title=reward)
     axes[0, 0].legend(fontsize=8)
     return figure
@@ -208,8 +209,13 @@ def share(
 ) -> pd.DataFrame:  # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not known
     "The share of the base's right ones that a run loses, or of its missed ones that it gains."
     def of(row):
-        found = ((row.get("preserved") or {}).get(arm) or {}).get(reward)
-        return found[what][count] / found[what][OF[count]] if found and found[what][OF[count]] else np.nan
+        found = ((row.get("preserved") or {}).get(arm) or {}).get(reward) or {}
+        if not found.get(what):
+            return np.nan
+        entry = found[what]
+        if isinstance(entry[count], Mapping):  # as `evaluate.preserved` gives it
+            return np.nan if entry[count]["share"] is None else entry[count]["share"]
+        return entry[count] / entry[OF[count]] if entry[OF[count]] else np.nan
 
     return per_run(rows, of)
 
