@@ -36,7 +36,8 @@ def against(
     difference = values[list(arm)].mean(axis=1, skipna=False) - values[list(other)].mean(axis=1, skipna=False)
     found = studies.intervals(difference.to_frame("d")).loc["d"]
     sizes = {"gain": gain, "smallest": TENTH * abs(gain or 0.0)}
-    return {**found[["mean", "lo", "hi"]], "n": int(found.n), "unit": unit, **sizes} if found.n else None
+    bounds = {name: float(found[name]) for name in ("mean", "lo", "hi")}
+    return bounds | {"n": int(found.n), "unit": unit} | sizes if found.n else None
 
 
 def contrast(
@@ -52,7 +53,8 @@ def contrast(
     if not rewards:
         return None
     values = studies.gains(rows, rewards[0])
-    gain = float(values[names[1]].mean(axis=None)) if set(names[1]) <= set(values) else None
+    known = names[1] and set(names[1]) <= set(values)
+    gain = float(values[names[1]].mean(axis=None)) if known else None
     return against(values, *names, rewards[0], gain)
 
 # %% ../nbs/12f_answers.ipynb #6e900dee
