@@ -49,6 +49,7 @@ def forest(
         axis.annotate(number(line["mean"], signed=True), (1.01, y), xycoords=("axes fraction", "data"), fontsize=8,
                       va="center")
     axis.axvline(0, color="black", linewidth=0.8)
+    axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.set(yticks=range(len(found)), yticklabels=list(found.index[::-1]), ylim=(-0.6, len(found) - 0.4),
              xlabel=f"{reward}: arm minus {reference}, the same seed")
     return figure
@@ -101,8 +102,9 @@ def training_curves(
         draw_curve(axis, rows, name, reward, window, colour(rows, name))
         axis.set_title(name)
         axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for axis in axes.flat[len(names):]:
-        axis.set_visible(False)
+    for place, axis in enumerate(axes.flat):
+        axis.set_visible(place < len(names))
+        axis.tick_params(labelbottom=place + across >= len(names))  # the lowest panel of its column
     figure.supxlabel(f"iteration; a point is the mean of {window}", fontsize=9)
     figure.supylabel(reward, fontsize=9)
     return figure
