@@ -30,6 +30,12 @@ from chunk_grpo import cli, runs, settings
     (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),
     (["evaluate", "nowhere"], ["nowhere"]),
     (["report", "nowhere"], ["nowhere"]),
+    (["study", "explane"], ["'explane'", "explain"]),
+    (["study", "explain", "--arms", "steps,stairs"], ["`arms`", "reweighted", "'stairs'"]),
+    (["study", "explain", "--seeds", "0,9"], ["`seeds`", "between 0 and 4", "9"]),
+    (["study", "explain", "--seeds", "x"], ["`--seeds`", "'x'"]),
+    (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
+    (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),
     (["compare", "nowhere"], ["nowhere"]),
 ])
 def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capfd, arguments, parts):
