@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from . import evaluate, folder, trainer
+from . import InputError, evaluate, folder, trainer
 from . import settings as setting
 from .checkpoint import read_json, read_lines, write_json
 
@@ -107,7 +107,11 @@ def main(
         code = trainer.main([str(run)])
         if code:
             return code
-    evaluated(run, read_json(run / "trial.json"))
+    try:
+        evaluated(run, read_json(run / "trial.json"))
+    except InputError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
     write_json(run / "row.json", row(run))
     return 0
 
