@@ -133,7 +133,7 @@ def test_only_one_call_works_on_a_study(home, through):
     ("{longer: whole}", "{longer: hole}", ["`after`", "'hole'"]),
     ("chunks: whole}", "chunks: hole}", ["arm whole", "`chunks`", "hole"]),
     ("eval_images: 2", "eval_images: 0", ["`eval_images`", "at least 1"]),
-    ("question:", "query:", ["`query`", "`question`"]),
+    ("question:", "questions:", ["`questions`", "`question`"]),
 ])
 def test_bad_studies_are_one_sentence(home, tmp_path, old, new, parts):
     folder = tmp_path / "bad"
