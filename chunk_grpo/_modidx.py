@@ -421,6 +421,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'chunk_grpo.tables.interval': ('tables.html#interval', 'chunk_grpo/tables.py'),
                                    'chunk_grpo.tables.number': ('tables.html#number', 'chunk_grpo/tables.py'),
                                    'chunk_grpo.tables.paragraph': ('tables.html#paragraph', 'chunk_grpo/tables.py'),
+                                   'chunk_grpo.tables.preserved': ('tables.html#preserved', 'chunk_grpo/tables.py'),
                                    'chunk_grpo.tables.put': ('tables.html#put', 'chunk_grpo/tables.py'),
                                    'chunk_grpo.tables.seconds': ('tables.html#seconds', 'chunk_grpo/tables.py'),
                                    'chunk_grpo.tables.settings': ('tables.html#settings', 'chunk_grpo/tables.py'),
