@@ -55,6 +55,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'chunk_grpo.cli.profile': ('cli.html#profile', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.report': ('cli.html#report', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.rows': ('cli.html#rows', 'chunk_grpo/cli.py'),
+                                'chunk_grpo.cli.step_counts': ('cli.html#step_counts', 'chunk_grpo/cli.py'),
                                 'chunk_grpo.cli.train': ('cli.html#train', 'chunk_grpo/cli.py')},
             'chunk_grpo.contrasts': { 'chunk_grpo.contrasts.before_after': ('contrasts.html#before_after', 'chunk_grpo/contrasts.py'),
                                       'chunk_grpo.contrasts.categories': ('contrasts.html#categories', 'chunk_grpo/contrasts.py'),
