@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['app', 'Source', 'Overrides', 'Processes', 'Run', 'PACKAGES', 'commands', 'rows', 'plan', 'free_folder', 'train',
-           'evaluate', 'report', 'compare', 'profile', 'listed', 'study', 'doctor', 'main']
+           'evaluate', 'report', 'compare', 'step_counts', 'profile', 'listed', 'study', 'doctor', 'main']
 
 # %% ../nbs/14_cli.ipynb #7a2cdd6c
 import importlib.metadata
@@ -142,18 +142,50 @@ def compare(
     typer.echo(runs.compare(folders).to_string(index=False))
     typer.echo(f"report: {runs.page('compare', out, runs=folders)}")
 
+# %% ../nbs/14_cli.ipynb #4ab21dfe
+def step_counts(
+    text: str, # such as 10,17,25,50; empty for none
+) -> list[int]: # each once
+    "Numbers of sampling steps from a text; InputError where one is no whole number from 2."
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isascii() and word.isdigit() and int(word) >= 2 for word in words):
+        raise InputError(f"`--steps` must be whole numbers from 2 with commas between, such as 10,25,50; got {text!r}")
+    return list(dict.fromkeys(map(int, words)))
 
+# %% ../nbs/14_cli.ipynb #cdfff012
 @app.command()
 def profile(
-    source: Source,
+    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; none with --run.")] = None,
     overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option(help="A finished run; its trained weights are measured too.")] = None,
+    prompts: Annotated[int, typer.Option(help="Training prompts to draw.")] = 8,
+    images: Annotated[int, typer.Option(help="Images of each prompt, each from a seed of its own.")] = 2,
+    steps: Annotated[str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")] = "",
+    json: Annotated[Path | None, typer.Option(help="A file for the profile's numbers; none if left out.")] = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("profile.html"),
 ):
     "Measure how far the base's latents move in each step."
-    settings.load(source, overrides or ())
+    if not (source or run):
+        raise InputError("`profile` needs settings or a run in `--run`; got neither")
+    for name, value in (("prompts", prompts), ("images", images)):
+        if value < 1:
+            raise InputError(f"`--{name}` must be a whole number from 1; got {value}")
+    for name, file in (("out", out), ("json", json)):
+        if file and file.is_dir():
+            raise InputError(f"`--{name}` must be a file; {file} is a folder")
+    counts = step_counts(steps)
+    changes = [*([source] if run and source else []), *(overrides or ())]  # with a run, the first word is one of them
+    if run is None:
+        settings.load(source, changes)
     from chunk_grpo import runs
 
-    typer.echo(f"report: {runs.page('profile', out, settings=source, overrides=list(overrides or ()))}")
+    if run is not None:
+        settings.load(runs.settings(runs.find(run)), changes)
+        if not (run / "final").is_dir():
+            raise InputError(f"`--run` must be a finished run; {run} has no trained weights in final/")
+    page = runs.page("profile", out, settings=source if run is None else "", overrides=changes, prompts=prompts,
+                     images=images, step_counts=counts, run=str(run or ""), out=str(json or ""))
+    typer.echo(f"report: {page}")
 
 # %% ../nbs/14_cli.ipynb #8cd498e8
 def listed(
