@@ -426,6 +426,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'chunk_grpo.study.Trial': ('study.html#trial', 'chunk_grpo/study.py'),
                                   'chunk_grpo.study.Trial.name': ('study.html#trial.name', 'chunk_grpo/study.py'),
                                   'chunk_grpo.study.Watch': ('study.html#watch', 'chunk_grpo/study.py'),
+                                  'chunk_grpo.study.Watch.done': ('study.html#watch.done', 'chunk_grpo/study.py'),
                                   'chunk_grpo.study.Watch.status': ('study.html#watch.status', 'chunk_grpo/study.py'),
                                   'chunk_grpo.study.Watch.waiting': ('study.html#watch.waiting', 'chunk_grpo/study.py'),
                                   'chunk_grpo.study.alone': ('study.html#alone', 'chunk_grpo/study.py'),

@@ -232,8 +232,9 @@ class Watch:
     "The state of a call of `run`."
 
     out: Path
-    all: list[Trial]
-    rows: dict[str, dict]  # name of a trial -> its row
+    whole: list[Trial]  # all of the study
+    all: list[Trial]  # those asked for
+    rows: dict[str, dict]  # name of a finished trial -> its row
     known: list[dict]
     say: Callable[[str], None]
     going: dict[int, Going]  # slot -> trial
@@ -248,6 +249,10 @@ class Watch:
         before = {t.name for t in self.all} - set(self.rows)  # what others may go on from and is not finished
         return [t for t in free if f"{t.after}-{t.seed}" not in before]
 
+    def done(self) -> int:
+        "How many of those asked for are finished."
+        return sum(t.name in self.rows for t in self.all)
+
     def status(self) -> str:
         "What is going on, and what is left."
         now = {g.trial.name: iterations(g.run) for g in self.going.values()}
@@ -256,7 +261,7 @@ class Watch:
         alive = [g.trial for g in self.going.values()]
         going = ", ".join(f"{t.name} {now[t.name]}/{t.settings.iterations}" for t in alive)
         left = left_text(total, sum(now.values()), since, time.time() - self.began)
-        return f"{len(self.rows)} of {len(self.all)} trials finished; {left}; going: {going}"
+        return f"{self.done()} of {len(self.all)} trials finished; {left}; going: {going}"
 
 
 def turn(
@@ -295,14 +300,14 @@ def take(
     watch.made += g.trial.settings.iterations - g.behind
     gather(watch)
     spent = time.time() - g.began
-    watch.say(f"{len(watch.rows)} of {len(watch.all)}  {g.trial.name}  {gain_line(row)}  {spent:.0f} s")
+    watch.say(f"{watch.done()} of {len(watch.all)}  {g.trial.name}  {gain_line(row)}  {spent:.0f} s")
 
 
 def gather(watch: Watch) -> None:
     "Write the rows there are to results.jsonl, in the order of the trials."
     with beside(watch.out / "results.jsonl") as file:
         file.touch()
-        for trial in watch.all:
+        for trial in watch.whole:
             if trial.name in watch.rows:
                 append_line(file, watch.rows[trial.name])
 
@@ -343,11 +348,12 @@ def run(
         raise InputError(f"`processes` must be at least 1; got {processes}")
     out = Path(out or Path("runs") / "studies" / todo[0].study).resolve()
     with alone(out), runs.terminable():
-        beside_it = [row for file in sorted(out.parent.glob("*/results.jsonl")) for row in read_lines(file)]
-        watch = Watch(out, todo, {}, [*known, *beside_it], say, {}, {}, time.time())
-        watch.rows = {t.name: row for t in todo if (row := finished(t, out, watch.known))}
+        others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
+        known = [*known, *(row for file in others for row in read_lines(file))]
+        watch = Watch(out, trials(source), todo, {}, known, say, {}, {}, time.time())
+        watch.rows = {t.name: row for t in watch.whole if (row := finished(t, out, known))}
         gather(watch)
-        say(f"{len(watch.rows)} of {len(todo)} trials are finished, {len(todo) - len(watch.rows)} are left, "
+        say(f"{watch.done()} of {len(todo)} trials are finished, {len(todo) - watch.done()} are left, "
             f"{processes} at once; they lie in {out}")
         last = time.time()
         try:
