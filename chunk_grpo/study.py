@@ -98,7 +98,7 @@ def load(
                 raise InputError(f"{file}: `{name}` must name arms, which are {', '.join(study.arms)}; got {arm!r}")
     return study
 
-
+# %% ../nbs/11b_study.ipynb #3ae52bfe
 def trials(
     source: str | Path,  # name of a study, or its folder
     arms: Sequence[str] | None = None,  # only these; None: all
@@ -330,7 +330,7 @@ def at_once() -> int:
     "How many trials fit: one a GPU, or one a core."
     return torch.cuda.device_count() or psutil.cpu_count(logical=True) or 1
 
-
+# %% ../nbs/11b_study.ipynb #29da3c70
 def run(
     source: str | Path,  # name of a study, or its folder
     out: str | Path | None = None,  # folder of its runs; None: runs/studies/NAME
