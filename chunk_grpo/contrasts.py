@@ -79,13 +79,15 @@ def before_after(
 # %% ../nbs/12b_contrasts.ipynb #7e595335
 @styled
 def deltas(
-    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, "hybrid-base": ...}
+    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, "hybrid-base": ...}, the first on top
     colour: str = COLOURS["chunk"],
 ) -> Figure:
     "Differences to the base with their 95% intervals, a panel a reward."
-    figure, axes = canvas(len(summary), size=(3.6 * max(2, len(summary)), 1.7))
+    order = {name: [arm for arm in row if arm.endswith("-base") and row[arm]][::-1] for name, row in summary.items()}
+    high = 1.1 + 0.3 * max(2, *map(len, order.values()))
+    figure, axes = canvas(len(summary), size=(3.6 * max(2, len(summary)), high))
     for axis, (name, row) in zip(axes[0], summary.items(), strict=True):
-        arms = [arm for arm in ("hybrid-base", "plain-base") if row.get(arm)]
+        arms = order[name]
         for y, arm in enumerate(arms):
             value = row[arm]
             shade = colour if arm == "plain-base" else COLOURS["hybrid"]
@@ -94,19 +96,21 @@ def deltas(
             axis.annotate(f"{value['mean']:+.3f}", (value["mean"], y), xytext=(0, 7), textcoords="offset points",
                           ha="center", fontsize=8, color=shade)
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(yticks=range(len(arms)), yticklabels=[arm.split("-")[0].replace("plain", "trained") for arm in arms],
-                 title=name, xlabel="difference to the base", ylim=(-0.6, len(arms) - 0.3))
+        labels = [arm.removesuffix("-base").replace("plain", "trained") for arm in arms]
+        axis.set(yticks=range(len(arms)), yticklabels=labels, title=name, xlabel="difference to the base",
+                 ylim=(-0.6, len(arms) - 0.3))
     return figure
 
 # %% ../nbs/12b_contrasts.ipynb #52ce5d66
 @styled
 def categories(
-    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean
+    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean; base, plain and hybrid are drawn
     name: str,  # of the reward
     colour: str = COLOURS["chunk"],
 ) -> Figure:
     "The mean of every category, a dot an arm."
     shades = {"base": COLOURS["base"], "plain": colour, "hybrid": COLOURS["hybrid"]}
+    arms = {arm: arms[arm] for arm in shades if arm in arms}
     rows = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
     figure, axes = canvas(size=(7.0, 0.9 + 0.33 * len(rows)))
     axis = axes[0, 0]

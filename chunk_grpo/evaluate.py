@@ -57,7 +57,7 @@ def trained_policy(
     return model
 
 # %% ../nbs/10_evaluate.ipynb #2b562f37
-ROWS = ("categories", "overall", "preserved")  # what stands beside the arms in a summary
+ROWS = ("categories", "overall", "preserved", "trained")  # no names of arms, since summaries and reports use them
 
 
 def splits(

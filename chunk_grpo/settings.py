@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 import chunk_grpo
-from . import InputError, fields
+from . import InputError, fields, rules
 from .fields import Names, Number, parse, setting, shown
 
 
@@ -149,88 +149,10 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _fields_agree(self):
         "The rules between fields; ValueError with one sentence."
-        for problem in (_sizes(self), _rewards(self), _method(self) or _weights(self)):
-            if problem:
-                raise ValueError(problem)
+        problem = rules.wrong(self)
+        if problem:
+            raise ValueError(problem)
         return self
-
-# %% ../nbs/08_settings.ipynb #0dc4a65b
-def _sizes(
-    s: Settings,
-) -> str:
-    "What is wrong between the numbers, or nothing."
-    if s.images_per_prompt % s.updates_per_iteration:
-        return (f"`images_per_prompt` must be a multiple of `updates_per_iteration` ({s.updates_per_iteration}), so "
-                f"that every update sees equally many images of each prompt; got {s.images_per_prompt}")
-    if s.hybrid_split > s.eval_steps:
-        return f"`hybrid_split` must lie between 0 and `eval_steps` ({s.eval_steps}); got {s.hybrid_split}"
-    for name in ("resolution", "eval_resolution"):
-        if getattr(s, name) % 16:
-            return f"`{name}` must be a multiple of 16; got {getattr(s, name)}"
-    return ""
-
-# %% ../nbs/08_settings.ipynb #6059d660
-def _method(
-    s: Settings,
-) -> str:
-    "What is wrong with the sampler or the chunks, or nothing."
-    from chunk_grpo.chunks import from_setting, least, numbers
-    from chunk_grpo.dynamics import DEFAULT_CHUNKS
-    from chunk_grpo.sampler import LARGEST_ETA
-
-    most = LARGEST_ETA[s.sampler]
-    if s.eta > most:
-        return f"`eta` must be above 0 and at most {most:.4g} with the sampler {s.sampler}; got {s.eta:g}"
-    try:
-        smallest = least(s.chunks)
-        if smallest is not None:
-            if smallest > s.transitions:
-                return f"`chunks` of at least {smallest} transitions must fit into the {s.transitions} that are trained"
-            if s.train_chunks != "all":
-                return f"`train_chunks` must be all with adaptive chunks, whose number varies; got {s.train_chunks!r}"
-            return ""
-        measured = min(DEFAULT_CHUNKS, s.transitions)
-        count = measured if s.chunks == "profile" else len(from_setting(s.chunks, s.transitions))
-        numbers(s.train_chunks, count)
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-def _rewards(
-    s: Settings,
-) -> str:
-    "What is wrong with the rewards, or nothing."
-    if not s.reward:
-        return "`reward` must name at least one reward; got nothing"
-    wrong = {} if isinstance(s.reward, str) else {n: w for n, w in s.reward.items() if not (n and w > 0)}
-    if wrong:
-        name, weight = next(iter(wrong.items()))
-        return f"`reward` must map names to weights above 0; got {weight:g} for {name!r}"
-    for name in ("eval_rewards", "lora_targets"):
-        values = getattr(s, name)
-        if len(set(values)) < len(values) or not all(values):
-            return f"`{name}` must hold every name once and none empty; got {', '.join(map(repr, values))}"
-    return ""
-
-# %% ../nbs/08_settings.ipynb #737a24e4
-def _weights(
-    s: Settings,
-) -> str:
-    "What is wrong with the weights of chunks and transitions, or nothing."
-    from chunk_grpo.chunks import from_setting
-
-    if s.chunk_weighting == "uniform":
-        for name in ("weighting_uniform", "weighting_anneal", "weighting_temperature"):
-            default = Settings.model_fields[name].default
-            if getattr(s, name) != default:
-                return f"`{name}` must stay {default:g} unless `chunk_weighting` is dynamics; got {getattr(s, name):g}"
-    if s.step_weights not in ("one", "noise"):
-        try:
-            from_setting(s.step_weights, s.transitions)
-        except InputError as error:
-            return "`step_weights` must be one, noise or sizes of chunks: " + str(error).replace("`chunks`", "they")
-    return ""
 
 # %% ../nbs/08_settings.ipynb #bd586043
 PRESETS = Path(chunk_grpo.__file__).parent / "presets"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ARMS', 'number', 'small', 'interval', 'seconds', 'verdict', 'change', 'table', 'put', 'paragraph', 'settings',
-           'evaluation', 'by_category', 'comparison', 'by_group']
+           'evaluation', 'by_category', 'preserved', 'comparison', 'by_group']
 
 # %% ../nbs/12c_tables.ipynb #c9ffea94
 import html as markup
@@ -141,11 +141,12 @@ def evaluation(
     "Means and differences to the base with 95% intervals."
     rows, marks = [], []
     for name, values in rewards.items():
-        for arm, words in ARMS.items():
-            if values.get(arm):
-                delta = values.get(f"{arm}-base")
+        for arm in values:
+            delta = values.get(f"{arm}-base")
+            if arm == "base" or delta:
                 side = verdict(delta) if delta else "open"
-                rows.append({"reward": name, "weights": words, "mean (95% interval)": interval(values[arm]),
+                rows.append({"reward": name, "weights": ARMS.get(arm, arm),
+                             "mean (95% interval)": interval(values[arm]),
                              "difference to the base": interval(delta, signed=True),
                              "excludes 0": "" if not delta else "yes" if side != "open" else "no"})
                 marks.append({"difference to the base": {"up": "good", "down": "bad"}.get(side, "")})
@@ -156,11 +157,25 @@ def by_category(
     values: Mapping,  # a reward of an evaluation's summary, with categories
 ) -> str:
     "The mean of every category, an arm a column, and their mean at the end."
-    arms = values["categories"]
+    arms = {ARMS.get(arm, arm): means for arm, means in values["categories"].items()}
     names = list(dict.fromkeys(c for means in arms.values() for c in means))
-    rows = [{"category": c.replace("_", " "), **{ARMS[a]: number(m.get(c)) for a, m in arms.items()}} for c in names]
-    overall = {ARMS[a]: number(m) for a, m in (values.get("overall") or {}).items()}
-    return table(rows + ([{"category": "overall", **overall}] if overall else []), [ARMS[a] for a in arms])
+    rows = [{"category": c.replace("_", " "), **{a: number(m.get(c)) for a, m in arms.items()}} for c in names]
+    overall = {ARMS.get(a, a): number(m) for a, m in (values.get("overall") or {}).items()}
+    return table(rows + ([{"category": "overall", **overall}] if overall else []), list(arms))
+
+# %% ../nbs/12c_tables.ipynb #6964a223
+def preserved(
+    values: Mapping,  # a reward of an evaluation's summary, with what was preserved
+) -> str:
+    "Lost and gained objects and images of every arm: counts, and shares with 95% intervals."
+    def cells(before, after, found):
+        part = interval({"mean": found["share"], "lo": found["lo"], "hi": found["hi"]})
+        return {before: f"{found['of']:,}", after: f"{found['count']:,}", f"share {after}": part}
+
+    rows = [{"weights": ARMS.get(arm, arm), "of": kind, **cells("right by the base", "lost", both["lost"]),
+             **cells("missed by the base", "gained", both["gained"])}
+            for arm, kinds in values["preserved"].items() for kind, both in kinds.items() if both]
+    return table(rows, list(rows[0])[2:] if rows else ())
 
 # %% ../nbs/12c_tables.ipynb #d61ee994
 def comparison(

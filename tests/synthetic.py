@@ -1,6 +1,7 @@
 """A run folder with invented numbers in the shape of a real one, for tests of reading and reporting. Never a result."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +54,11 @@ def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
     return out
 
 
-def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prompts: int, gain: float) -> None:
-    "Images, scores and summary of an evaluation."
-    records = []
-    for arm, lift in (("base", 0.0), ("plain", gain), ("hybrid", 0.8 * gain)):
+def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prompts: int, gain: float,
+               arms: Sequence[str] = ("hybrid",), objects: bool = False) -> None:
+    "Images, scores and summary of an evaluation; without objects, as they were written before rewards knew any."
+    records, lifts = [], {"base": 0.0, "plain": gain, **{arm: 0.8 * gain for arm in arms}}
+    for arm, lift in lifts.items():
         (folder / arm).mkdir(parents=True)
         for p in range(prompts):
             name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
@@ -66,6 +68,9 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
             records.append({"arm": arm, "prompt_index": p, "image_index": 0, "seed": s.eval_seed, "file": name,
                             "prompt": f"a {COLOURS[p % 6]} circle to the left of a {COLOURS[(p + 1) % 6]} square",
                             "scores": scores, "category": {k: kind for k in scores if k == "pocket-geneval"}})
+            if objects:
+                there = {k: rng.integers(0, 2, 2).tolist() for k in scores if k == "pocket-geneval"}
+                records[-1]["objects"] = there
     for record in records:
         append_line(folder / "scores.jsonl", record)
     write_json(folder / "summary.json", {"n_prompts": prompts, "images_per_prompt": 1, "steps": s.eval_steps,
@@ -73,8 +78,8 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
 
 
 def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
-          evaluated: bool = True, status: str = "finished", upto: int | None = None) -> Path:
-    "Write a whole run folder and return it."
+          evaluated: bool = True, status: str = "finished", upto: int | None = None, **drawn) -> Path:
+    "Write a whole run folder and return it; what was drawn in the evaluation may be said."
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
     s, rng = setting.load("pocket/demo", whole), np.random.default_rng(seed)
     folder.mkdir(parents=True)
@@ -94,6 +99,6 @@ def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: fl
     if status == "finished":
         (folder / "final").mkdir()
     if evaluated:
-        evaluation(rng, s, folder / "evaluation", prompts, gain)
+        evaluation(rng, s, folder / "evaluation", prompts, gain, **drawn)
     assert json.loads((folder / "run.json").read_text())["status"] == status
     return folder

@@ -12,7 +12,7 @@ from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
 
-from chunk_grpo import cli, runs, settings
+from chunk_grpo import InputError, cli, notebooks, runs, settings
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -28,8 +28,22 @@ from chunk_grpo import cli, runs, settings
     (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
     (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
     (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),
+    (["profile"], ["settings", "`--run`"]),
+    (["profile", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
+    (["profile", "pocket/tiny", "--prompts", "0"], ["`--prompts`", "from 1", "got 0"]),
+    (["profile", "pocket/tiny", "--images", "-2"], ["`--images`", "from 1", "got -2"]),
+    (["profile", "pocket/tiny", "--steps", "10,1"], ["`--steps`", "from 2", "'10,1'"]),
+    (["profile", "pocket/tiny", "--steps", "10,x"], ["`--steps`", "commas", "'10,x'"]),
+    (["profile", "pocket/tiny", "--json", "."], ["`--json`", "folder"]),
+    (["profile", "--run", "nowhere"], ["nowhere"]),
     (["evaluate", "nowhere"], ["nowhere"]),
     (["report", "nowhere"], ["nowhere"]),
+    (["study", "explane"], ["'explane'", "explain"]),
+    (["study", "explain", "--arms", "steps,stairs"], ["`arms`", "reweighted", "'stairs'"]),
+    (["study", "explain", "--seeds", "0,9"], ["`seeds`", "between 0 and 4", "9"]),
+    (["study", "explain", "--seeds", "x"], ["`--seeds`", "'x'"]),
+    (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
+    (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),
     (["compare", "nowhere"], ["nowhere"]),
 ])
 def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capfd, arguments, parts):
@@ -49,8 +63,43 @@ def test_the_command_itself_ends_with_2(tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1
 
 
+def note(run):
+    "A run.json that says little more than the settings."
+    whole = settings.load("pocket/tiny").model_dump(mode="json")
+    (run / "run.json").write_text(json.dumps({"settings": whole, "status": "finished"}))
+
+
+def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    note(tmp_path / "run")
+    monkeypatch.setattr(runs, "page", lambda *_, **__: pytest.fail("a report was started"))
+    for words, part in (([], "`--run` must be a finished run"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
+                        (["eta=0"], "`eta`")):
+        answer = CliRunner().invoke(cli.app, ["profile", *words, "--run", str(tmp_path / "run")])
+        assert isinstance(answer.exception, InputError) and part in str(answer.exception), answer.exception
+
+
+def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
+    (tmp_path / "run/final").mkdir(parents=True)
+    note(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    given = []
+    monkeypatch.setattr(runs, "page", lambda name, out, /, **values: given.append((name, out, values)))
+    for words in (["pocket/tiny"], ["seed=4", "--run", "run", "--prompts", "3", "--images", "1", "--steps", "10,50",
+                                    "--json", "p.json", "--out", "p.html"]):
+        answer = CliRunner().invoke(cli.app, ["profile", *words], catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+    (name, out, plain), (_, chosen, values) = given
+    assert (name, str(out), str(chosen)) == ("profile", "profile.html", "p.html")
+    known = notebooks.parameters("profile")
+    assert plain == {key: p["default"] for key, p in known.items()}  # without options the report's own defaults
+    assert values == {"settings": "", "overrides": ["seed=4"], "run": "run", "prompts": 3, "images": 1,
+                      "step_counts": [10, 50], "out": "p.json"}
+
+
 @pytest.mark.parametrize("arguments", [
-    ["train"], ["fly"], ["plan", "pocket/tiny", "--processes", "two"], ["plan", "--fast"]])
+    ["train"], ["fly"], ["plan", "pocket/tiny", "--processes", "two"], ["plan", "--fast"],
+    ["profile", "pocket/tiny", "--prompts", "two"]])
 def test_wrong_usage_is_exit_code_2(arguments):
     answer = CliRunner().invoke(cli.app, arguments)
     assert answer.exit_code == 2 and "Usage" in answer.output
@@ -129,8 +178,8 @@ def test_a_run_from_training_to_comparison(small):
     assert "report.html" in say("report", run)
     assert "s-001" in say("compare", run)
     say("profile", "s.yaml", "--out", "mine.html")
-    both = runs.page("profile", small / "both.html", run=str(run), step_counts=[4], prompts=3,
-                     out=str(small / "p.json"))
+    both = small / "both.html"
+    say("profile", "--run", "runs/s-001", "--steps", "4,17", "--prompts", "3", "--json", "p.json", "--out", "both.html")
     assert "intervals exclude 0" in both.read_text()
     measured = json.loads((small / "p.json").read_text())
     assert len(measured["mean"]) == len(measured["trained_mean"]) == 17 and measured["trajectories"] == 6

@@ -224,6 +224,25 @@ def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
     assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
 
 
+def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
+    old = synthetic.write(tmp_path / "old")
+    summary = runs.evaluation(old)
+    for row in summary["rewards"].values():
+        assert row.pop("preserved") is None
+    (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
+    page = runs.report(old, "evaluate").read_text()
+    assert "Hybrid inference, where the base takes over at step 12" in page and "saw preserved" not in page
+
+    new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
+    arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
+    (new / "evaluation" / "summary.json").write_text(json.dumps(runs.evaluation(new) | {"arms": arms}))
+    page = runs.report(new, "evaluate").read_text()
+    assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
+    assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page
+    assert len(runs.compare([old, new])) == 2 * len(summary["rewards"])
+    assert runs.report(new).is_file()
+
+
 def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
     a, b = synthetic.write(tmp_path / "a"), synthetic.write(tmp_path / "b", seed=1, gain=0.05)
     steps = synthetic.write(tmp_path / "c", {"chunks": "steps"})

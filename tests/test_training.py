@@ -165,6 +165,17 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
             assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
 
 
+def test_adaptive_chunks_go_on_after_an_interruption(world):
+    "Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."
+    outs = [world / "adaptive-through", world / "adaptive-resumed"]
+    words = ["chunks=adaptive:1", "steps=10", "eval_every=0", "chunk_weighting=dynamics", "weighting_anneal=2",
+             "step_weights=noise", "--no-report"]
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0])
+    run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1])
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume")
+    assert metrics(outs[0])[-1] == metrics(outs[1])[-1] and trained(outs[0]) == trained(outs[1])
+
+
 def test_lora_run_loads_into_diffusers(world):
     "A LoRA run with KL, moving average and the dynamics' weights ends in a folder that diffusers loads."
     from diffusers import FluxPipeline

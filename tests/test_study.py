@@ -1,0 +1,154 @@
+"""Studies as processes: kills of every kind, failures, continuing from rows that were kept."""
+
+import json
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from commands import call, command, environment, run
+
+from chunk_grpo import settings, study
+
+STUDY = """
+title: a small study
+question: does it survive?
+seeds: 1
+reference: steps
+arms: {steps: {chunks: steps}, whole: {chunks: whole}, longer: {chunks: whole, iterations: 4}}
+after: {longer: whole}
+evaluation: {eval_images: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    "The folder of a study whose trials take seconds."
+    folder = tmp_path_factory.mktemp("study") / "small"
+    folder.mkdir()
+    (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
+    base = settings.read("pocket/tiny") | {
+        "steps": 6, "chunks": "steps", "threads": 1, "checkpoint_every": 1, "eval_every": 0, "eval_count": 1,
+        "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
+    (folder / "base.yaml").write_text(json.dumps(base))
+    (folder / "study.yaml").write_text(STUDY)
+    return folder
+
+
+def rows(out):
+    "The rows of a study without what the clock and the version control say."
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")} for row in lines]
+
+
+@pytest.fixture(scope="module")
+def through(home, tmp_path_factory):
+    "The study run through, and where it lies."
+    out = tmp_path_factory.mktemp("through") / "small"
+    said = run("study", home, "--processes", "2", "--out", out)
+    assert "0 of 3 trials are finished" in said and said.count("pocket-clip") == 3 and f"{out}/results.jsonl" in said
+    return out
+
+
+def begin(home, out):
+    "The command as a process of its own."
+    words = command("study", home, "--processes", "1", "--out", out)
+    return subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, lines, child):
+    "Until a file has so many lines."
+    end = time.time() + 120
+    while not path.is_file() or len(path.read_text().splitlines()) < lines:
+        assert time.time() < end and child.poll() is None, f"{path} never came"
+        time.sleep(0.05)
+
+
+def trainers(out):
+    "Processes that work on a trial of the study."
+    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.trial" in (p.info["cmdline"] or [])]
+    return [p for p in found if str(out) in p.info["cmdline"][-1]]
+
+
+def test_three_kills_change_nothing(home, through, tmp_path):
+    out = tmp_path / "small"
+    child = begin(home, out)  # once the study itself, without warning
+    wait_for(out / "steps-0" / "metrics.jsonl", 2, child)
+    child.kill()
+    child.wait()
+    end = time.time() + 30
+    while trainers(out):
+        assert time.time() < end, "a trial outlives the study that began it"
+        time.sleep(0.1)
+    child = begin(home, out)  # once a trial; the others go on, and the study says which one failed
+    wait_for(out / "whole-0" / "metrics.jsonl", 2, child)
+    trainers(out)[0].send_signal(signal.SIGKILL)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 1 and "whole-0 failed" in said and "killed by SIGKILL" in said
+    child = begin(home, out)  # once politely
+    wait_for(out / "longer-0" / "metrics.jsonl", 4, child)
+    child.terminate()
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 130 and "the same command goes on" in said and not trainers(out)
+    assert len(rows(out)) < 3
+    run("study", home, "--processes", "1", "--out", out)
+    assert rows(out) == rows(through)
+
+
+def test_a_finished_study_is_not_run_again(home, through):
+    before = (through / "results.jsonl").read_bytes()
+    said = run("study", home, "--out", through)
+    assert "3 of 3 trials are finished, 0 are left" in said and (through / "results.jsonl").read_bytes() == before
+
+
+def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
+    out = tmp_path / "small"
+    said = run("study", home, "--out", out, "--known", through / "results.jsonl")
+    assert "3 of 3 trials are finished" in said and rows(out) == rows(through)
+    assert not [path for path in out.iterdir() if path.is_dir()]
+    lines = (through / "results.jsonl").read_text().splitlines()
+    changed = json.loads(lines[0])
+    changed["settings"]["learning_rate"] *= 2
+    assert study.finished(study.trials(home)[0], out, [changed]) is None
+
+
+def test_arms_share_prompts_and_noise(through):
+    first, second, longer = rows(through)
+    assert first["scores"]["base"] == second["scores"]["base"]
+    assert first["curve"]["pocket-clip"][0] == second["curve"]["pocket-clip"][0]
+    assert longer["curve"]["pocket-clip"][:3] == second["curve"]["pocket-clip"]
+    assert longer["images"] > second["images"] and second["transitions"] > 0
+
+
+def test_only_one_call_works_on_a_study(home, through):
+    with study.alone(through):
+        done = call("study", home, "--out", through)
+    assert done.returncode == 2 and "is being run by another process" in done.stderr
+
+
+@pytest.mark.parametrize("old, new, parts", [
+    ("seeds: 1", "seeds: 0", ["`seeds`", "at least 1", "got 0"]),
+    ("reference: steps", "reference: stairs", ["`reference`", "steps, whole, longer", "'stairs'"]),
+    ("{longer: whole}", "{longer: hole}", ["`after`", "'hole'"]),
+    ("chunks: whole}", "chunks: hole}", ["arm whole", "`chunks`", "hole"]),
+    ("eval_images: 2", "eval_images: 0", ["`eval_images`", "at least 1"]),
+    ("question:", "questions:", ["`questions`", "`question`"]),
+])
+def test_bad_studies_are_one_sentence(home, tmp_path, old, new, parts):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "base.yaml").write_text((home / "base.yaml").read_text())
+    assert old in STUDY
+    (folder / "study.yaml").write_text(STUDY.replace(old, new))
+    done = call("study", folder, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert all(part in done.stderr for part in parts), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+
+
+@pytest.mark.parametrize("name", study.names())
+def test_shipped_studies_are_sound(name):
+    given = study.load(name)
+    assert given.seeds >= (5 if name in ("explain", "chunk-setting") else 3)
+    assert len(study.trials(name)) == given.seeds * len(given.arms)
