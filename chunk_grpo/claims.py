@@ -9,8 +9,8 @@ __all__ = ['PAPER', 'printed', 'Claim', 'contrasts', 'claims', 'lines', 'markdow
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from . import InputError, studies
-from .answers import PROMPTS, WRONG, contrast, equal_chunks, hybrid, proposition, single, transfer, unstable
+from . import InputError, answers, studies
+from .answers import STRUCTURE, contrast, equal_chunks, single, transfer
 from .tables import number
 
 # %% ../nbs/12g_claims.ipynb #09cf8707
@@ -76,9 +76,9 @@ def contrasts() -> list[Claim]:
               lambda: contrast("explain", "chunks-free", "reweighted-free")),
         Claim("Weighted drawing raises the reward further", printed("Table 1", "weighted", t1["chunks"]),
               page("weighting"), "above", lambda: contrast("weighting", "dynamics", "uniform")),
-        Claim("Weighted drawing costs structure: the other reward falls",
+        Claim("Weighted drawing costs structure",
               printed("Table 2", "weighted", PAPER["Table 2"]["chunks"], share=False), page("weighting"), "below",
-              lambda: contrast("weighting", "dynamics", "uniform", trained=False)),
+              lambda: contrast("weighting", "dynamics", "uniform", STRUCTURE)),
         Claim("The chunk nearest to the noise teaches more than the one nearest to the image", "Figure 6, no number",
               page("single-chunk"), "above", lambda: contrast("single-chunk", single(0), single(-1))),
     ]
@@ -90,16 +90,16 @@ def claims() -> list[Claim]:
     wrong = f"{v3['wrong of the better']:.0%} and {v3['wrong of the worse']:.0%} (v3)"
     return [
         Claim("More than a quarter of the transitions are wrongly attributed", wrong, "08h_branching.ipynb", "above",
-              WRONG, 0.25),
+              answers.WRONG, 0.25),
         Claim("Proposition 1: a chunk's gradient is nearer to the true one in direction", "proved for lengths", half,
-              "above", proposition),
+              "above", answers.proposition),
         Claim("The dynamics do not depend on the prompt: less than 5% of a profile's variation", "Figure 3, no number",
-              "06b_profiles.ipynb", "below", PROMPTS, 0.05),
+              "06b_profiles.ipynb", "below", answers.PROMPTS, 0.05),
         *contrasts(),
         Claim("The chunk nearest to the noise is unstable", "after 60 steps (Figure 6)", "studies/single-chunk.ipynb",
-              "above", unstable),
-        Claim("Hybrid inference protects a reward that was not trained on", "no number", "studies/hybrid.ipynb",
-              "above", hybrid),
+              "above", answers.unstable),
+        Claim("Hybrid inference protects structure against reward hacking", "no number", "studies/hybrid.ipynb",
+              "above", answers.hybrid),
         Claim("Training on the CLIP reward raises GenEval",
               printed("Table 5", "chunks", PAPER["Table 5"]["base"], share=False), "studies/rewards.ipynb", "above",
               lambda: transfer("clip", "geneval")),

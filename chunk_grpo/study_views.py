@@ -59,11 +59,10 @@ def column(
     row: Mapping,
     name: str,  # of a reward, or grad_norm, ratio_dev, clip_fraction
 ) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
-    "A column of a run's curve; the mean over chunks where each has its own."
+    "A column of a run's curve; InputError where it has none of that name."
     if name not in row["curve"]:
         raise InputError(f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}.")
-    values = [np.array(value, dtype=float) for value in row["curve"][name]]
-    return np.array([np.nan if np.isnan(value).all() else np.nanmean(value) for value in values])
+    return np.array(row["curve"][name], dtype=float)
 
 
 def smoothed(
@@ -116,7 +115,7 @@ LEVELS = {"start": 2.0, "peak": 4.0}  # level that a curve falls from -> standar
 def falls(
     values: np.ndarray,  # (n,) one number an iteration
     level: str = "start",  # start or peak
-    window: int = 10,  # w, iterations
+    window: int = 5,  # w, iterations
 ) -> int | None:  # the iteration, from 1, from which the curve stays below; None: never
     "When a curve falls for good (a); InputError on another level or a curve shorter than two windows."
     if level not in LEVELS or len(values) < 2 * window:
@@ -131,7 +130,7 @@ def falls(
 
 def growth(
     values: np.ndarray,  # (n,) such as the norm of the gradient at each iteration
-    window: int = 10,  # iterations
+    window: int = 5,  # iterations
 ) -> float:
     "The largest mean over a window, as a multiple of the first one."
     means = smoothed(values[np.isfinite(values)], window)[window - 1 :]
@@ -211,13 +210,8 @@ def share(
 ) -> pd.DataFrame:  # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not known
     "The share of the base's right ones that a run loses, or of its missed ones that it gains."
     def of(row):
-        found = ((row.get("preserved") or {}).get(arm) or {}).get(reward) or {}
-        if not found.get(what):
-            return np.nan
-        entry = found[what]
-        if isinstance(entry[count], Mapping):  # as `evaluate.preserved` gives it
-            return np.nan if entry[count]["share"] is None else entry[count]["share"]
-        return entry[count] / entry[OF[count]] if entry[OF[count]] else np.nan
+        found = row["preserved"].get(arm, {}).get(reward, {}).get(what)
+        return found[count] / found[OF[count]] if found and found[OF[count]] else np.nan
 
     return per_run(rows, of)
 

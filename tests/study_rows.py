@@ -5,25 +5,23 @@ from pathlib import Path
 
 import numpy as np
 
-from chunk_grpo import settings, studies
+from chunk_grpo import settings, studies, study
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-REWARDS = ("pocket-clip", "pocket-geneval")
 
 
 def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) -> dict:
     "A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."
-    study = studies.described(name)
-    changes = {**study["arms"][arm], "seed": seed}
-    s = settings.load(settings.read(studies.DESCRIBED / name / "base.yaml"), changes)
+    asked = studies.described(name)
+    s = settings.load(settings.read(study.place(name) / "base.yaml"), {**asked["arms"][arm], "seed": seed})
     shared, rng = 0.02 * np.random.default_rng(seed).normal(), np.random.default_rng([seed, *f"{name}{arm}".encode()])
     gain = effect + shared + 0.005 * rng.normal()
     steps = s.eval_steps
-    splits = range(study["splits"], steps, study["splits"]) if study.get("splits") else ()
+    splits = range(asked["splits"], steps, asked["splits"]) if asked["splits"] else ()
     places = {"base": 0, **{f"split-{split:02d}": split for split in splits}, "plain": steps}
     base = np.random.default_rng(3).uniform(0.3, 0.7, prompts)
     scores = {place: {reward: (base + gain * at / steps + (at > 0) * rng.normal(0, 0.02, prompts)).tolist()
-                      for reward in REWARDS} for place, at in places.items()}
+                      for reward in s.eval_rewards} for place, at in places.items()}
     trained = [s.reward] if isinstance(s.reward, str) else list(s.reward)
     n = s.iterations
     curve = {reward: (0.5 + gain * np.arange(n) / n + rng.normal(0, 0.02, n)).tolist() for reward in trained}
@@ -34,11 +32,12 @@ def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) 
     share = 2 if s.chunks == "whole" else 1
     return {
         "study": name, "arm": arm, "seed": seed, "settings": s.model_dump(mode="json"),
-        "evaluation": study["evaluation"],
-        "splits": study.get("splits"), "git_commit": "0" * 40, "versions": {"torch": "2.13.0"},
+        "evaluation": asked["evaluation"], "chunks": "2,3,4,7" if s.chunks == "profile" else s.chunks,
+        "splits": asked["splits"], "git_commit": "0" * 40, "versions": {"torch": "2.13.0"},
         "machine": {"system": "Linux", "processor": "an invented one", "cores": 2, "memory_gb": 8.0, "gpus": []},
         "images": 96 * n, "transitions": 768 * n * share, "seconds": 5.0 * n, "cpu_seconds": 4.0 * n, "curve": curve,
-        "held_out_curve": {"iteration": [0, n], **{reward: [0.5, 0.5 + gain] for reward in REWARDS}}, "scores": scores,
+        "held_out_curve": {"iteration": [0, n], **{reward: [0.5, 0.5 + gain] for reward in s.eval_rewards}},
+        "scores": scores,
         "categories": {"base": {"pocket-geneval": means},
                        "plain": {"pocket-geneval": {c: m + gain for c, m in means.items()}}},
         "preserved": {"plain": {"pocket-geneval": {"objects": counts, "images": counts}}},
@@ -48,9 +47,9 @@ def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) 
 def write(folder: Path, name: str, effects: dict[str, float] | None = None, seeds: int | None = None,
           only: tuple[str, ...] | None = None) -> list[dict]:
     "Write the rows of a study and return them: `only` these arms, the first `seeds`, arms with their `effects`."
-    study = studies.described(name)
-    rows = [row(name, arm, seed, (effects or {}).get(arm, 0.1)) for arm in only or study["arms"]
-            for seed in study["seeds"][:seeds]]
+    asked = studies.described(name)
+    rows = [row(name, arm, seed, (effects or {}).get(arm, 0.1)) for arm in only or asked["arms"]
+            for seed in asked["seeds"][:seeds]]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     return rows
