@@ -46,12 +46,14 @@ class GaussianWorld:
         "Minus the mean squared distance of the last latents (..., S, C) to the target."
         return -(latents.double() - self.target).square().mean((-2, -1))
 
-    def value(self, latents: Tensor, index: int, grid: Tensor, kind: str, eta: float) -> Tensor:
-        "The exact value (c) of latents (..., S, C) before a transition; differentiable in theta."
-        at, spread, ends = latents.double(), torch.zeros_like(self.mean).double(), torch.eye(2).double()[:1].T
+    def value(self, latents: Tensor, index: int, grid: Tensor, kind: str, eta: float, spread: float = 0.0) -> Tensor:
+        "The exact value (c) of N(latents (..., S, C), spread) before a transition; gradient of the random steps."
+        at, spread = latents.double(), torch.full_like(self.mean, spread, dtype=torch.float64)
+        ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64) * torch.ones_like(spread)
         for i in range(index, len(grid) - 1):
             a, b, std = coefficients(grid.double(), i, kind, eta)
-            offset, there = self.velocity(ends * torch.ones_like(spread), grid[i].double().expand(2), {}).flip(0)
+            with torch.set_grad_enabled(i < len(grid) - 2 and torch.is_grad_enabled()):
+                offset, there = self.velocity(ends, grid[i].double().expand(2), {})
             gain = a + b * (there - offset)
             at, spread = gain * at + b * offset, gain**2 * spread + std**2
         return -((at - self.target).square() + spread).mean((-2, -1))
