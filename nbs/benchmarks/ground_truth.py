@@ -4,8 +4,8 @@
 
 Trajectories of the base model, reward pocket-clip, T 17, eta 0.7, with both samplers unless one is named. From every
 latent N branches give the true advantage of every transition, with its error. Gradients are those of an adapter of rank
-16 on the attention layers, as training has it. Every prompt is kept as it is finished, in the folder FILE.json.parts: the
-same command goes on where it was stopped, and takes the folder away at its end.
+16 on the attention layers, as training has it. Every prompt is kept as it is finished, in the folder FILE.json.parts:
+the same command goes on where it was stopped, and takes the folder away at its end.
 """
 
 import argparse
@@ -31,14 +31,20 @@ from chunk_grpo.dynamics import chunk_count
 from chunk_grpo.objective import group_advantages
 from chunk_grpo.rollout import decode, draw_prompts, generator, rollout
 from chunk_grpo.schedule import sigmas
-from chunk_grpo.truth import alignment, coefficient_gradients, coefficient_sets, drawing_variance, inner_products
+from chunk_grpo.truth import (
+    alignment,
+    coefficient_gradients,
+    coefficient_sets,
+    drawing_variance,
+    inner_products,
+    summary,
+    weighed,
+)
 from chunk_grpo.update import Replay
 
 ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
 TRAINED = STEPS - 1
 PAPER = Chunks((2, 3, 4, 7))
-CHUNKS = {"steps": Chunks.steps(TRAINED)} | {f"equal {c}": Chunks.equal(TRAINED, c) for c in (2, 4, 8, 16)}
-CHUNKS |= {"2,3,4,7": PAPER}
 
 
 def measure(policy, clip, texts, prompt, images, branches, kind):
@@ -113,25 +119,47 @@ def proposition(found):
 
 
 def gradients(found):
-    "Cosine and variance of every estimator, with all of the chunks and with half of them drawn."
+    "Cosine and variance of every estimator, over all transitions and over the first three chunks."
     gram, images = inner_products(found["gradients"]), found["score"].shape[1]
     second = images * torch.stack([gram[k, 2, :, k, 2] for k in range(len(gram))]).mean(0)
-    ones, heavy = torch.ones(TRAINED), step_weights(PAPER).double()
-    cases = {name: (chunks, step_weights(chunks), second) for name, chunks in CHUNKS.items()}
-    cases["steps re-weighted"] = (CHUNKS["steps"], heavy, second * heavy[:, None] * heavy)
-    for name, (chunks, w, inner) in cases.items():
-        for fraction in (1.0, 0.5):
-            count = chunk_count(len(chunks), fraction)
-            extra = drawing_variance(inner, chunks, count)
-            trained = TRAINED * count / len(chunks)
-            about = {"estimator": name, "fraction": fraction, "transitions": trained, "drawing": extra}
-            yield about | alignment(gram, w, images, extra=extra, many=MANY)
-    noise = alignment(gram, ones, images, row=3)["variance"]
-    truths = {"true advantages": (ones, 0.0), "true advantages, without the branches' noise": (ones, -noise),
-              "true advantages, re-weighted": (heavy, 0.0)}
-    for name, (w, extra) in truths.items():
-        about = {"estimator": name, "fraction": 1.0, "transitions": TRAINED, "drawing": 0.0}
-        yield about | alignment(gram, w, images, row=1, extra=extra, many=MANY)
+    for last in (TRAINED, sum(PAPER.sizes[:3])):
+        truth, base = (torch.arange(TRAINED) < last).double(), None
+        for name, row, chunks, w, count in estimators(last):
+            w, extra = torch.cat([w.double(), torch.zeros(TRAINED - last)]), 0.0
+            if chunks is not None:
+                own = w[:last] / step_weights(chunks)  # what stands beside the chunks' own weights
+                extra = drawing_variance(second[:last, :last] * own[:, None] * own, chunks, count)
+            if name.endswith("noise"):
+                extra = -alignment(weighed(gram, truth, truth, row=3), images)["variance"]
+            shrink = 1.0 if row else (images - 1) / images  # by_theorem: expectation from set 1, (c) of notebook 08i
+            tables = [weighed(gram, w, truth, row, mean) for mean in (None, (1, shrink))]
+            base = tables[1] if base is None else base
+            direct, theorem = (alignment(x, images, extra, MANY) for x in tables)
+            ratio, ratio_se = jackknife(lambda p, x=(tables[1], base, extra): relative(p, images, *x), len(gram))
+            yield {"transitions": last, "estimator": name, "trained": last * count / len(chunks) if chunks else last,
+                   "drawing": max(extra, 0.0), "images_of_steps": float(ratio), "images_of_steps_se": float(ratio_se),
+                   **direct, **{f"{key}_by_theorem": x for key, x in theorem.items() if "variance" not in key}}
+
+
+def relative(keep, images, tables, base, extra):
+    "Images needed, as a multiple of those that steps need."
+    one, other = (x[:, keep][:, :, keep] for x in (tables, base))
+    return summary(one, images, extra)[4] / summary(other, images)[4]
+
+
+def estimators(last):
+    "Name, set of coefficients, chunks, weights and chunks trained of every estimator of the first transitions."
+    paper, steps = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3]), Chunks.steps(last)
+    equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
+    heavy = step_weights(paper)
+    cases = {"steps": (steps, step_weights(steps)), "steps re-weighted": (steps, heavy)}
+    cases |= {name: (chunks, step_weights(chunks)) for name, chunks in ({str(paper): paper} | equal).items()}
+    for name, (chunks, w) in cases.items():
+        yield name, 0, chunks, w, len(chunks)
+        yield f"{name}, half drawn", 0, chunks, w, chunk_count(len(chunks), 0.5)
+    for name, w in (("true advantages", torch.ones(last)), ("true advantages, re-weighted", heavy),
+                    ("true advantages, without the branches' noise", torch.ones(last))):
+        yield name, 1, None, w, None
 
 
 def main():
@@ -154,7 +182,7 @@ def main():
     for r in tables["signs"]:
         print("{sampler:5} {parts:8} {first:2}-{last:2}: wrong {raw:.3f}, by share {by_share:.3f}".format(**r))
     for r in tables["gradients"]:
-        print("{sampler:5} {estimator:45} {fraction:3} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
+        print("{sampler:5} {transitions:2} {estimator:45} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
               "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))
     seconds = sum(float(x["seconds"].sum()) for x in found.values())
     sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {"core_seconds": seconds}
