@@ -209,14 +209,14 @@ def study(
     if wrong:
         raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
     chosen = [int(word) for word in listed(seeds) or []] or None
+    from chunk_grpo import runs
     from chunk_grpo import study as studies
     from chunk_grpo.checkpoint import read_lines
 
-    studies.trials(name, listed(arms), chosen)  # everything that can be wrong is said before torch works
     rows_ = [row for file in known or [] for row in read_lines(file)]
     try:
         found = studies.run(name, out, processes, listed(arms), chosen, rows_, lambda text: print(text, flush=True))
-    except studies.runs.TrainingFailed as error:
+    except runs.TrainingFailed as error:
         typer.echo(f"chunk-grpo: {error}", err=True)
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, SystemExit):

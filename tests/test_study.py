@@ -9,7 +9,7 @@ import psutil
 import pytest
 from commands import call, command, environment, run
 
-from chunk_grpo import settings, study
+from chunk_grpo import design, settings, study
 
 STUDY = """
 title: a small study
@@ -110,7 +110,7 @@ def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
     lines = (through / "results.jsonl").read_text().splitlines()
     changed = json.loads(lines[0])
     changed["settings"]["learning_rate"] *= 2
-    assert study.finished(study.trials(home)[0], out, [changed]) is None
+    assert design.finished(design.trials(home)[0], out, [changed]) is None
 
 
 def test_arms_share_prompts_and_noise(through):
@@ -147,8 +147,8 @@ def test_bad_studies_are_one_sentence(home, tmp_path, old, new, parts):
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
 
 
-@pytest.mark.parametrize("name", study.names())
+@pytest.mark.parametrize("name", design.names())
 def test_shipped_studies_are_sound(name):
-    given = study.load(name)
+    given = design.load(name)
     assert given.seeds >= (5 if name in ("explain", "chunk-setting") else 3)
-    assert len(study.trials(name)) == given.seeds * len(given.arms)
+    assert len(design.trials(name)) == given.seeds * len(given.arms)
