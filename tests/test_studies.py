@@ -1,0 +1,181 @@
+"""Reading studies: rows, statistics and claims on invented rows; every page of nbs/studies with rows and without."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scipy import stats
+from study_rows import row, write
+
+from chunk_grpo import InputError, answers, claims, studies, study, study_views
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "nbs/studies").glob("*.ipynb"))
+NAMES = study.names()
+REWARD = "incompressibility"  # what most studies train on
+RUNNER = """
+import sys
+from pathlib import Path
+from nbdev.test import test_nb
+from chunk_grpo import studies
+if sys.argv[1]:
+    studies.KEPT = Path(sys.argv[1])
+failed = [page for page in sys.argv[2:] if not test_nb(page)[0]]
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+def run_pages(folder: str | Path) -> None:
+    "Every page of nbs/studies, in a process of its own, reading rows from `folder`; \"\": the kept ones."
+    environment = os.environ | {"MPLBACKEND": "agg"}
+    command = [sys.executable, "-c", RUNNER, str(folder), *map(str, PAGES)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    "A folder that is read in place of the kept rows."
+    monkeypatch.setattr(studies, "KEPT", tmp_path)
+    return tmp_path
+
+
+def test_every_study_has_a_page_and_every_page_a_study():
+    assert [page.stem for page in PAGES if page.stem != "index"] == NAMES
+
+
+def test_pages_run_without_rows(tmp_path):
+    run_pages(tmp_path)
+
+
+def test_pages_run_with_rows(tmp_path):
+    for name in NAMES:
+        write(tmp_path, name)
+    run_pages(tmp_path)
+
+
+@pytest.mark.parametrize("which", ["reference with one seed", "others", "two arms with one seed"])
+def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
+    for name in NAMES:
+        asked = studies.described(name)
+        others = [arm for arm in asked["arms"] if arm != asked["reference"]]
+        only = {"others": others[:2], "two arms with one seed": [asked["reference"], others[0]]}.get(which)
+        write(tmp_path, name, seeds=None if which == "others" else 1, only=tuple(only or [asked["reference"]]))
+    run_pages(tmp_path)
+
+
+def test_pages_run_with_what_is_kept():
+    run_pages("")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_rows_are_of_the_study(name):
+    asked, rows = studies.described(name), studies.rows(name)
+    for one in rows:
+        assert one["arm"] in asked["arms"] and one["study"] == name
+        assert one["settings"].items() >= {"seed": one["seed"]}.items()
+        assert {"base", "plain"} <= one["scores"].keys()
+        lengths = {len(scores) for arm in one["scores"].values() for scores in arm.values()}
+        assert len(lengths) == 1 and lengths.pop() > 1
+        assert len(one["curve"]["iteration"]) == one["settings"]["iterations"]
+    studies.differing(rows)  # InputError where the runs of an arm differ in more than the seed
+
+
+def test_rows_come_in_the_order_of_the_description(kept):
+    rows = write(kept, "explain", seeds=2)
+    file = kept / "explain.jsonl"
+    file.write_text("".join(sorted(file.read_text().splitlines(keepends=True), reverse=True)))
+    assert studies.rows("explain") == rows
+    file.write_text(file.read_text() + json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError, match="the arm steps with seed 0 more than once"):
+        studies.rows("explain")
+
+
+def test_paired_is_a_t_test_on_the_same_seeds():
+    rows = [row("explain", arm, seed, effect) for arm, effect in (("steps", 0.1), ("chunks", 0.13))
+            for seed in range(5)]
+    values = studies.gains(rows, REWARD)
+    found = studies.paired(rows, REWARD, "steps").loc["chunks"]
+    expected = stats.ttest_rel(values["chunks"], values["steps"])
+    low, high = expected.confidence_interval()
+    assert (found.lo, found.hi, found.p) == pytest.approx((low, high, expected.pvalue))
+    assert found.lo < 0.03 < found.hi
+    assert studies.paired(rows[:-1], REWARD, "steps").n["chunks"] == 4
+    with pytest.raises(InputError, match="reference: got 'reweighted', allowed is an arm with runs: steps, chunks"):
+        studies.paired(rows, REWARD, "reweighted")
+    with pytest.raises(InputError, match="reward: got 'hpsv3'"):
+        studies.gains(rows, "hpsv3")
+
+
+def test_a_claim_follows_its_rows(kept):
+    "The same claim holds, does not hold, and cannot be told, as the invented effect says."
+    def verdict():
+        return next(line for line in claims.lines(claims.claims()) if line["claim"] == "Chunks beat steps")
+
+    assert verdict()["verdict"] == "open"
+    said = {}
+    for effect in (0.14, 0.1, 0.06):
+        write(kept, "chunk-setting", {"2-3-4-7": effect}, only=("steps", "2-3-4-7"))
+        said[effect] = verdict()["verdict"]
+    assert said[0.14] == "holds" and said[0.06] == "does not hold" and said[0.1] != "holds"
+    write(kept, "chunk-setting", seeds=1, only=("steps", "2-3-4-7"))
+    assert verdict()["verdict"] == "cannot tell" and "1 seed" in verdict()["measured on pocket"]
+
+
+def test_a_complete_table_refuses_open_claims(kept):
+    with pytest.raises(InputError, match="complete: got [0-9]+ open claims, allowed is none: .*Chunks beat steps"):
+        claims.lines(claims.claims(), complete=True)
+    text = claims.markdown(claims.lines(claims.claims()), "nbs/")
+    assert text.count("\n") == len(claims.claims()) + 1 and "](nbs/studies/chunk-setting.ipynb) |" in text
+
+
+def test_claims_of_every_study_are_measured_where_rows_are_whole(kept):
+    for name in NAMES:
+        write(kept, name)
+    still = [line["claim"] for line in claims.lines(claims.claims()) if line["verdict"] == "open"]
+    assert all(claim.measure in (answers.WRONG, answers.PROMPTS) for claim in claims.claims() if claim.words in still)
+
+
+def test_hybrid_and_transfer_are_on_rewards_that_were_not_trained_on(kept):
+    assert "pocket-geneval" not in studies.trained_on(write(kept, "hybrid")[0])
+    write(kept, "rewards")
+    assert answers.hybrid()["unit"] == "pocket-geneval"
+    assert answers.transfer("clip", "geneval")["unit"] == "pocket-geneval"
+    assert answers.transfer("geneval", "clip")["unit"] == "pocket-clip"
+    assert answers.hybrid()["hi"] < 0  # an invented gain grows with the trained steps, so a split costs
+
+
+def test_pages_of_claims_exist_or_are_listed_as_to_come():
+    to_come = {"08h_branching.ipynb"}
+    missing = {claim.page for claim in claims.claims() if not (ROOT / "nbs" / claim.page).is_file()}
+    assert missing <= to_come
+
+
+def test_runs_of_an_arm_differ_in_the_seed_alone():
+    rows = [row("explain", "steps", 0), row("explain", "steps", 1)]
+    assert studies.differing(rows) == [{"arm": "steps"}]
+    rows[1]["settings"]["eta"] = 0.3
+    with pytest.raises(InputError, match="the runs of the arm steps differ in eta"):
+        studies.differing(rows)
+
+
+def test_shares_of_what_was_preserved_need_something_to_preserve():
+    one = row("weighting", "uniform", 0)
+    entry = one["preserved"]["plain"]["pocket-geneval"]["objects"]
+    assert study_views.share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
+    assert study_views.share([one], "pocket-clip").isna().all(axis=None)
+    entry["right"] = entry["lost"] = 0
+    assert study_views.share([one], "pocket-geneval").isna().all(axis=None)
+
+
+def test_a_kept_row_has_what_an_invented_one_has():
+    invented = row("explain", "steps", 0)
+    for name in NAMES:
+        for one in studies.rows(name):
+            assert one.keys() >= invented.keys()
+            assert one["curve"].keys() >= {"iteration", "grad_norm", "ratio_dev", "clip_fraction"}
+            assert set(studies.trained_on(one)) <= one["curve"].keys()
+            assert study_views.split_of(one, "plain") > 0
