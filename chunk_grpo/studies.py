@@ -17,7 +17,7 @@ from scipy import stats
 from . import InputError
 from .checkpoint import read_lines
 from .settings import PRESETS
-from .study import load
+from .design import load
 from .tables import interval, number, seconds, small
 
 # %% ../nbs/12d_studies.ipynb #af5c69d3

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from chunk_grpo import settings, studies, study
+from chunk_grpo import design, settings, studies
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
@@ -13,7 +13,7 @@ CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "
 def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) -> dict:
     "A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."
     asked = studies.described(name)
-    s = settings.load(settings.read(study.place(name) / "base.yaml"), {**asked["arms"][arm], "seed": seed})
+    s = settings.load(settings.read(design.place(name) / "base.yaml"), {**asked["arms"][arm], "seed": seed})
     shared, rng = 0.02 * np.random.default_rng(seed).normal(), np.random.default_rng([seed, *f"{name}{arm}".encode()])
     gain = effect + shared + 0.005 * rng.normal()
     steps = s.eval_steps

@@ -10,11 +10,11 @@ import pytest
 from scipy import stats
 from study_rows import row, write
 
-from chunk_grpo import InputError, answers, claims, studies, study, study_views
+from chunk_grpo import InputError, answers, claims, design, studies, study_views
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "nbs/studies").glob("*.ipynb"))
-NAMES = study.names()
+NAMES = design.names()
 REWARD = "incompressibility"  # what most studies train on
 RUNNER = """
 import sys

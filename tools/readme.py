@@ -15,11 +15,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by `make prepare` from nbs/index.ipynb: edit the notebook. -->"
 
 
+def relinked(text: str) -> str:
+    "Markdown of the index with the README's links: the book lies beside the index and one level below the README."
+    beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png))\)"
+    return re.sub(beside, r"](nbs/\1)", text).replace("](../", "](")
+
+
 def output_text(output: nbformat.NotebookNode) -> str:
     "One kept output as markdown; nothing for kinds that a README cannot hold."
     data = output.get("data", {})
     if "text/markdown" in data:
-        return data["text/markdown"].strip()
+        return relinked(data["text/markdown"].strip())
     text = output.get("text") or data.get("text/plain", "")
     return "```\n" + text.strip("\n") + "\n```" if text else ""
 
@@ -27,9 +33,7 @@ def output_text(output: nbformat.NotebookNode) -> str:
 def cell_text(cell: nbformat.NotebookNode) -> list[str]:
     "The blocks of markdown that a cell gives."
     if cell.cell_type != "code":
-        # pages of the book lie beside the index, the README one level above them
-        beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png))\)"
-        return [re.sub(beside, r"](nbs/\1)", cell.source).replace("](../", "](")]
+        return [relinked(cell.source)]
     directives = set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
     if "hide" in directives:
         return []
