@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from chunk_grpo import settings
+from chunk_grpo import design, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
@@ -163,6 +163,8 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.presets()}
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
+    home = "chunk_grpo/presets/pocket/studies"
+    expected |= {f"{home}/{name}/{file}.yaml" for name in design.names() for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names
     assert any(name.endswith(".safetensors") for name in names)
