@@ -117,13 +117,13 @@ def trials(
 
 # %% ../nbs/10d_design.ipynb #ddac07ec
 def question_of(
-    settings: dict,  # of the run, as in run.json
+    settings: dict,  # of the run, as in run.json; fields that came later have their defaults
     evaluation: dict,
     splits: int,
 ) -> tuple:  # equal for trials that must give the same numbers
     "What a trial's numbers depend on."
-    free = {*setting.FREE, "threads"}
-    return ({k: v for k, v in settings.items() if k not in free}, dict(evaluation), splits)
+    free, asked = {*setting.FREE, "threads"}, Settings().model_dump(mode="json") | settings
+    return ({k: v for k, v in asked.items() if k not in free}, dict(evaluation), splits)
 
 
 def same(

@@ -56,6 +56,7 @@ class State:
     weights: dict[str, float]  # of the rewards trained on
     rewards: dict[str, object]  # those trained on and those only measured
     chunks: Chunks | None  # None until the profile is measured
+    profile: Tensor | None = None  # (n,) mean distances of the base, once measured
     policy: FluxPolicy = None
     optimizer: torch.optim.Optimizer = None
     ema: EMAModel | None = None
@@ -146,6 +147,7 @@ def measure_profile(
     mean, std = distance.mean(0), distance.std(0)
     found = adaptive(mean[None, : s.transitions], least(s.chunks))[0] if least(s.chunks) else None
     chunks = state.chunks or found or chunks_from_profile(mean[: s.transitions])
+    state.profile = mean[: s.transitions]
     if state.acc.is_main_process:
         content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": state.grid.tolist()}
         content |= {"mean": mean.tolist(), "std": std.tolist(), "chunks": str(chunks), "trajectories": len(distance)}
@@ -192,7 +194,7 @@ def update(
     s, acc = state.s, state.acc
     paths = what.trajectories
     chunks, allowed = cut(state, paths.latents), numbers(s.train_chunks, len(state.chunks))
-    steady = uniform_share(s, state.iteration), s.weighting_temperature
+    steady = uniform_share(s, state.iteration), s.weighting_temperature, state.profile
     chosen = choose_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
     parts = shares(paths.keys, s.images_per_prompt, s.updates_per_iteration)
     weights = transition_weights(s.step_weights, state.grid, s.sampler, s.eta)

@@ -36,7 +36,7 @@ def method(
     "The method that a run belongs to, by how it shares ratios and draws chunks."
     if settings.chunks == "steps":
         return "steps"
-    return "chunk+ws" if settings.chunk_weighting == "dynamics" else "chunk"
+    return "chunk" if settings.chunk_weighting == "uniform" else "chunk+ws"
 
 
 def canvas(

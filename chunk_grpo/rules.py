@@ -63,7 +63,8 @@ def weighting(
     if s.chunk_weighting == "uniform":
         for name, default in STEADY.items():
             if getattr(s, name) != default:
-                return f"`{name}` must stay {default:g} unless `chunk_weighting` is dynamics; got {getattr(s, name):g}"
+                return (f"`{name}` must stay {default:g} unless `chunk_weighting` is dynamics or profile; "
+                        f"got {getattr(s, name):g}")
     if s.step_weights not in ("one", "noise"):
         try:
             from_setting(s.step_weights, s.transitions)

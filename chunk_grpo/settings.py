@@ -87,14 +87,14 @@ class Settings(BaseModel):
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: Sizes = setting("all", "chunks", "all: the paper; one: its Figure 6",
         'Chunks that may be drawn, counted from 1 at the noise, such as "1,2,3"; "all".', min_length=1)
-    chunk_weighting: Literal["uniform", "dynamics"] = setting("uniform", "", "paper, section 4.3: optional",
-        "Chance of a chunk to be drawn: equal, or by the relative distance its latents move.")
+    chunk_weighting: Literal["uniform", "dynamics", "profile"] = setting("uniform", "", "paper, section 4.3: optional",
+        "Chance of a chunk to be drawn: equal, by the distance the image's own latents move, or by the base's profile.")
     weighting_uniform: Number = setting(0.0, "fraction", OURS,
-        "Share of equal chances in `dynamics` weighting.", ge=0, le=1)
+        "Share of equal chances in weighted drawing.", ge=0, le=1)
     weighting_anneal: int = setting(0, "iterations", OURS,
         "Iterations in which that share rises to 1, where weighting is over; 0: it stays.", ge=0)
     weighting_temperature: Number = setting(1.0, "", OURS,
-        "Flattens the weights of `dynamics`: w^(1/temperature).", gt=0)
+        "Flattens the weights of drawing: w^(1/temperature).", gt=0)
     step_weights: Sizes = setting("one", "", "one: the paper; noise: TempFlow-GRPO",
         'Weight of a transition in the objective: "one", "noise", or sizes of chunks for their T/(K size).',
         min_length=1)

@@ -55,8 +55,9 @@ def go_on(state: State) -> None:
             state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
             state.ema.optimization_step = extra["ema_step"]
         state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
-        profile = state.run / "profile.json"
-        state.chunks = state.chunks or Chunks.parse(checkpoint.read_json(profile)["chunks"])
+        profile = checkpoint.read_json(state.run / "profile.json")
+        state.chunks = state.chunks or Chunks.parse(profile["chunks"])
+        state.profile = torch.tensor(profile["mean"], dtype=torch.float64)[: state.s.transitions]
     if state.acc.is_main_process:
         checkpoint.cut_metrics(state.run / "metrics.jsonl", state.iteration if found else -1)
     state.acc.wait_for_everyone()

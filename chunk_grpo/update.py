@@ -44,22 +44,24 @@ def choose_chunks(
     keys: list[tuple[int, int, int, int]],  # of the images
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
     fraction: float,  # of the chunks to train
-    weighting: str = "uniform",  # "uniform" or "dynamics", equation (16)
+    weighting: str = "uniform",  # "uniform"; "dynamics", equation (16) on the image's own latents; or "profile"
     allowed: list[int] | None = None,  # chunks that may be drawn; all
     uniform: float = 0.0,  # share of uniform drawing in the weights (16)
     temperature: float = 1.0,  # of the weights (16)
+    profile: Tensor | None = None,  # (n,) mean distances of the base, for the weighting "profile"
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     "The chunks to train of every image, drawn from the image's own random numbers."
     if not isinstance(chunks, Chunks):
-        given = fraction, weighting, None, uniform, temperature
+        given = fraction, weighting, None, uniform, temperature, profile
         rows = [choose_chunks(latents[b : b + 1], keys[b : b + 1], own, *given)[0] for b, own in enumerate(chunks)]
         return pad_sequence(rows, batch_first=True, padding_value=-1)
     total = len(chunks)
     may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
     count = chunk_count(int(may.sum()), fraction)
     weights = torch.full((len(keys), total), 1 / total)
-    if weighting == "dynamics":
-        distance = relative_distance(latents.float())[:, : chunks.transitions]
+    if weighting != "uniform":
+        own = weighting == "dynamics"
+        distance = relative_distance(latents.float())[:, : chunks.transitions] if own else profile.expand(len(keys), -1)
         weights = steady_weights(chunk_weights(distance, chunks), uniform, temperature).cpu()
     uniforms = torch.stack([torch.rand(total, generator=generator(*key, stream="chunks")) for key in keys])
     return draw_chunks(weights * may, count, uniforms)

@@ -168,7 +168,7 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
 def test_adaptive_chunks_go_on_after_an_interruption(world):
     "Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."
     outs = [world / "adaptive-through", world / "adaptive-resumed"]
-    words = ["chunks=adaptive:1", "steps=10", "eval_every=0", "chunk_weighting=dynamics", "weighting_anneal=2",
+    words = ["chunks=adaptive:1", "steps=10", "eval_every=0", "chunk_weighting=profile", "weighting_anneal=2",
              "step_weights=noise", "--no-report"]
     run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0])
     run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1])
