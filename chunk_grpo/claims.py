@@ -72,7 +72,7 @@ def contrasts() -> list[Claim]:
               lambda: contrast("explain", "reweighted", "steps")),
         Claim("It is the granularity: chunks beat steps of the same weights", "not asked", explain, "above",
               lambda: contrast("explain", "chunks", "reweighted")),
-        Claim("It is the granularity, with a clip range as wide for steps as for chunks", "not asked", explain, "above",
+        Claim("It is the granularity, also against steps with twice the clip range", "not asked", explain, "above",
               lambda: contrast("explain", "chunks", "reweighted-wide")),
         Claim("Without clipping chunks equal steps of the same weights", "not asked", explain, "equal",
               lambda: contrast("explain", "chunks-free", "reweighted-free")),
