@@ -36,7 +36,7 @@ def trainer(monkeypatch):
     "Puts a few lines of Python in the place of the trainer."
     def put(code: str):
         words = [sys.executable, "-c", HEAD + NOTE + code]
-        monkeypatch.setattr(runs, "command", lambda run, processes=1: [*words, str(run)])
+        monkeypatch.setattr(runs, "command", lambda run, *_: [*words, str(run)])
     return put
 
 
@@ -147,7 +147,7 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
 PARENT = """
 import sys
 from chunk_grpo import runs
-runs.command = lambda run, processes=1: [sys.executable, "-c", {child!r}, str(run)]
+runs.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
 runs.create = lambda s, out, *rest: out
 class S: iterations = 3
 runs.train(S, __import__("pathlib").Path({out!r}))
