@@ -7,12 +7,13 @@ at a time, intervals of 95% from the t distribution.
 """
 
 import argparse
-import json
+from pathlib import Path
 
 import torch
 from scipy import stats
 
 from chunk_grpo import folder, pocket, weights
+from chunk_grpo.checkpoint import write_json
 from chunk_grpo.profiles import SAMPLERS, measure, variance_shares
 from chunk_grpo.rollout import draw_prompts
 from chunk_grpo.schedule import sigmas
@@ -45,9 +46,7 @@ def main():
             print(f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in found.items()), flush=True)
     if a.out:
         about = {"prompts": a.prompts, "images": a.images, "seed": a.seed, "git_commit": folder.commit()}
-        with open(a.out, "w") as handle:
-            json.dump(about | {"machine": folder.machine(), "rows": rows}, handle, indent=1)
-            handle.write("\n")
+        write_json(Path(a.out), about | {"machine": folder.machine(), "rows": rows})
 
 
 if __name__ == "__main__":
