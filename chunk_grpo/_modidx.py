@@ -542,6 +542,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'chunk_grpo.trainer.go_on': ('trainer.html#go_on', 'chunk_grpo/trainer.py'),
                                     'chunk_grpo.trainer.is_main': ('trainer.html#is_main', 'chunk_grpo/trainer.py'),
                                     'chunk_grpo.trainer.iterate': ('trainer.html#iterate', 'chunk_grpo/trainer.py'),
+                                    'chunk_grpo.trainer.leave': ('trainer.html#leave', 'chunk_grpo/trainer.py'),
                                     'chunk_grpo.trainer.main': ('trainer.html#main', 'chunk_grpo/trainer.py'),
                                     'chunk_grpo.trainer.record': ('trainer.html#record', 'chunk_grpo/trainer.py'),
                                     'chunk_grpo.trainer.remember': ('trainer.html#remember', 'chunk_grpo/trainer.py'),

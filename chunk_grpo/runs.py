@@ -84,9 +84,10 @@ def watch(
     s: Settings,
     follow: Callable | None = None,  # called with every new line of metrics and the settings
     seconds: float = 0.2,  # between two looks
-) -> int:  # the child's exit status
+    patience: float = 60.0,  # seconds that the child has to end once the run is finished
+) -> int:  # the child's exit status; 0 where it had to be ended after the run was finished
     "Follow the metrics until the child has ended."
-    last, size = max([line["iteration"] for line in lines(run)], default=-1), -1
+    last, size, finished = max([line["iteration"] for line in lines(run)], default=-1), -1, None
     while True:
         code, file = child.poll(), run / "metrics.jsonl"  # in this order: what was written before the end is seen
         if follow and file.is_file() and file.stat().st_size != size:
@@ -98,6 +99,11 @@ def watch(
                     follow(line, s)
         if code is not None:
             return code
+        if finished is None and info(run)["status"] == "finished":
+            finished = time.monotonic()
+        if finished is not None and time.monotonic() - finished > patience:
+            stop(child)
+            return 0
         time.sleep(seconds)
 
 
