@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from . import InputError, folder, runs
+from . import InputError, folder, process, runs
 from .checkpoint import append_line, beside, read_json, read_lines, write_json
 from .design import Trial, finished, trials
 
@@ -63,7 +63,7 @@ def begin(
     before, behind = log.stat().st_size if log.is_file() else 0, iterations(run)
     threads = {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
     own = {"CUDA_VISIBLE_DEVICES": str(slot % gpus)} if gpus else threads
-    child = runs.start(run, program="chunk_grpo.trial", environment=own)
+    child = process.start(run, program="chunk_grpo.trial", environment=own)
     return Going(trial, run, child, before, not before, time.time(), behind)
 
 # %% ../nbs/11b_study.ipynb #526d4648
@@ -155,7 +155,7 @@ def take(
     text = (g.run / "train.log").read_bytes()[g.log :].decode(errors="replace")
     try:
         runs.conclude(g.run, g.child.returncode, text, g.fresh)
-    except (InputError, runs.TrainingFailed) as error:
+    except (InputError, process.TrainingFailed) as error:
         watch.failed[g.trial.name] = str(error)
         watch.say(f"{g.trial.name} failed: {error}")
         return
@@ -210,7 +210,7 @@ def run(
     if processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")
     out = Path(out or Path("runs") / "studies" / todo[0].study).resolve()
-    with alone(out), runs.terminable():
+    with alone(out), process.terminable():
         others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
         known = [*known, *(row for file in others for row in read_lines(file))]
         watch = Watch(out, trials(source), todo, {}, known, say, {}, {}, time.time())
@@ -227,8 +227,9 @@ def run(
                 time.sleep(0.2)
         finally:
             for g in watch.going.values():
-                runs.stop(g.child)
+                process.stop(g.child)
         if watch.failed:
             name, why = next(iter(watch.failed.items()))
-            raise runs.TrainingFailed(f"{len(watch.failed)} of {len(todo)} trials failed, the first is {name}: {why}")
+            raise process.TrainingFailed(
+                f"{len(watch.failed)} of {len(todo)} trials failed, the first is {name}: {why}")
     return [watch.rows[t.name] for t in todo]

@@ -129,7 +129,7 @@ def train(
         tracker.finish()
     return acc
 
-
+# %% ../nbs/09_trainer.ipynb #7f298e7a
 def record(state: State, log: Path, line: dict) -> None:
     "Append the line to the metrics and hand its numbers to the trackers."
     if state.acc.is_main_process:

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import synthetic
 
-from chunk_grpo import InputError, folder, notebooks, runs
+from chunk_grpo import InputError, folder, notebooks, process, runs
 from chunk_grpo import settings as setting
 
 HEAD = "import json, os, pathlib, signal, sys, time\nrun = pathlib.Path(sys.argv[1])\n"
@@ -36,7 +36,7 @@ def trainer(monkeypatch):
     "Puts a few lines of Python in the place of the trainer."
     def put(code: str):
         words = [sys.executable, "-c", HEAD + NOTE + code]
-        monkeypatch.setattr(runs, "command", lambda run, *_: [*words, str(run)])
+        monkeypatch.setattr(process, "command", lambda run, *_: [*words, str(run)])
     return put
 
 
@@ -135,19 +135,19 @@ def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
     out = runs.create(settings, tmp_path / "run")
     trainer("time.sleep(60)")
-    child = runs.start(out)
+    child = process.start(out)
     try:
         with pytest.raises(InputError, match="is being trained by another process"):
             runs.train(settings, out, resume=True)
     finally:
-        runs.stop(child)
+        process.stop(child)
     assert not folder.busy(out)
 
 
 PARENT = """
 import sys
-from chunk_grpo import runs
-runs.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
+from chunk_grpo import process, runs
+process.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
 runs.create = lambda s, out, *rest: out
 class S: iterations = 3
 runs.train(S, __import__("pathlib").Path({out!r}))
