@@ -206,8 +206,8 @@ def summarise(
     return out
 
 # %% ../nbs/10_evaluate.ipynb #36babdd0
-CHANGES = ("eval_prompts", "eval_rewards", "eval_images", "eval_steps", "eval_resolution", "eval_seed", "hybrid_split",
-           "rollout_batch", "threads")
+CHANGES = ("eval_prompts", "eval_rewards", "reward_options", "eval_images", "eval_steps", "eval_resolution",
+           "eval_seed", "hybrid_split", "rollout_batch", "threads")
 
 
 def evaluate(
@@ -227,7 +227,7 @@ def evaluate(
     check_arms(arms, s.eval_steps)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
     names = dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards])
-    scorers = {name: rewards.load(name) for name in names}
+    scorers = {name: rewards.load(name, **s.reward_options.get(name, {})) for name in names}
     model = trained_policy(run, s)
     with beside(run / "evaluation") as folder:
         records = []

@@ -90,7 +90,8 @@ def look(
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     draw_prompts(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
-    scorers = {name: rewards.load(name) for name in dict.fromkeys([*trained_on, *s.eval_rewards])}
+    names = dict.fromkeys([*trained_on, *s.eval_rewards])
+    scorers = {name: rewards.load(name, **s.reward_options.get(name, {})) for name in names}
     unknown = s.chunks == "profile" or least(s.chunks)
     chunks = None if unknown else from_setting(s.chunks, s.transitions)
     return State(s, Path(run), acc, prompts, held_out, trained_on, scorers, chunks)

@@ -83,6 +83,10 @@ def rewards(
     if wrong:
         name, weight = next(iter(wrong.items()))
         return f"`reward` must map names to weights above 0; got {weight:g} for {name!r}"
+    known = [s.reward] if isinstance(s.reward, str) else list(s.reward)
+    for name in s.reward_options:
+        if name not in known and name not in s.eval_rewards:
+            return f"`reward_options` must name rewards of `reward` or `eval_rewards`; got {name!r}"
     for name in ("eval_rewards", "lora_targets"):
         values = getattr(s, name)
         if len(set(values)) < len(values) or not all(values):

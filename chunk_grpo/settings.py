@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Sampler', 'Sizes', 'TABLE_6', 'SETUP', 'HYBRID', 'DANCE', 'OURS', 'PRESETS', 'FREE', 'has_density', 'text_of_sizes',
-           'Settings', 'presets', 'read', 'load', 'dump', 'difference', 'check_resume', 'table', 'reward_weights',
-           'evaluated_rewards', 'check_processes']
+           'Settings', 'presets', 'read', 'with_options', 'load', 'dump', 'difference', 'check_resume', 'table',
+           'reward_weights', 'evaluated_rewards', 'check_processes']
 
 # %% ../nbs/08_settings.ipynb #65814f95
 import difflib
@@ -123,8 +123,11 @@ class Settings(BaseModel):
         "Compute activations again in the backward instead of keeping them; memory only.")
     # what is rewarded and how it is measured
     reward: str | dict[str, Number] = setting("hpsv3", "", SETUP,
-        "Reward trained on: a name, package.module:function, or a mapping from these to positive weights.",
+        "Reward trained on: a name, package.module:function, {name: ..., option: ...}, or several with weights.",
         takes="a name or a mapping from names to weights above 0")
+    reward_options: dict[str, dict] = setting({}, "", OURS,
+        "Options of rewards by name: weights, device, dtype, batch_size, or where they run (notebook 07).",
+        takes="a mapping from names of rewards to mappings of their options")
     eval_rewards: Names = setting((), "", OURS, "Rewards that score held-out prompts; empty: those trained on.")
     eval_every: int = setting(10, "iterations", OURS,
         "Iterations between two evaluations; 0: only the base and the end.", ge=0)
@@ -185,6 +188,18 @@ def read(
         raise InputError(f"the settings file {path} must hold lines `name: value`; it holds {shown(values)}")
     return values
 
+# %% ../nbs/08_settings.ipynb #327bb3b4
+def with_options(
+    values: dict, # whatever stood in the settings
+) -> dict:
+    "`reward: {name: hpsv3, backend: package}` as `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`."
+    reward, given = values.get("reward"), values.get("reward_options") or {}
+    if not isinstance(reward, dict) or not isinstance(reward.get("name"), str) or not isinstance(given, dict):
+        return values
+    options = {key: value for key, value in reward.items() if key != "name"}
+    options = {reward["name"]: {**given.get(reward["name"], {}), **options}} if options else {}
+    return {**values, "reward": reward["name"], "reward_options": {**given, **options}}
+
 # %% ../nbs/08_settings.ipynb #e8c660c0
 def load(
     source: str | Path | Mapping | Settings = (), # YAML file, name of a preset, mapping, or settings
@@ -202,7 +217,7 @@ def load(
         overrides = {name.strip(): parse(value, f"the value of `{name.strip()}`")
                      for name, value in (text.split("=", 1) for text in overrides)}
     try:
-        return Settings.model_validate({**values, **overrides})
+        return Settings.model_validate(with_options({**values, **overrides}))
     except ValidationError as error:
         raise InputError(fields.sentence(Settings, error)) from None
 
