@@ -140,6 +140,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'chunk_grpo.evaluate': { 'chunk_grpo.evaluate.arms_of': ('evaluate.html#arms_of', 'chunk_grpo/evaluate.py'),
                                      'chunk_grpo.evaluate.by_category': ('evaluate.html#by_category', 'chunk_grpo/evaluate.py'),
                                      'chunk_grpo.evaluate.by_prompt': ('evaluate.html#by_prompt', 'chunk_grpo/evaluate.py'),
+                                     'chunk_grpo.evaluate.changed': ('evaluate.html#changed', 'chunk_grpo/evaluate.py'),
                                      'chunk_grpo.evaluate.check_arms': ('evaluate.html#check_arms', 'chunk_grpo/evaluate.py'),
                                      'chunk_grpo.evaluate.draw_arm': ('evaluate.html#draw_arm', 'chunk_grpo/evaluate.py'),
                                      'chunk_grpo.evaluate.evaluate': ('evaluate.html#evaluate', 'chunk_grpo/evaluate.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'CHANGES', 'interval', 'arms_of', 'trained_policy', 'splits', 'check_arms', 'draw_arm', 'by_prompt',
-           'by_category', 'share', 'preserved', 'summarise', 'evaluate']
+           'by_category', 'share', 'preserved', 'summarise', 'changed', 'evaluate']
 
 # %% ../nbs/10_evaluate.ipynb #197a320c
 import re
@@ -210,6 +210,19 @@ CHANGES = ("eval_prompts", "eval_rewards", "reward_options", "eval_images", "eva
            "eval_seed", "hybrid_split", "rollout_batch", "threads")
 
 
+def changed(
+    run: Path | str,
+    changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
+) -> setting.Settings:
+    "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
+    trained_with = setting.load(read_json(Path(run) / "run.json")["settings"])
+    s = setting.load(trained_with, changes)
+    for name in setting.difference(trained_with, s):
+        if name not in CHANGES:
+            raise InputError(f"`{name}` cannot be changed in an evaluation; what can is {', '.join(CHANGES)}")
+    return s
+
+
 def evaluate(
     run: Path | str,  # a finished run's folder; gets evaluation/
     say: Callable[[str], None] = lambda text: None,  # told of the progress
@@ -217,12 +230,7 @@ def evaluate(
     arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over, None: never; or `arms_of`
 ) -> dict:  # summary.json
     "Evaluate a finished run on all its held-out prompts: base, plain and hybrid, or other arms. InputError if wrong."
-    run = Path(run)
-    trained_with = setting.load(read_json(run / "run.json")["settings"])
-    s = setting.load(trained_with, changes)
-    for name in setting.difference(trained_with, s):
-        if name not in CHANGES:
-            raise InputError(f"`{name}` cannot be changed in an evaluation; what can is {', '.join(CHANGES)}")
+    run, s = Path(run), changed(run, changes)
     arms = arms_of(s) if arms is None else dict(arms)
     check_arms(arms, s.eval_steps)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
