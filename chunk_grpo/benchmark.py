@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['write_prompts', 'images_of', 'arms_of', 'common', 'scaled', 'compare', 'bounds', 'write', 'published']
 
-# %% ../nbs/10ga_benchmark.ipynb #530f69e8
+# %% ../nbs/10ga_benchmark.ipynb #d7dc1ab3
 import json
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ import numpy as np
 from . import InputError, evaluate
 from .checkpoint import append_line, beside, read_lines, write_json
 
-# %% ../nbs/10ga_benchmark.ipynb #99c250cc
+# %% ../nbs/10ga_benchmark.ipynb #16ba497a
 def write_prompts(
     prompts: Mapping[str, str],  # by id
     file: Path,  # .jsonl, for `eval_prompts`
@@ -60,12 +60,12 @@ def arms_of(
                              "-base at the end.")
     return {arm: images_of(folder, prompts) for arm, folder in images.items()}
 
-# %% ../nbs/10ga_benchmark.ipynb #8b9419a7
+# %% ../nbs/10ga_benchmark.ipynb #818f7aac
 def common(records: Sequence[Mapping]) -> list[Mapping]:
-    "The records of the prompts that every arm has: pairs need both sides."
+    "The records of the images that every arm has: pairs need both sides."
     arms = {r["arm"] for r in records}
-    seen = Counter(p for _, p in {(r["arm"], r["prompt_index"]) for r in records})
-    return [r for r in records if seen[r["prompt_index"]] == len(arms)]
+    seen = Counter((r["prompt_index"], r["image_index"]) for r in records)
+    return [r for r in records if seen[r["prompt_index"], r["image_index"]] == len(arms)]
 
 
 def scaled(
@@ -102,7 +102,7 @@ def compare(
             out[f"{arm}-base"] = evaluate.interval(both[arm] - both["base"]) if known else None
     return out
 
-# %% ../nbs/10ga_benchmark.ipynb #133f30b9
+# %% ../nbs/10ga_benchmark.ipynb #5b55b451
 def bounds(
     mean: float | None,  # of scores from 0 to 1
     scored: int,  # prompts with a score
@@ -112,7 +112,7 @@ def bounds(
     total = (mean or 0.0) * scored
     return [total / (scored + unread), (total + unread) / (scored + unread)]
 
-# %% ../nbs/10ga_benchmark.ipynb #2811bfd7
+# %% ../nbs/10ga_benchmark.ipynb #7db6e94f
 def write(
     out: Path,  # the folder
     records: Sequence[Mapping],
