@@ -6,7 +6,7 @@
 __all__ = ['PROMPTS', 'COLUMNS', 'Proposition', 'Item', 'read', 'counted', 'words', 'parse', 'boxes', 'records_of', 'categories',
            'label', 'run', 'table']
 
-# %% ../nbs/10i_dpg.ipynb #f34f3163
+# %% ../nbs/10i_dpg.ipynb #a2cdcaa0
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from . import InputError, benchmark, evaluate
 from . import judge as judging
 from .judge import Judge, Question
 
-# %% ../nbs/10i_dpg.ipynb #2c754a51
+# %% ../nbs/10i_dpg.ipynb #085520e0
 PROMPTS = 1065  # of the whole benchmark
 COLUMNS = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
 
@@ -73,7 +73,7 @@ def read(
         items.append(Item(str(name), rows.text.iloc[0], tuple(asked.values())))
     return items, hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
-# %% ../nbs/10i_dpg.ipynb #2953a1c7
+# %% ../nbs/10i_dpg.ipynb #0b55c457
 def counted(
     item: Item,
     yes: Mapping[int, bool],  # answers by proposition_id
@@ -84,7 +84,7 @@ def counted(
         out[p.number] = yes[p.number] and all(out.get(parent, True) for parent in p.parents)
     return [out[p.number] for p in item.propositions]
 
-# %% ../nbs/10i_dpg.ipynb #4161f46e
+# %% ../nbs/10i_dpg.ipynb #08bb1072
 def words(question: str) -> str:
     "What the judge reads."
     return f"Look at the image and answer with one word, yes or no.\nQuestion: {question}\nAnswer:"
@@ -114,7 +114,7 @@ def boxes(
     w, h = width // 2, height // 2
     return [(x, y, x + w, y + h) for y in (0, h) for x in (0, w)][:count]
 
-# %% ../nbs/10i_dpg.ipynb #fcbf1fc5
+# %% ../nbs/10i_dpg.ipynb #4e8ee298
 def records_of(
     items: Sequence[Item],
     arm: str,
@@ -153,7 +153,7 @@ def categories(
         out[name] = {column: evaluate.share(sums[column].to_numpy(), whole) for column in sums}
     return out
 
-# %% ../nbs/10i_dpg.ipynb #7fb25778
+# %% ../nbs/10i_dpg.ipynb #25df23c5
 def label(
     judges: Sequence[str],  # as the server names them
     prompts: int,
@@ -198,7 +198,7 @@ def run(
     benchmark.write(out, records, summary)
     return summary
 
-
+# %% ../nbs/10i_dpg.ipynb #f866c1dc
 def table(
     summary: Mapping,
 ) -> pd.DataFrame:  # a row an arm, in percent

@@ -6,7 +6,7 @@
 __all__ = ['REFUSALS', 'BELONGS', 'Judge', 'asked', 'secret', 'Question', 'png', 'messages', 'read_reply', 'spoken', 'send',
            'opened', 'identity', 'stored', 'settled', 'keep', 'ask', 'account']
 
-# %% ../nbs/10g_judge.ipynb #4756b370
+# %% ../nbs/10g_judge.ipynb #6e4fbe7c
 import base64
 import fcntl
 import hashlib
@@ -25,12 +25,12 @@ from pathlib import Path
 from threading import Event
 
 import httpx
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from . import InputError
 from .checkpoint import append_line, read_lines
 
-# %% ../nbs/10g_judge.ipynb #be146616
+# %% ../nbs/10g_judge.ipynb #48292738
 @dataclass(frozen=True)
 class Judge:
     "A model behind an OpenAI-compatible endpoint, and how it is asked."
@@ -76,7 +76,7 @@ def secret(judge: Judge) -> str | None:  # the key
                          "hold the judge's key. A server that wants no key needs no key_variable.")
     return os.environ[judge.key_variable].strip()
 
-# %% ../nbs/10g_judge.ipynb #83a89af2
+# %% ../nbs/10g_judge.ipynb #88cb4f2d
 @dataclass(frozen=True)
 class Question:
     "A text about an image."
@@ -97,8 +97,11 @@ def png(
     if box is None and content.startswith(b"\x89PNG\r\n"):
         return content
     file = io.BytesIO()
-    with Image.open(io.BytesIO(content)) as picture:
-        picture.crop(box).save(file, "PNG", compress_level=1)
+    try:
+        with Image.open(io.BytesIO(content)) as picture:
+            picture.crop(box).save(file, "PNG", compress_level=1)
+    except (UnidentifiedImageError, OSError) as error:
+        raise InputError(f"images: {image} cannot be read as an image ({type(error).__name__}).") from None
     return file.getvalue()
 
 
@@ -108,10 +111,7 @@ def messages(question: Question) -> list[dict]:
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     return [{"role": "user", "content": [image, {"type": "text", "text": question.text}]}]
 
-# %% ../nbs/10g_judge.ipynb #34708243
-REFUSALS = ("content_filter", "content_policy_violation")  # error codes about this image
-
-
+# %% ../nbs/10g_judge.ipynb #492e70ad
 def read_reply(text: str) -> dict | None:  # judge, text, finish, usage; None where it is not of the protocol
     "What an endpoint's answer says."
     try:
@@ -128,6 +128,9 @@ def read_reply(text: str) -> dict | None:  # judge, text, finish, usage; None wh
 def spoken(text: str) -> str:
     "An answer without what a judge that thinks aloud wrote before it."
     return text.rpartition("</think>")[2].strip()
+
+# %% ../nbs/10g_judge.ipynb #c6ff28bd
+REFUSALS = ("content_filter", "content_policy_violation")  # error codes about this image
 
 
 def send(
@@ -161,10 +164,7 @@ def send(
     raise InputError(f"judge: {url} gave no answer about {question.id} in {retry + 1} requests, at last {wrong}. What "
                      "it answered before is kept; run it again to go on.")
 
-# %% ../nbs/10g_judge.ipynb #71acf59f
-BELONGS = {"prompt_sha256": "text", "image_sha256": "image", "box": "part of the image", "asked": "model or options"}
-
-
+# %% ../nbs/10g_judge.ipynb #ff0d1a95
 @contextmanager
 def opened(
     file: Path,  # answers.jsonl
@@ -179,6 +179,9 @@ def opened(
         handle.seek(0)
         handle.truncate(handle.read().rfind(b"\n") + 1)
         yield
+
+# %% ../nbs/10g_judge.ipynb #acba6702
+BELONGS = {"prompt_sha256": "text", "image_sha256": "image", "box": "part of the image", "asked": "model or options"}
 
 
 def identity(
@@ -214,7 +217,7 @@ def stored(
             found[record["id"]].append(record)
     return found
 
-# %% ../nbs/10g_judge.ipynb #2dad7055
+# %% ../nbs/10g_judge.ipynb #1948a3b6
 def settled(records: Sequence[Mapping], tries: int) -> bool:
     "Whether a question needs no further answer."
     return len(records) >= tries or any(r["parsed"] is not None or r["refused"] for r in records)
@@ -234,7 +237,7 @@ def keep(
     append_line(file, record)
     return record
 
-# %% ../nbs/10g_judge.ipynb #621da98b
+# %% ../nbs/10g_judge.ipynb #7ec29ede
 def ask(
     judge: Judge,
     questions: Sequence[Question],
@@ -276,7 +279,7 @@ def ask(
 
 
 
-# %% ../nbs/10g_judge.ipynb #5dd6cdbb
+# %% ../nbs/10g_judge.ipynb #3aaa850c
 def account(
     judge: Judge,
     answers: Mapping[str, Mapping],  # of `ask`

@@ -7,7 +7,7 @@ __all__ = ['CATEGORIES', 'PARTS', 'LAST', 'WEIGHTS', 'VERSIONS', 'RUBRIC', 'BINA
            'version_of', 'weights', 'category', 'Item', 'read_file', 'read', 'prompts', 'fill', 'rubric_of',
            'read_scores', 'reader', 'wiscore', 'records_of', 'scores_of', 'label', 'run', 'table']
 
-# %% ../nbs/10h_wise.ipynb #c69bc8e1
+# %% ../nbs/10h_wise.ipynb #44084c17
 import hashlib
 import json
 import re
@@ -23,7 +23,7 @@ from . import InputError, benchmark, evaluate
 from . import judge as judging
 from .judge import Judge, Question
 
-# %% ../nbs/10h_wise.ipynb #99f7ea43
+# %% ../nbs/10h_wise.ipynb #b99adfad
 CATEGORIES = ("culture", "time", "space", "biology", "physics", "chemistry")
 PARTS = ("cultural_common_sense", "spatio-temporal_reasoning", "natural_science")  # of the prompts, a file each
 
@@ -41,9 +41,9 @@ class Version:
 
 LAST, WEIGHTS = (400, 567, 700, 800, 900, 1000), (0.4, 0.167, 0.133, 0.1, 0.1, 0.1)
 VERSIONS = {
-    "rewritten": Version(("WISE_legacy/data", "data"), "_rewrite", LAST, WEIGHTS),
-    "original": Version(("WISE_legacy/data", "data"), "", LAST, WEIGHTS),
-    "verified": Version(("data_verified",), "_verified", (400, 520, 640, 760, 880, 1000), (0.4, *[0.12] * 5), True),
+    "rewritten": Version(("WISE_legacy/data", "data", "."), "_rewrite", LAST, WEIGHTS),
+    "original": Version(("WISE_legacy/data", "data", "."), "", LAST, WEIGHTS),
+    "verified": Version(("data_verified", "."), "_verified", (400, 520, 640, 760, 880, 1000), (0.4, *[0.12] * 5), True),
 }
 
 
@@ -66,7 +66,7 @@ def category(
     "The category that an id belongs to."
     return next(name for name, last in zip(CATEGORIES, version_of(version).last, strict=True) if number <= last)
 
-# %% ../nbs/10h_wise.ipynb #4a5fe37f
+# %% ../nbs/10h_wise.ipynb #e537faa6
 @dataclass(frozen=True)
 class Item:
     "A prompt of WISE."
@@ -118,7 +118,7 @@ def prompts(items: Sequence[Item]) -> dict[str, str]:  # by id
     "What images are drawn from; `benchmark.write_prompts` makes a list for an evaluation of it."
     return {str(item.number): item.prompt for item in items}
 
-# %% ../nbs/10h_wise.ipynb #6e8f28a9
+# %% ../nbs/10h_wise.ipynb #6cbb9ad6
 RUBRIC = """The image above was drawn from a prompt. Judge it on three scales of 0, 1 and 2.
 
 Prompt: {prompt}
@@ -153,12 +153,12 @@ What the image has to show: {explanation}
 In doubt take 0. Answer with this line, a number after the colon, and nothing else:
 Score:"""
 
-
+# %% ../nbs/10h_wise.ipynb #b177f4c2
 def fill(
     rubric: str,
     item: Item,
 ) -> str:
-    "A rubric with the words of one prompt; each place is filled once, whatever the prompt says."
+    "A rubric with the words of one prompt."
     words = {"prompt": item.prompt, "explanation": item.explanation}
     return re.sub(r"\{(prompt|explanation)\}", lambda found: words[found[1]], rubric)
 
@@ -177,7 +177,7 @@ def rubric_of(
         raise InputError(f"rubric: {file} has no {{prompt}} in it, so the judge would not know what was asked for.")
     return text
 
-# %% ../nbs/10h_wise.ipynb #ba572369
+# %% ../nbs/10h_wise.ipynb #d8ee30c6
 SCALES = {"consistency": "consistency", "realism": "realism", "aesthetics": "aesthetics?(?: quality)?"}
 MARKS = r"""[\s*_"'`\[(]*"""  # what judges put around words and numbers
 
@@ -211,7 +211,7 @@ def wiscore(parsed: Mapping[str, int]) -> float:  # in [0, 1]
         return float(parsed["score"])
     return (0.7 * parsed["consistency"] + 0.2 * parsed["realism"] + 0.1 * parsed["aesthetics"]) / 2
 
-# %% ../nbs/10h_wise.ipynb #b9f9acad
+# %% ../nbs/10h_wise.ipynb #7d307529
 def records_of(
     items: Sequence[Item],
     images: Mapping[str, Mapping[str, Path]],  # arm -> id -> file
@@ -247,7 +247,7 @@ def scores_of(
                                                                           rows[name]["unparsed"]), strict=True)]
     return {"categories": rows, "between": ends, "unparsed": sum(unread.values())}
 
-# %% ../nbs/10h_wise.ipynb #a9142d18
+# %% ../nbs/10h_wise.ipynb #3b7d5fd7
 PAPER_JUDGE = "gpt-4o-2024-05-13"
 
 
@@ -273,7 +273,7 @@ def label(
         return f"not comparable with the paper: {'; '.join(differs)}"
     return f"comparable with the paper's Table 2 as far as {Path(rubric).name} is WISE's own instruction"
 
-# %% ../nbs/10h_wise.ipynb #9e0556be
+# %% ../nbs/10h_wise.ipynb #54f905e9
 def run(
     checkout: Path,  # of PKU-YuanGroup/WISE
     images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png, or an arm of an evaluation; base is compared with
