@@ -130,3 +130,24 @@ def save(folder: Path, state: dict[str, torch.Tensor], name: str = "detector.pth
     path = Path(folder) / name
     torch.save({"state_dict": state, "meta": {"CLASSES": ("person",), "epoch": 50}}, path)
     return path
+
+
+def drawn(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    "Logits as of a network that saw ten soft discs: classes (10, 81) and masks (10, 24, 16)."
+    rng = np.random.default_rng(seed)
+    classes = rng.normal(0, 1, (10, CLASSES + 1))
+    classes[np.arange(10), rng.integers(0, CLASSES + 1, 10)] += rng.uniform(2, 8, 10)
+    y, x = np.mgrid[:24, :16]
+    centres, radii = rng.uniform((2, 2), (22, 14), (10, 2)), rng.uniform(1, 6, 10)
+    far = np.hypot(y - centres[:, :1, None], x - centres[:, 1:, None])
+    masks = rng.uniform(0.3, 3, (10, 1, 1)) * (radii[:, None, None] - far)
+    return torch.from_numpy(classes.astype(np.float32)), torch.from_numpy(masks.astype(np.float32))
+
+
+GIVEN = {"padded": (96, 64), "fitted": (90, 60), "original": (45, 30)}  # heights, widths of the golden objects
+SIZES = (((60, 90), (80, 120)), ((37, 50), (23, 31)), ((37, 50), (61, 45)), ((128, 128), (64, 64)), ((16, 21), (1, 1)))
+
+
+def noise(height: int, width: int) -> np.ndarray:
+    "Pixels, (H, W, 3), uint8."
+    return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
