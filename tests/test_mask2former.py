@@ -2,8 +2,8 @@
 
 The golden numbers were computed by mmdet 3.3.0 with mmcv 2.1.0 and OpenCV 5.0.0, in an environment of their own,
 from the seeded weights of `tiny_mmdet.py`, which mmdet loaded with `strict=True`: so names and shapes are mmdet's as
-well. mmcv's compiled operations were absent; its own torch version of deformable attention ran in their place. The names
-of mmdet 2.x are from its source; no 2.x was run.
+well. mmcv's compiled operations were absent; its own torch version of deformable attention ran in their place. The
+names of mmdet 2.x are from its source; no 2.x was run.
 """
 
 import hashlib
