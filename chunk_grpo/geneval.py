@@ -109,7 +109,7 @@ def overlap(
     union = area(*a[:4]) + area(*b[:4]) - both
     return both / union if union else 0.0
 
-
+# %% ../nbs/10f_geneval.ipynb #1a3c3ce1
 def keep(
     found: Sequence[Found],  # of one image
     tag: str,  # of the prompt
@@ -144,6 +144,25 @@ def relations(
     return [name for name, true in zip(POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True) if true]
 
 # %% ../nbs/10f_geneval.ipynb #d7430420
+def _colour_fault(clause: Mapping, seen: list[str]) -> list[str]:
+    "The fault in the colours, if any."
+    name, colour, count = clause["class"], clause["color"], clause["count"]
+    if seen.count(colour) >= count:
+        return []
+    table = ", ".join(f"{seen.count(c)} {c}" for c in COLOURS if c in seen)
+    return [f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"]
+
+
+def _position_fault(clause: Mapping, mine: list[Found], target: list[Found] | None, rule: Rule) -> list[str]:
+    "The first fault in the positions, if any."
+    name, asked = clause["class"], clause["position"][0]
+    if target is None:
+        return [f"no target for {name} to be {asked}"]
+    pairs = (relations(one.box, other.box, rule.position) for one in mine for other in target)
+    wrong = next((seen for seen in pairs if asked not in seen), None)
+    return [] if wrong is None else [f"expected {name} {asked} target, found {' and '.join(wrong)} target"]
+
+# %% ../nbs/10f_geneval.ipynb #f6ac4ded
 Colours = Callable[[Sequence[Found], str], list[str]]  # objects and their class's name -> a colour each
 
 
@@ -171,22 +190,3 @@ def verdict(
         if there >= clause["count"]:
             faults.append(f"expected {clause['class']}<{clause['count']}, found {there}")
     return not faults, "\n".join(faults)
-
-
-def _colour_fault(clause: Mapping, seen: list[str]) -> list[str]:
-    "The fault in the colours, if any."
-    name, colour, count = clause["class"], clause["color"], clause["count"]
-    if seen.count(colour) >= count:
-        return []
-    table = ", ".join(f"{seen.count(c)} {c}" for c in COLOURS if c in seen)
-    return [f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"]
-
-
-def _position_fault(clause: Mapping, mine: list[Found], target: list[Found] | None, rule: Rule) -> list[str]:
-    "The first fault in the positions, if any."
-    name, asked = clause["class"], clause["position"][0]
-    if target is None:
-        return [f"no target for {name} to be {asked}"]
-    pairs = (relations(one.box, other.box, rule.position) for one in mine for other in target)
-    wrong = next((seen for seen in pairs if asked not in seen), None)
-    return [] if wrong is None else [f"expected {name} {asked} target, found {' and '.join(wrong)} target"]
