@@ -117,7 +117,7 @@ def score(
     rule: Rule = RULE,
     say: Callable[[str], None] = lambda text: None,  # told of the progress
 ) -> list[dict]:  # the lines, in the order of the images
-    "Score the images that have no verdict yet; InputError where the verdicts there are of other images or another scorer."
+    "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
     found, out = images(folder), Path(out)
     done = {line["filename"]: line for line in read_lines(out)}
     for file, record in found:
