@@ -10,7 +10,6 @@ __all__ = ['PAIRS', 'SHIFT', 'DEVIATION', 'TOKENS', 'HUB', 'WORDS', 'rename', 't
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +69,12 @@ def converted(
                 return out
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # reading a damaged pickle can raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"weights: {pt} is refused, since it is damaged or holds code ({reason}); allowed is a file "
                          "of tensors only, as the hub's THUDM/ImageReward has it.") from None
-    named = {rename(key): value for key, value in state.items() if isinstance(value, Tensor)} if isinstance(
-        state, dict) else {}
+    held = state.items() if isinstance(state, dict) else []
+    named = {rename(key): value for key, value in held if isinstance(value, Tensor)}
     tensors = {key: value.float().contiguous() for key, value in named.items() if key}
     if not any(key.startswith("vision.") for key in tensors) or not any(key.startswith("mlp.") for key in tensors):
         raise InputError(f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward.")
@@ -192,10 +191,11 @@ def imagereward(
     models = [build_vision(parts["vision."]), build_text(config), build_head(parts["mlp."])]
     for model, (name, part) in zip(models, parts.items(), strict=True):
         shapes = {key: value.shape for key, value in model.state_dict().items()}
-        wrong = sorted(key for key in shapes.keys() | part.keys() if key not in part or shapes.get(key) != part[key].shape)
+        names = shapes.keys() | part.keys()
+        wrong = sorted(key for key in names if key not in part or shapes.get(key) != part[key].shape)
         if wrong:
-            raise InputError(f"weights: ImageReward.pt does not fit med_config.json at {name}{wrong[0]}; allowed are the "
-                             f"two files of the hub's {HUB}.")
+            raise InputError(f"weights: ImageReward.pt does not fit med_config.json at {name}{wrong[0]}; allowed are "
+                             f"the two files of the hub's {HUB}.")
         model.load_state_dict(part)
     vision, text, head = (model.eval().requires_grad_(False).to(where) for model in models)
     frame = Frame(vision.config.image_size, vision.config.image_size, even=True)
