@@ -438,6 +438,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'chunk_grpo.profiles.variance_shares': ('profiles.html#variance_shares', 'chunk_grpo/profiles.py')},
             'chunk_grpo.rewards': { 'chunk_grpo.rewards.FileSize': ('rewards.html#filesize', 'chunk_grpo/rewards.py'),
                                     'chunk_grpo.rewards.FileSize.__call__': ('rewards.html#filesize.__call__', 'chunk_grpo/rewards.py'),
+                                    'chunk_grpo.rewards.check_options': ('rewards.html#check_options', 'chunk_grpo/rewards.py'),
                                     'chunk_grpo.rewards.combine': ('rewards.html#combine', 'chunk_grpo/rewards.py'),
                                     'chunk_grpo.rewards.file_size': ('rewards.html#file_size', 'chunk_grpo/rewards.py'),
                                     'chunk_grpo.rewards.find': ('rewards.html#find', 'chunk_grpo/rewards.py'),

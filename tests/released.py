@@ -21,7 +21,8 @@ PROMPTS = (
     "",
     "an oil painting of " + "very " * 60 + "tall trees",
 )
-WORDS = "a an the of on in red blue green square circle photo painting left right two tall trees very cat dog fox".split()
+WORDS = ("a an the of on in red blue green square circle photo painting left right two tall trees very cat dog "
+         "fox").split()
 SIZES = (  # width, height: square, wide, tall, odd, tiny, large, and strips
     (64, 64), (256, 256), (448, 448), (300, 200), (200, 301), (97, 131), (131, 97), (33, 500), (500, 33), (28, 28),
     (29, 27), (640, 480), (480, 640), (1000, 250), (223, 225), (512, 511), (3, 5), (150, 1024), (701, 333), (84, 56),
@@ -101,7 +102,8 @@ def clip_tokenizer(folder: Path) -> int:
                           ["<|startoftext|>", "<|endoftext|>"])
     write(folder, vocab__json=vocabulary, tokenizer_config__json={
         "tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": "<|startoftext|>",
-        "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "do_lower_case": True})
+        "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>", "pad_token": "<|endoftext|>",
+        "do_lower_case": True})
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)) + "\n", encoding="utf-8")
     return len(vocabulary)
 
@@ -138,7 +140,8 @@ def clip(folder: Path, seed: int = 0) -> Path:
     write(folder, config__json={
         "architectures": ["CLIPModel"], "model_type": "clip", "projection_dim": 24, "logit_scale_init_value": 2.6592,
         "text_config": sizes | {"model_type": "clip_text_model", "hidden_size": text, "intermediate_size": 2 * text,
-                                "vocab_size": words, "max_position_embeddings": 77, "bos_token_id": 0, "eos_token_id": 2},
+                                "vocab_size": words, "max_position_embeddings": 77, "bos_token_id": 0,
+                                "eos_token_id": 2},
         "vision_config": sizes | {"model_type": "clip_vision_model", "hidden_size": vision,
                                   "intermediate_size": 2 * vision, "image_size": 224, "patch_size": 32},
     }, preprocessor_config__json={
@@ -191,7 +194,8 @@ def imagereward(folder: Path, seed: int = 0) -> Path:
 
 
 QWEN = ("<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-        "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>").split()
+        "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> "
+        "<|video_pad|>").split()
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
          r"\s+(?!\S)|\s+")
 CHAT = ("{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -209,7 +213,8 @@ def qwen_tokenizer(folder: Path) -> int:
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(QWEN)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -254,7 +259,8 @@ def hpsv3(folder: Path, seed: int = 0, base_weights: bool = False) -> Path:
         shapes |= layer(f"{at}.self_attn.q_proj", text, text) | layer(f"{at}.self_attn.o_proj", text, text, False)
         for part in ("k_proj", "v_proj"):
             shapes |= layer(f"{at}.self_attn.{part}", text, 2 * head_size)
-        shapes |= layer(f"{at}.mlp.gate_proj", text, 2 * text, False) | layer(f"{at}.mlp.up_proj", text, 2 * text, False)
+        for part in ("gate_proj", "up_proj"):
+            shapes |= layer(f"{at}.mlp.{part}", text, 2 * text, False)
         shapes |= layer(f"{at}.mlp.down_proj", 2 * text, text, False)
     shapes |= norm("visual.merger.ln_q", vision) | layer("visual.merger.mlp.0", 4 * vision, 4 * vision)
     shapes |= layer("visual.merger.mlp.2", 4 * vision, text)

@@ -1,8 +1,9 @@
 """Scores of the package image-reward 1.5 on the tiny checkpoint of tests/released.py: imagereward_official.json.
 
-Needs an environment of its own: transformers==4.45.2, timm==0.6.13, fairscale==0.4.13, torchvision and pillow<13, and the package's
-folder, unpacked, on the path. Only its scoring code is imported: its start imports `clip` and a trainer as well. The vision tower
-is made as small as the checkpoint; nothing else is changed. Run with `python tests/golden/imagereward_official.py PACKAGE_FOLDER`.
+Needs an environment of its own: transformers==4.45.2, timm==0.6.13, fairscale==0.4.13, torchvision and pillow<13, and
+the package's folder, unpacked. Only its scoring code is imported: its start imports `clip` and a trainer as well. The
+vision tower is made as small as the checkpoint; nothing else is changed.
+Run with `python tests/golden/imagereward_official.py PACKAGE_FOLDER`.
 """
 
 import importlib
@@ -54,7 +55,8 @@ with tempfile.TemporaryDirectory() as home:
             rows.append({"seed": i, "size": size, "prompt": prompt,
                          "score": model.score(prompt, released.picture(i, *size))})
 
-versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "timm", "torchvision", "pillow")}
+libraries = ("torch", "transformers", "timm", "torchvision", "pillow")
+versions = {name: importlib.metadata.version(name) for name in libraries}
 out = {"package": "image-reward 1.5", "versions": versions, "unexpected": report.unexpected_keys, "rows": rows}
 (HERE / "imagereward_official.json").write_text(json.dumps(out, indent=1) + "\n")
 print(json.dumps(out, indent=1))
