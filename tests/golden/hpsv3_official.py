@@ -1,8 +1,9 @@
 """Scores of the package hpsv3 1.0.0 on the tiny checkpoint of tests/released.py: hpsv3_official.json, float32 on a CPU.
 
 Needs an environment of its own: hpsv3==1.0.0, transformers==4.45.2, trl==0.11.4, peft==0.13.2, accelerate==1.0.1,
-datasets==3.0.1, tensorboard, matplotlib, torchvision and pillow<13. The package is called as it is, with its own settings but for the
-model's folder, float32 and no DeepSpeed. Run with `python tests/golden/hpsv3_official.py`.
+datasets==3.0.1, tensorboard, matplotlib, torchvision and pillow<13. The package is called as
+it is, with its own settings but for the model's folder, float32 and no DeepSpeed.
+Run with `python tests/golden/hpsv3_official.py`.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Scores of the four scorers on the checkpoints of tests/released.py, to scorers.json; for changes meant to move them."""
+"""Writes scorers.json: scores of the four scorers on the checkpoints of tests/released.py."""
 
 import json
 import os
