@@ -47,7 +47,7 @@ def find(
         raise InputError(f"{field}: {path!r} names no function; allowed is package.module:function.")
     return getattr(found, name)
 
-
+# %% ../nbs/07_rewards.ipynb #4ae9e0da
 def check_options(
     name: str,  # the reward's name, for the error's sentence
     found: Callable,  # what is called with the options
