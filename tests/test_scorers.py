@@ -1,0 +1,235 @@
+"""The four published scorers on tiny checkpoints in the released layout: parity, agreement of forms, faults."""
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import released
+import torch
+from PIL import Image
+from transformers import CLIPModel, CLIPTokenizer
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from chunk_grpo import InputError, hpsv3, imagereward, instruction, pictures, rewards, scorers
+
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("clip", "pickscore", "imagereward", "hpsv3")
+SPEC = importlib.util.spec_from_file_location("golden_scorers", GOLDEN / "scorers.py")
+golden = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(golden)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    "The options of `rewards.load` by name, for checkpoints on disk."
+    return golden.stored(tmp_path_factory.mktemp("released"))
+
+
+@pytest.fixture(scope="module")
+def loaded(options):
+    "The scorers by name."
+    return {name: rewards.load(name, **options[name]) for name in NAMES}
+
+
+def official(name: str) -> tuple[dict, list[Image.Image], list[str]]:
+    "A golden set of an official package, its pictures and prompts."
+    kept = json.loads((GOLDEN / f"{name}_official.json").read_text())
+    images = [released.picture(row["seed"], *row["size"]) for row in kept["rows"]]
+    return kept, images, [row["prompt"] for row in kept["rows"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_those_that_were_kept(name, loaded):
+    kept = torch.tensor(json.loads((GOLDEN / "scorers.json").read_text())[name])
+    scores = loaded[name](*golden.asked())
+    assert scores.dtype == torch.float32 and scores.device.type == "cpu" and kept.std() > 0.05
+    torch.testing.assert_close(scores, kept, rtol=1e-4, atol=1e-4)
+
+
+def test_imagereward_is_the_official_one(loaded):
+    kept, images, prompts = official("imagereward")
+    theirs = torch.tensor([row["score"] for row in kept["rows"]])
+    torch.testing.assert_close(loaded["imagereward"](images, prompts), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_hpsv3_is_the_official_one(loaded):
+    kept, images, prompts = official("hpsv3")
+    theirs = torch.tensor([[row["mu"], row["log_sigma"]] for row in kept["rows"]])
+    torch.testing.assert_close(loaded["hpsv3"].detail(images, prompts), theirs, rtol=0, atol=2e-5)
+    batch = torch.tensor(kept["first_four_as_a_batch"])
+    torch.testing.assert_close(batch, theirs[:4, 0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ("clip", "pickscore"))
+def test_clips_are_what_transformers_computes(name, loaded, options):
+    folder = options[name]["weights"]
+    model, words = CLIPModel.from_pretrained(folder).eval(), CLIPTokenizer.from_pretrained(folder)
+    images = [released.picture(i, *size) for i, size in enumerate(((224, 224), (300, 200), (97, 80), (640, 480)))]
+    prompts = [*released.PROMPTS[2:5], "very " * 90 + "tall trees"]
+    pixels = torch.as_tensor(np.stack(CLIPImageProcessorPil.from_pretrained(folder)(images)["pixel_values"]))
+    text = words(prompts, padding=True, truncation=True, max_length=77, return_tensors="pt")
+    with torch.inference_mode():
+        logits = model(pixel_values=pixels, **text).logits_per_image.diagonal()
+    scale = 1 if name == "pickscore" else 100
+    torch.testing.assert_close(scale * loaded[name](images, prompts), logits, rtol=1e-5, atol=1e-4)
+    assert text["input_ids"].shape[1] == 77  # the long prompt was cut
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_forms_and_order_do_not_matter(name, loaded):
+    reward, (images, prompts) = loaded[name], golden.asked()
+    images, prompts = images[:4], prompts[:4]
+    scores = reward(images, prompts)
+    single = torch.cat([reward([i], [p]) for i, p in zip(images, prompts, strict=True)])
+    torch.testing.assert_close(single, scores, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(reward(images[::-1], prompts[::-1]).flip(0), scores, rtol=1e-5, atol=1e-4)
+    same = [released.picture(i, 120, 90) for i in range(3)]
+    whole = torch.from_numpy(np.stack([np.asarray(image) for image in same])).permute(0, 3, 1, 2)
+    from_pil = reward(same, prompts[:3])
+    assert torch.equal(reward(whole, prompts[:3]), from_pil)
+    assert torch.equal(reward(whole.float() / 255, prompts[:3]), from_pil)
+    assert torch.equal(reward(whole.double() / 255 + 1e-4, prompts[:3]), from_pil)  # less than half a grey level
+    assert (reward(same, prompts[1:4]) - from_pil).abs().min() > 1e-4  # the prompt matters
+    assert reward([], []).shape == (0,)
+
+
+def test_resize_is_pillows_in_every_size():
+    for i, (width, height) in enumerate(released.SIZES):
+        for size in ((224, 224), instruction.fitted(height, width), (17, 400)):
+            image = released.picture(i, width, height)
+            theirs = image.resize((size[1], height), Image.BICUBIC).resize((size[1], size[0]), Image.BICUBIC)
+            ours = pictures.as_pil(pictures.resize(pictures.as_tensor([image]), size))[0]
+            assert np.array_equal(np.asarray(ours), np.asarray(theirs)), (width, height, size)
+
+
+def test_what_a_float_resize_would_cost(loaded):
+    "The score moves by far more than the bound of the parity when the picture is not rounded as Pillow rounds it."
+    reward, image = loaded["imagereward"], released.picture(5, 640, 480)
+    x = pictures.as_tensor([image])
+    raw = torch.nn.functional.interpolate(x, (224, 298), mode="bicubic", antialias=True).clamp(0, 1)
+    exact = pictures.resize(x, (224, 298))
+    pair = [pictures.normalise(pictures.crop(v, 224, even=True)) for v in (exact, raw)]
+    with torch.inference_mode():
+        seen = [reward.vision(pixel_values=v).last_hidden_state for v in pair]
+    difference = (seen[0] - seen[1]).abs().max() / seen[0].abs().max()
+    assert torch.equal(pair[0], pictures.framed([image], reward.frame)) and difference > 1e-4
+
+
+def test_rows_and_columns_as_positions_change_hpsv3(loaded):
+    reward, (images, prompts) = loaded["hpsv3"], golden.asked()
+    inputs = reward.inputs(images[:3], prompts[:3])
+    kinds = (inputs["input_ids"] == reward.model.config.image_token_id).int()
+    grid, _ = reward.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=kinds,
+                                          image_grid_thw=inputs["image_grid_thw"],
+                                          attention_mask=inputs["attention_mask"])
+    with torch.inference_mode():
+        counted, placed = reward.read(inputs)[:, 0], reward.read(inputs | {"position_ids": grid})[:, 0]
+    assert (counted - placed).abs().min() > 1e-3
+
+
+def test_special_tokens_in_a_prompt_are_refused(loaded):
+    for token in ("<|Reward|>", "<|image_pad|>", "<|im_end|>", "<|vision_start|>"):
+        with pytest.raises(InputError, match="special token"):
+            loaded["hpsv3"](golden.asked()[0][:1], [f"a {token} fox"])
+
+
+class Code:
+    "Runs when it is unpickled without care."
+
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def test_code_in_a_pt_file_is_refused_and_not_run(tmp_path, monkeypatch):
+    folder = released.imagereward(tmp_path / "weights")
+    torch.save({"mlp.layers.0.weight": Code()}, folder / "ImageReward.pt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="holds code"):
+        imagereward.imagereward(str(folder), device="cpu")
+    assert not (tmp_path / "harm").exists() and not list(folder.glob("*.safetensors"))
+
+
+def test_a_folder_that_cannot_be_written_is_converted_in_the_cache(tmp_path, monkeypatch):
+    folder = released.imagereward(tmp_path / "weights")
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    imagereward.imagereward(str(folder), device="cpu")
+    assert not list(folder.glob("*.safetensors")) and len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name, file", [
+    ("clip", "model.safetensors"), ("clip", "preprocessor_config.json"), ("pickscore", "config.json"),
+    ("imagereward", "med_config.json"), ("imagereward", "ImageReward.pt"), ("hpsv3", "HPSv3.safetensors"),
+    ("hpsv3", "base/config.json"), ("hpsv3", "base/tokenizer_config.json"),
+])
+def test_a_missing_file_is_named(name, file, options, tmp_path):
+    shutil.copytree(options[name]["weights"], tmp_path / "copy")
+    (tmp_path / "copy" / file).unlink()
+    changed = options[name] | {"weights": str(tmp_path / "copy")}
+    changed |= {"base": str(tmp_path / "copy/base")} if name == "hpsv3" else {}
+    with pytest.raises(InputError, match=Path(file).name):
+        rewards.load(name, **changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(scorers, "hf_hub_download", offline)
+    with pytest.raises(InputError, match="offline nothing is.*allowed is a folder or a hub id such as"):
+        rewards.load(name, device="cpu")
+    with pytest.raises(InputError, match="unexpected keyword argument 'wieghts'.*allowed are weights"):
+        rewards.load(name, wieghts=str(tmp_path))
+
+
+def offline(*words, **options):
+    "The hub without a network."
+    raise OSError("no network")
+
+
+def test_a_clip_that_lacks_weights_is_refused(options, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(options["clip"]["weights"], tmp_path / "copy")
+    file = tmp_path / "copy/model.safetensors"
+    tensors = load_file(file)
+    del tensors["visual_projection.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="lacks 1 weights of a CLIP model .visual_projection.weight"):
+        rewards.load("clip", weights=str(tmp_path / "copy"), device="cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_selfcheck_finds_a_whole_scorer_that_was_never_trained(name, loaded):
+    module = importlib.import_module(rewards.NAMES[name].partition(":")[0])
+    checks = module.selfcheck(loaded[name])
+    assert list(checks.values())[:3] == [True, True, True] and all(type(holds) is bool for holds in checks.values())
+
+
+def test_fitted_sizes_are_the_model_s_own():
+    for width, height in ((w, h) for w in range(20, 2100, 97) for h in range(20, 2100, 131)):
+        if max(width, height) <= 200 * min(width, height):
+            h, w = instruction.fitted(height, width)
+            assert h % 28 == w % 28 == 0 < min(h, w)
+            long, short = max(h, w), min(h, w)
+            assert 0.5 < h * w / instruction.AREA < 1 + (long + short + 28) * 28 / instruction.AREA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_gpu_scores_are_those_of_the_cpu(name, loaded, options):
+    images, prompts = golden.asked()
+    other = rewards.load(name, **options[name] | {"device": "cuda", "dtype": "float32"})
+    torch.testing.assert_close(other(images, prompts), loaded[name](images, prompts), rtol=1e-3, atol=1e-3)
+    for i, size in enumerate(released.SIZES):
+        x = pictures.as_tensor([released.picture(i, *size)])
+        assert torch.equal(pictures.resize(x.cuda(), (224, 224)).cpu(), pictures.resize(x, (224, 224)))
+
+
+def test_bfloat16_keeps_the_head_exact(options, loaded):
+    images, prompts = golden.asked()
+    half = hpsv3.hpsv3(**options["hpsv3"] | {"dtype": "bfloat16"})
+    assert half.head[0].weight.dtype == torch.float32
+    assert 0 < (half(images[:2], prompts[:2]) - loaded["hpsv3"](images[:2], prompts[:2])).abs().max() < 0.1
