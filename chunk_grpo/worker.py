@@ -25,7 +25,7 @@ from torch import Tensor
 
 import chunk_grpo
 from . import InputError, rewards
-from .wire import encode, in_order, unavailable
+from .wire import PROTOCOL, encode, in_order, unavailable
 
 # %% ../nbs/07h_worker.ipynb #75665f1f
 class Gone(Exception):
@@ -98,8 +98,9 @@ class Worker:
         about = self.read(exchange(self.child, b"", self.start_timeout))
         if "failed" in about:
             raise InputError(f"reward: the worker of {self.name} cannot load it: {about['failed']}")
-        if about.get("ready") != 1:
-            raise InputError(f"reward: the worker of {self.name} speaks protocol {about.get('ready')}; allowed is 1.")
+        if about.get("ready") != PROTOCOL:
+            raise InputError(f"reward: the worker of {self.name} speaks protocol {about.get('ready')!r}; "
+                             f"allowed is {PROTOCOL}.")
         self.about = about
 
     def ask(self, form: str, texts: list[str], prompts: list[str]) -> Tensor:  # (B,)
