@@ -136,7 +136,7 @@ def create(
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
     except ModuleNotFoundError as error:
-        raise InputError(f"server: {error.name} is not installed; pip install 'chunk-grpo[server]' brings it.") from None
+        raise InputError(f"server: {error.name} is not installed; install chunk-grpo[server].") from None
     app, desk = FastAPI(title=f"chunk-grpo: {name}"), Desk(name, reward, max_images, batch_wait_ms)
     about = {"name": name, "protocol": PROTOCOL, "device": device(reward), "versions": versions()}
     began = time.time()
