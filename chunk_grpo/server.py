@@ -57,7 +57,8 @@ class Desk:
         while True:
             kinds: dict[tuple | None, list[Job]] = {}
             for job in self.gather(self.waiting.get()):
-                kinds.setdefault(job.kind(), []).append(job)
+                if job.scores.set_running_or_notify_cancel():  # else nobody waits for it any more
+                    kinds.setdefault(job.kind(), []).append(job)
             for jobs in kinds.values():
                 self.score(jobs)
 

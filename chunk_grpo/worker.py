@@ -96,6 +96,8 @@ class Worker:
                                       env=self.environment, start_new_session=True)
         os.set_blocking(self.child.stdin.fileno(), False)
         about = self.read(exchange(self.child, b"", self.start_timeout))
+        if about.get("ready") != PROTOCOL:
+            self.kill()
         if "failed" in about:
             raise InputError(f"reward: the worker of {self.name} cannot load it: {about['failed']}")
         if about.get("ready") != PROTOCOL:
@@ -111,6 +113,7 @@ class Worker:
         request = {"id": str(self.number), "form": form, "images": texts, "prompts": prompts}
         reply = self.read(exchange(self.child, json.dumps(request).encode() + b"\n", self.timeout))
         if reply.get("id") != request["id"]:
+            self.kill()
             raise InputError(f"reward: the worker of {self.name} answered request {reply.get('id')!r} instead of "
                              f"{request['id']!r}.")
         if "error" in reply:
@@ -125,6 +128,7 @@ class Worker:
         except ValueError:
             message = None
         if not isinstance(message, dict):
+            self.kill()
             raise InputError(f"reward: the worker of {self.name} must answer with one line of JSON; "
                              f"it said {line[:80]!r}.")
         return message
@@ -145,7 +149,9 @@ class Worker:
                 except Gone as error:
                     self.kill()
                     last = error
-                except BaseException:  # an interrupt too: nobody knows what the child would say next
+                except InputError:  # the child said it, and may be asked again
+                    raise
+                except BaseException:  # an interrupt: nobody knows what the child would say next
                     self.kill()
                     raise
                 if attempt < self.retries:

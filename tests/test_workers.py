@@ -142,7 +142,7 @@ def test_wrong_scores_are_errors_at_once(name, said):
     with pytest.raises(InputError) as error:
         child(PICTURES, PROMPTS)
     assert said in str(error.value) and not isinstance(error.value, wire.RewardUnavailable)
-    assert child.number == 1 and child.child is None
+    assert child.number == 1 and child.child.poll() is None  # it was not started again, and lives
     child.close()
 
 
@@ -169,17 +169,22 @@ def other(kind: str) -> worker.Worker:
 
 @pytest.mark.parametrize("kind", ["number", "ids", "garbage"])
 def test_wrong_answers_are_said(kind):
+    child = other(kind)
     with pytest.raises(InputError) as error:
-        other(kind)(PICTURES, PROMPTS)
+        child(PICTURES, PROMPTS)
     assert WRONG[kind] in str(error.value)
+    assert (child.child is None) == (kind != "ids")  # after an answer to nobody knows what the child is ended
+    child.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG)
 def test_every_wrong_answer_is_said(kind):
+    child = other(kind)
     with pytest.raises(InputError) as error:
-        other(kind)(PICTURES, PROMPTS)
+        child(PICTURES, PROMPTS)
     assert WRONG[kind] in str(error.value)
+    child.close()
 
 
 def test_order_is_restored_by_ids():
