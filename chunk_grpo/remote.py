@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LUCK', 'pauses', 'Remote', 'load']
 
-# %% ../nbs/07k_remote.ipynb #b53c28f9
+# %% ../nbs/07k_remote.ipynb #6ef7a518
 import os
 import random
 import time
@@ -20,7 +20,7 @@ from torch import Tensor
 from . import InputError
 from .wire import PROTOCOL, encode, in_order, unavailable
 
-# %% ../nbs/07k_remote.ipynb #033c49fc
+# %% ../nbs/07k_remote.ipynb #17097d95
 LUCK = random.Random()
 
 
@@ -31,7 +31,7 @@ def pauses(
     "Pauses that double, with a random factor from 1/2 to 3/2."
     return [min(60.0, first * 2**k) * LUCK.uniform(0.5, 1.5) for k in range(count)]
 
-# %% ../nbs/07k_remote.ipynb #3cda9a2f
+# %% ../nbs/07k_remote.ipynb #85e79e5f
 @dataclass(frozen=True)
 class Remote:
     "A reward behind a server; called like any other."
@@ -100,7 +100,7 @@ class Remote:
             raise InputError(f"reward: {name} answered request {reply.get('id')!r} instead of {number!r}.")
         return in_order(name, [f"{number}:{i}" for i in range(len(texts))], reply.get("scores"), prompts)
 
-# %% ../nbs/07k_remote.ipynb #fb7ca24f
+# %% ../nbs/07k_remote.ipynb #1d5d3c6f
 def load(
     url: str,  # of the server, http://host:port
     reward: str | None = None,  # that the server must serve; None: any

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Job', 'Desk', 'Refused', 'read', 'create', 'running', 'serve']
 
-# %% ../nbs/07j_server.ipynb #f787df39
+# %% ../nbs/07j_server.ipynb #3b85d05e
 import asyncio
 import contextlib
 import hmac
@@ -24,7 +24,7 @@ from torch import Tensor
 from . import InputError, rewards
 from .environments.program import PROTOCOL, decode, device, versions
 
-# %% ../nbs/07j_server.ipynb #faec725a
+# %% ../nbs/07j_server.ipynb #5414ec3e
 @dataclass
 class Job:
     "A request that waits."
@@ -89,7 +89,7 @@ class Desk:
         for job, part in zip(jobs, scores.split([len(job.prompts) for job in jobs]), strict=True):
             job.scores.set_result(part)
 
-# %% ../nbs/07j_server.ipynb #a8482f6a
+# %% ../nbs/07j_server.ipynb #5f2ff323
 class Refused(Exception):
     "A request that is answered with a status and a sentence."
 
@@ -122,7 +122,7 @@ def read(
     except ValueError as error:
         raise Refused(400, f"{error}.") from None
 
-# %% ../nbs/07j_server.ipynb #fe8199ac
+# %% ../nbs/07j_server.ipynb #65c527ca
 def create(
     name: str,  # the reward's name
     reward: Callable,  # (images, prompts) -> scores
@@ -179,7 +179,7 @@ def create(
 
     return app
 
-# %% ../nbs/07j_server.ipynb #3b9956fe
+# %% ../nbs/07j_server.ipynb #10fc9d8b
 @contextlib.contextmanager
 def running(
     app,  # of `create`

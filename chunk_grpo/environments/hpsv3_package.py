@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['declare', 'Package', 'load']
 
-# %% ../../nbs/07ia_hpsv3_package.ipynb #23eff7b1
+# %% ../../nbs/07ia_hpsv3_package.ipynb #d283e0d3
 import os
 from collections.abc import Sequence
 
 import torch
 from PIL import Image
 
-# %% ../../nbs/07ia_hpsv3_package.ipynb #fbf0c50f
+# %% ../../nbs/07ia_hpsv3_package.ipynb #667be350
 def declare() -> torch.library.Library | None:  # to be kept: the operators live as long as it does
     "Declare what torchvision's wheel wants of a torch without CUDA."
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
@@ -22,7 +22,7 @@ def declare() -> torch.library.Library | None:  # to be kept: the operators live
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return library
 
-# %% ../../nbs/07ia_hpsv3_package.ipynb #4db684f6
+# %% ../../nbs/07ia_hpsv3_package.ipynb #2989340e
 class Package:
     "The package's scorer, called like any other reward."
 
@@ -51,7 +51,7 @@ class Package:
             scores.append(self.scorer.reward(image_paths=list(images[part]), prompts=list(prompts[part]))[:, 0])
         return torch.cat(scores).float().cpu()
 
-# %% ../../nbs/07ia_hpsv3_package.ipynb #d855bf19
+# %% ../../nbs/07ia_hpsv3_package.ipynb #d29d0776
 def load(
     checkpoint: str | None = None,  # HPSv3.safetensors; None: from the hub
     config: str | None = None,  # the package's YAML; None: its own, which names the base model

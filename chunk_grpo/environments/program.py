@@ -154,7 +154,7 @@ def mind(
 
     threading.Thread(target=look, daemon=True).start()
 
-
+# %% ../../nbs/07ga_program.ipynb #64971a5b
 def serve(
     reward: Callable,
     lines: Iterable[str],
