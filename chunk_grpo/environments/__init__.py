@@ -98,7 +98,7 @@ def make(
         pip = [place / "bin/python", "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         for packages, words in ((whole, []), (alone, ["--no-deps"])):
             if packages:
-                say(f"installing {len(packages)} packages {' '.join(words)}; pip's log is {log}".replace(" ;", ";"))
+                say(f"installing {', '.join(packages[:3])} … ({len(packages)} in all); pip's log is {log}")
                 run([*pip, *words, *packages], log)
         size = sum(path.lstat().st_size for path in place.rglob("*"))
         note = {"seconds": round(time.time() - began), "bytes": size, "python": sys.version, "packages": whole + alone}
