@@ -161,9 +161,8 @@ def create(
         from fastapi.responses import JSONResponse
     except ModuleNotFoundError as error:
         raise InputError(f"server: {error.name} is not installed; install chunk-grpo[server].") from None
-    app, desk = FastAPI(title=f"chunk-grpo: {name}"), Desk(name, reward, max_images, batch_wait_ms)
+    app, desk, began = FastAPI(title=f"chunk-grpo: {name}"), Desk(name, reward, max_images, batch_wait_ms), time.time()
     about = {"name": name, "protocol": PROTOCOL, "device": device(reward), "versions": versions()}
-    began = time.time()
 
     @app.exception_handler(Refused)
     def refuse(request: Request, error: Refused):
