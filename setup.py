@@ -26,10 +26,11 @@ setup(
     package_data={
         meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/pocket/studies/*/*.yaml",
                            "benchmarks/*.json", "benchmarks/*/*"],
+        f"{meta['lib_path']}.environments": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),
-    extras_require={"dev": meta["dev_requirements"].split()},
+    extras_require={"dev": meta["dev_requirements"].split(), "server": meta["server_requirements"].split()},
     entry_points={"console_scripts": [meta["console_scripts"]]},
     zip_safe=False,
 )
