@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from . import InputError, bench, benchmark, evaluate, geneval_score, rewards
+from . import InputError, bench, benchmark, elsewhere, evaluate, geneval_score, rewards
 from . import settings as setting
 from .bench import Task
 from .checkpoint import append_line, read_lines, write_json
@@ -188,7 +188,7 @@ def run(
     s, arms = bench.prepared(folder, what, out, changes)
     names = list(names) or list(dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards]))
     scored = what.name not in ("wise", "dpg") and not what.records
-    scorers = {n: rewards.load(n, **s.reward_options.get(n, {})) for n in names} if scored else None
+    scorers = {n: elsewhere.load(n, **s.reward_options.get(n, {})) for n in names} if scored else None
     if any(bench.lacking(out, what, arm) for arm in arms):
         if processes > 1:
             order = {"name": name, "source": str(source) if source else None, "samples": samples, "out": str(out),

@@ -16,7 +16,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from scipy.stats import bootstrap
 
-from . import InputError, policy, rewards, weights
+from . import InputError, elsewhere, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import append_line, beside, read_json, read_lines, write_json
 from .rollout import read_prompts, sample_images
@@ -235,7 +235,7 @@ def evaluate(
     check_arms(arms, s.eval_steps)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
     names = dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards])
-    scorers = {name: rewards.load(name, **s.reward_options.get(name, {})) for name in names}
+    scorers = {name: elsewhere.load(name, **s.reward_options.get(name, {})) for name in names}
     model = trained_policy(run, s)
     with beside(run / "evaluation") as folder:
         records = []

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-from . import InputError, policy, rewards, weights
+from . import InputError, elsewhere, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import write_json
 from .chunkers import adaptive
@@ -91,7 +91,7 @@ def look(
     draw_prompts(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
-    scorers = {name: rewards.load(name, **s.reward_options.get(name, {})) for name in names}
+    scorers = {name: elsewhere.load(name, **s.reward_options.get(name, {})) for name in names}
     unknown = s.chunks == "profile" or least(s.chunks)
     chunks = None if unknown else from_setting(s.chunks, s.transitions)
     return State(s, Path(run), acc, prompts, held_out, trained_on, scorers, chunks)
