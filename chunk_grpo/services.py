@@ -75,6 +75,7 @@ def evaluate(
     judge_model: Annotated[str, typer.Option(help="The judge's name there.")] = "",
     judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
+    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
 ):
     "Evaluate a finished run, on its held-out prompts or a benchmark, or images of another origin."
     if run is None and not images:
@@ -101,7 +102,9 @@ def evaluate(
                                 given, say)
     found = bench_score.table(read_json(place / "summary.json"))
     typer.echo(found.to_string(index=False, na_rep="", float_format="{:.4f}".format))
-    typer.echo(f"report: {runs.page('bench', place / 'report.html', folder=str(place))}")
+    typer.echo(f"scores: {place / 'summary.json'}")
+    if report:
+        typer.echo(f"report: {runs.page('bench', place / 'report.html', folder=str(place))}")
 
 # %% ../nbs/13z_services.ipynb #d397eb1e
 @app.command()

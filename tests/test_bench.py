@@ -1,0 +1,91 @@
+"""Benchmarks of a run as a user draws and scores them: killed, shared over processes, refused, and of other origin."""
+
+import json
+import subprocess
+import time
+
+import pytest
+from commands import command, environment, run
+
+from chunk_grpo import bench, bench_score, evaluate
+from chunk_grpo.checkpoint import read_json, read_lines
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    "A finished small run and a list of six prompts."
+    folder = tmp_path_factory.mktemp("bench")
+    prompts = ("a red circle", "a blue square", "two stars", "a green star", "three circles", "a red square")
+    (folder / "six.txt").write_text("\n".join(prompts))
+    run("train", "pocket/tiny", "iterations=1", "eval_every=0", "threads=1", "rollout_batch=1", "--out", folder / "run",
+        "--no-report")
+    return folder
+
+
+def images(folder):
+    "Every image of a benchmark, byte for byte."
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))}
+
+
+def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
+    folder = trained / "run" / "benchmarks" / "six"
+    words = ("evaluate", trained / "run", "--bench", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
+    said = run(*words)
+    whole = images(folder)
+    assert len(whole) == 3 * 6 * 2 and "report:" in said and "pocket-clip" in said
+    summary, table = read_json(folder / "summary.json"), (folder / "scores.jsonl").read_bytes()
+    assert summary["rewards"]["pocket-clip"]["plain-base"]["n"] == 6
+    again = trained / "again"
+    folder.rename(again)
+    child = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.time() + 120
+    while not (folder / "plain").is_dir() or not any((folder / "plain").glob("*.png")):
+        assert child.poll() is None and time.time() < end
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    there = images(folder)
+    assert 12 < len(there) < 36 and there.items() <= whole.items()
+    run(*words, "--processes", "2", "--no-report")
+    assert images(folder) == whole
+    assert [r["scores"] for r in read_lines(folder / "scores.jsonl")] == [
+        json.loads(line)["scores"] for line in table.splitlines()]
+    assert read_json(folder / "summary.json")["rewards"] == summary["rewards"]
+    said = run(*words, "eval_seed=3", code=2)
+    assert "seed 1000, not 3" in said and images(folder) == whole
+
+
+def test_images_of_another_origin(trained):
+    folders = {arm: trained / "again" / arm for arm in ("base", "plain")}
+    pairs = [word for arm, folder in folders.items() for word in ("--images", f"{arm}={folder}")]
+    words = ("evaluate", "--bench", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
+    out = trained / "elsewhere"
+    assert "scores:" in run(*words, *pairs, "--out", out, "--no-report")
+    mine, theirs = (read_json(f / "summary.json")["rewards"]["pocket-clip"] for f in (out, trained / "again"))
+    assert mine["plain-base"] == theirs["plain-base"]
+    victim = folders["plain"] / "00004_1.png"
+    kept = victim.read_bytes()
+    victim.unlink()
+    said = run(*words, *pairs, "--out", trained / "third", code=2)
+    victim.write_bytes(kept)
+    assert "lacks 1 of 12 images of plain, first 00004_1.png" in said and not (trained / "third").exists()
+
+
+def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
+    record = {"tag": "counting", "include": [{"class": "bench", "count": 2}],
+              "exclude": [{"class": "bench", "count": 3}], "prompt": "a photo of two benches"}
+    (tmp_path / "few.jsonl").write_text(json.dumps(record) + "\n")
+    said = run("evaluate", trained / "run", "--bench", "geneval", "--source", tmp_path / "few.jsonl", code=2)
+    folder = trained / "run" / "benchmarks" / "geneval"
+    assert "detector" in said and "convert-detector" in said
+    assert not folder.exists(), "images were drawn before the detector was asked for"
+
+
+def test_arms_are_the_evaluations(trained):
+    "A benchmark of the held-out prompts shows what the evaluation of the run shows."
+    where = trained / "run"
+    s, arms = bench.prepared(where, bench.task("pocket:heldout"), trained / "held", ())
+    assert arms == evaluate.arms_of(s)
+    with pytest.raises(Exception, match="learning_rate"):
+        bench.prepared(where, bench.task("pocket:heldout"), trained / "held", ["learning_rate=1"])
+    assert bench_score.paper_rows("geneval")[0]["overall"] == 0.66
