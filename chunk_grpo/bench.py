@@ -211,7 +211,7 @@ def several(
             if child.poll() is None:
                 process.stop(child)
 
-
+# %% ../nbs/10j_bench.ipynb #c5b21e10
 def prepared(
     run: Path,
     what: Task,

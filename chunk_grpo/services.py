@@ -77,7 +77,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
     report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
 ):
-    "Evaluate a finished run, on its held-out prompts or a benchmark, or images of another origin."
+    "Evaluate a run, or images, on prompts or a benchmark."
     if run is None and not images:
         raise InputError("RUN: got nothing; allowed is a run folder, or --bench with --images.")
     if not bench:
@@ -210,7 +210,7 @@ def needed() -> list[tuple[str, str]]:
 
 @app.command()
 def doctor():
-    "Say versions, devices, cache, state of the weights, and what each reward and benchmark lacks."
+    "Say versions, devices, weights, and what is missing."
     from chunk_grpo import policy, pocket
 
     rows([("chunk-grpo", __version__), ("python", f"{platform.python_version()}, {sys.executable}"),
