@@ -112,7 +112,7 @@ def convert_detector(
     source: Annotated[Path, typer.Argument(help="mmdet's Mask2Former checkpoint, a .pth file.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
 ):
-    "Convert GenEval's detector to a folder of transformers, once."
+    "Convert GenEval's detector, once."
     from chunk_grpo import mask2former
 
     mask2former.convert(source, out)
@@ -121,7 +121,7 @@ def convert_detector(
 
 @app.command()
 def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
-    "Make the environment of a reward that cannot live in this one; minutes, once."
+    "Make a reward's own environment; minutes, once."
     from chunk_grpo import environments
 
     environments.make(name, lambda text: print(text, flush=True))
