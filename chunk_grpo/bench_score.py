@@ -133,10 +133,11 @@ def score(
     if what.name in ("wise", "dpg"):
         from chunk_grpo import dpg, wise
 
+        judged = Path(out) / "judge"  # not beside the arms: there its scores.jsonl would read as an evaluation's
         if what.name == "wise":
-            found = wise.run(Path(source), arms, tools["judge"], out, rubric=tools.get("rubric"), say=say)
+            found = wise.run(Path(source), arms, tools["judge"], judged, rubric=tools.get("rubric"), say=say)
         else:
-            found = dpg.run(Path(source), arms, tools["judge"], out, say=say)
+            found = dpg.run(Path(source), arms, tools["judge"], judged, say=say)
     elif what.records:
         found = with_geneval(what, arms, out, tools, say)
     else:

@@ -4,10 +4,12 @@ import json
 import subprocess
 import time
 
+import pandas as pd
 import pytest
 from commands import command, environment, run
+from stub_judge import serve
 
-from chunk_grpo import bench, bench_score, evaluate
+from chunk_grpo import bench, bench_score, dpg, evaluate
 from chunk_grpo.checkpoint import read_json, read_lines
 
 
@@ -89,3 +91,22 @@ def test_arms_are_the_evaluations(trained):
     with pytest.raises(Exception, match="learning_rate"):
         bench.prepared(where, bench.task("pocket:heldout"), trained / "held", ["learning_rate=1"])
     assert bench_score.paper_rows("geneval")[0]["overall"] == 0.66
+
+
+def test_dpg_asks_a_judge_about_a_runs_images(trained):
+    "Drawn, judged, and judged again without a question."
+    table = trained / "dpg_bench.csv"
+    texts = enumerate(("a red circle", "two stars"))
+    rows = [(f"item{n}", text, 1, "0", "entity - x (y)", f"Is it {text}?") for n, text in texts]
+    pd.DataFrame(rows, columns=dpg.COLUMNS).to_csv(table, index=False)
+    words = ["evaluate", trained / "run", "--bench", "dpg", "--source", table, "--no-report"]
+    assert "judge" in run(*words, code=2) and not (trained / "run" / "benchmarks" / "dpg").exists()
+    with serve(lambda text, grey: "yes" if "star" in text else "no") as stub:
+        words += ["--judge-url", stub.url, "--judge-model", "stub"]
+        first = run(*words)
+        asked = sum(stub.came.values())
+        assert run(*words).splitlines()[-8:] == first.splitlines()[-8:] and sum(stub.came.values()) == asked == 3 * 2
+    summary = read_json(trained / "run" / "benchmarks" / "dpg" / "summary.json")
+    assert [summary["overall"][arm]["mean"] for arm in ("base", "plain", "hybrid")] == [0.5] * 3
+    assert summary["overall"]["plain-base"]["mean"] == 0 and "not comparable" in summary["label"]
+    assert [row["arm"] for row in summary["paper"]["dpg"]][:2] == ["FLUX.1-dev", "Dance-GRPO"]
