@@ -16,7 +16,7 @@ title: a small study
 question: does it survive?
 seeds: 1
 reference: steps
-arms: {steps: {chunks: steps}, whole: {chunks: whole}, longer: {chunks: whole, iterations: 12}}
+arms: {steps: {chunks: steps}, whole: {chunks: whole}, longer: {chunks: whole, iterations: 8}}
 after: {longer: whole}
 evaluation: {eval_images: 2}
 """
@@ -87,7 +87,7 @@ def test_three_kills_change_nothing(home, through, tmp_path):
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 1 and "whole-0 failed" in said and "killed by SIGKILL" in said
     child = begin(home, out)  # once politely
-    wait_for(out / "longer-0" / "metrics.jsonl", 6, child)
+    wait_for(out / "longer-0" / "metrics.jsonl", 5, child)
     child.terminate()
     said, _ = child.communicate(timeout=60)
     assert child.returncode == 130 and "the same command goes on" in said and not trainers(out)
