@@ -1,6 +1,7 @@
 """Benchmarks of a run as a user draws and scores them: killed, shared over processes, refused, and of other origin."""
 
 import json
+import shutil
 import subprocess
 import time
 
@@ -39,14 +40,19 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     assert summary["rewards"]["pocket-clip"]["plain-base"]["n"] == 6
     again = trained / "again"
     folder.rename(again)
-    child = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.time() + 120
-    while not (folder / "plain").is_dir() or not any((folder / "plain").glob("*.png")):
-        assert child.poll() is None and time.time() < end
-        time.sleep(0.01)
-    child.kill()
-    child.wait()
-    there = images(folder)
+    for _ in range(3):  # on a slow machine the drawing may end before it is killed
+        shutil.rmtree(folder, ignore_errors=True)
+        child = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL)
+        end = time.time() + 120
+        while not any((folder / "plain").glob("*.png")):
+            assert child.poll() is None and time.time() < end
+            time.sleep(0.01)
+        child.kill()
+        child.wait()
+        there = images(folder)
+        if len(there) < 36:
+            break
     assert 12 < len(there) < 36 and there.items() <= whole.items()
     run(*words, "--processes", "2", "--no-report")
     assert images(folder) == whole
