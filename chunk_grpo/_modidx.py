@@ -66,6 +66,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'chunk_grpo.branching.wrong_sign': ('branching.html#wrong_sign', 'chunk_grpo/branching.py')},
             'chunk_grpo.checkpoint': { 'chunk_grpo.checkpoint.append_line': ('checkpoint.html#append_line', 'chunk_grpo/checkpoint.py'),
                                        'chunk_grpo.checkpoint.beside': ('checkpoint.html#beside', 'chunk_grpo/checkpoint.py'),
+                                       'chunk_grpo.checkpoint.cut_line': ('checkpoint.html#cut_line', 'chunk_grpo/checkpoint.py'),
                                        'chunk_grpo.checkpoint.cut_metrics': ('checkpoint.html#cut_metrics', 'chunk_grpo/checkpoint.py'),
                                        'chunk_grpo.checkpoint.fill_optimizer': ( 'checkpoint.html#fill_optimizer',
                                                                                  'chunk_grpo/checkpoint.py'),

@@ -6,6 +6,7 @@
 __all__ = ['rewarded', 'paper_rows', 'check_tools', 'with_geneval', 'score', 'table', 'shown', 'run']
 
 # %% ../nbs/10k_bench_score.ipynb #2b9e6ce7
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from PIL import Image
 from . import InputError, bench, benchmark, elsewhere, evaluate, geneval_score, rewards
 from . import settings as setting
 from .bench import Task
-from .checkpoint import append_line, read_lines, write_json
+from .checkpoint import append_line, cut_line, read_lines, write_json
 
 # %% ../nbs/10k_bench_score.ipynb #f423f940
 def rewarded(
@@ -30,24 +31,24 @@ def rewarded(
     "Score what has no score yet; InputError where the scores there are of other rewards."
     file, places = Path(out) / "scores.jsonl", what.places()
     Path(out).mkdir(parents=True, exist_ok=True)
-    if file.is_file() and not file.read_bytes().endswith(b"\n"):
-        with open(file, "rb+") as handle:
-            handle.truncate(handle.read().rfind(b"\n") + 1)
-    done = {(r["arm"], r["prompt_index"], r["image_index"]): r for r in read_lines(file)} if file.is_file() else {}
+    cut_line(file)
+    done = {(r["arm"], r["prompt_index"], r["image_index"]): r for r in read_lines(file)}
     if done and (old := set(next(iter(done.values()))["scores"])) != set(scorers):
         raise InputError(f"out: {file} has scores of {', '.join(sorted(old))}, not of {', '.join(sorted(scorers))}; "
                          f"remove it or name another folder.")
     for arm, folder in arms.items():
-        todo = [place for place in places if (arm, *place) not in done]
+        files = {place: Path(folder) / what.file(*place) for place in places}
+        seen = {place: hashlib.sha256(image.read_bytes()).hexdigest() for place, image in files.items()}
+        todo = [place for place in places if done.get((arm, *place), {}).get("image_sha256") != seen[place]]
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
-            images = [Image.open(Path(folder) / what.file(*place)).convert("RGB") for place in part]
+            images = [Image.open(files[place]).convert("RGB") for place in part]
             texts = [what.prompts[p] for p, _ in part]
             scores = {name: rewards.score(name, one, images, texts).tolist() for name, one in scorers.items()}
             for i, (p, n) in enumerate(part):
                 kind = {name: what.kinds[p] for name in scorers} if what.kinds else {}
                 record = {"arm": arm, "prompt_index": p, "image_index": n, "prompt": what.prompts[p],
-                          "file": str(Path(folder) / what.file(p, n)), "category": kind,
+                          "file": str(files[p, n]), "image_sha256": seen[p, n], "category": kind,
                           "scores": {name: values[i] for name, values in scores.items()}}
                 done[arm, p, n] = record
                 append_line(file, record)

@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from . import InputError
-from .checkpoint import append_line, beside, read_lines, write_json
+from .checkpoint import append_line, beside, cut_line, read_lines, write_json
 from .detector import Found, detect
 from .geneval import RULE, TAGS, Rule, check, keep, verdict
 from .geneval import prompts as published
@@ -133,9 +133,7 @@ def score(
         raise InputError(f"out: {out} has a verdict on {min(strangers)}, which is not in {folder}; a new file is "
                          f"needed.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_file() and not out.read_bytes().endswith(b"\n"):
-        with open(out, "rb+") as handle:
-            handle.truncate(handle.read().rfind(b"\n") + 1)
+    cut_line(out)
     for i, (file, record) in enumerate(found, 1):
         if str(file) not in done:
             done[str(file)] = judged(file, record, see, colours, scorer, rule)
