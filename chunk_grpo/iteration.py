@@ -20,6 +20,7 @@ from diffusers.training_utils import EMAModel
 from torch import Tensor
 
 from . import InputError, elsewhere, policy, rewards, weights
+from .background import Arriving, Background
 from . import settings as setting
 from .checkpoint import write_json
 from .chunkers import adaptive
@@ -64,14 +65,15 @@ class State:
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
+    background: Background = field(default_factory=Background)  # scores while the policy draws
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        "Count the seconds of a phase."
-        start = time.perf_counter()
+        "Count the seconds of a phase, without those of the phases in it."
+        start, others = time.perf_counter(), sum(self.seconds.values())
         yield
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start - (sum(self.seconds.values()) - others)
 
 # %% ../nbs/08e_iteration.ipynb #7942dc80
 def look(
@@ -124,15 +126,18 @@ def draw(state: State) -> tuple[Replay, Tensor, dict[str, Tensor]]:
     keys = [(s.seed, number, p, g) for p in mine for g in range(s.images_per_prompt)]
     row = torch.arange(share).repeat_interleave(s.images_per_prompt)
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
+    arriving = Arriving(state.background, {name: state.rewards[name] for name in state.weights},
+                        [state.prompts[key[2]] for key in keys])
+
+    def ready(final: Tensor) -> None:
+        with state.phase("decode"):
+            arriving.add(decode(state.policy, final, s.rollout_batch))
+
     with state.phase("rollout"):
-        paths = rollout(
-            state.policy, conditioning, row, keys, state.grid, s.sampler, s.eta, s.rollout_batch, s.shared_noise
-        )
-    with state.phase("decode"):
-        images = decode(state.policy, paths.latents[:, -1], s.rollout_batch)
-    texts = [state.prompts[key[2]] for key in keys]
-    with state.phase("reward"):
-        scores = {name: rewards.score(name, state.rewards[name], images, texts) for name in state.weights}
+        paths = rollout(state.policy, conditioning, row, keys, state.grid, s.sampler, s.eta, s.rollout_batch,
+                        s.shared_noise, ready=ready)
+    with state.phase("reward"):  # what is left of it: images of earlier batches were scored on the way
+        scores = arriving.scores()
     grouped = {name: x.reshape(share, s.images_per_prompt) for name, x in scores.items()}
     advantage = group_advantages(rewards.combine(grouped, state.weights), s.advantage_clamp).flatten()
     return Replay(state.policy, conditioning, paths, state.grid, s.sampler, s.eta), advantage, scores

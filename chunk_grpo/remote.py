@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from . import InputError
-from .wire import PROTOCOL, encode, in_order, unavailable
+from .wire import PIXELS, PROTOCOL, encode, in_order, unavailable
 
 # %% ../nbs/07k_remote.ipynb #17097d95
 LUCK = random.Random()
@@ -41,6 +41,7 @@ class Remote:
     timeout: float = 600.0  # seconds of a request
     retries: int = 5  # tries after the first
     pause: float = 1.0  # seconds before the first of these, see `pauses`
+    pixels: str = "exact"  # of a tensor, or "bytes": rounded to PNG, a tenth of the traffic
     about: dict = field(default_factory=dict, repr=False)  # what the server said of itself
 
     def headers(self) -> dict[str, str]:
@@ -92,7 +93,7 @@ class Remote:
         "Scores of the images."
         if len(images) != len(prompts):
             raise InputError(f"reward: {len(images)} images came with {len(prompts)} prompts; allowed is one an image.")
-        form, texts = encode(images)
+        form, texts = encode(images, self.pixels)
         number, name = uuid.uuid4().hex, f"the server {self.url}"
         message = {"id": number, "form": form, "images": texts, "prompts": list(prompts)}
         reply = self.ask("POST", "/score", message)
@@ -108,6 +109,7 @@ def load(
     timeout: float = 600.0,
     retries: int = 5,
     pause: float = 1.0,
+    pixels: str = "exact",  # see `wire.encode`
 ) -> Remote:
     "A reward behind a server, which has answered when this returns."
     if not url.startswith(("http://", "https://")):
@@ -115,7 +117,9 @@ def load(
     if not timeout > 0 or not pause >= 0 or type(retries) is not int or retries < 0:
         raise InputError(f"timeout, retries, pause: got {timeout!r}, {retries!r}, {pause!r}; allowed are seconds above "
                          "0, a whole number from 0, and seconds from 0.")
-    remote = Remote(url, token_variable, timeout, retries, pause)
+    if pixels not in PIXELS:
+        raise InputError(f"pixels: got {pixels!r}; allowed are {' and '.join(PIXELS)}.")
+    remote = Remote(url, token_variable, timeout, retries, pause, pixels)
     about = remote.ask("GET", "/health")
     if about.get("protocol") != PROTOCOL:
         raise InputError(f"url: {url} speaks protocol {about.get('protocol')!r}; allowed is {PROTOCOL}.")

@@ -10,6 +10,7 @@ __all__ = ['read_prompts', 'draw_prompts', 'seed_of', 'generator', 'Trajectories
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,6 +138,7 @@ def rollout(
     batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32,  # of the stored latents
+    ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     start = initial_noise(policy, keys, shared).to(policy.device)
@@ -147,6 +149,7 @@ def rollout(
         given = None if first is None else first[row[part]]
         rows = {k: v[row[part]] for k, v in conditioning.items()}
         parts.append(walk(policy, rows, start[part], keys[part], grid, kind, eta, store, given))
+        ready(parts[-1][0][:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, row, keys)
 
@@ -197,7 +200,8 @@ def euler(policy, rows, latents, grid, indices) -> Tensor:
 @torch.no_grad()
 def decode(policy: FluxPolicy, latents: Tensor, batch: int = 16) -> Tensor:
     "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
-    return torch.cat([policy.decode(part.float()).cpu() for part in latents.split(batch)])
+    parts = [policy.decode(part.float()).cpu() for part in latents.split(batch)]
+    return torch.cat(parts).contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../nbs/06_rollout.ipynb #9302bf3a
 def sample_images(

@@ -108,8 +108,8 @@ def read(
     except ValueError:
         raise Refused(400, "body: it is no JSON; allowed is an object with id, form, images and prompts.") from None
     given = given if isinstance(given, dict) else {}
-    if not isinstance(given.get("id"), str) or given.get("form") not in ("tensor", "pil"):
-        raise Refused(400, "id, form: allowed are a text, and tensor or pil.")
+    if not isinstance(given.get("id"), str) or given.get("form") not in ("tensor", "floats", "pil"):
+        raise Refused(400, "id, form: allowed are a text, and tensor, floats or pil.")
     images, prompts = given.get("images"), given.get("prompts")
     if not all(isinstance(x, list) and all(isinstance(y, str) for y in x) for x in (images, prompts)):
         raise Refused(400, "images, prompts: allowed are lists of texts.")

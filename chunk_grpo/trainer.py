@@ -127,6 +127,9 @@ def train(
         finish(state)
     for tracker in acc.trackers:
         tracker.finish()
+    for reward in state.rewards.values():
+        if hasattr(reward, "close"):  # it has a process of its own
+            reward.close()
     return acc
 
 # %% ../nbs/09_trainer.ipynb #7f298e7a

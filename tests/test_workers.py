@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from chunk_grpo import InputError, environments, remote, rewards, wire, worker
+from chunk_grpo import InputError, background, environments, remote, rewards, wire, worker
 from chunk_grpo.pocket import prompts as pocket_prompts
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +66,7 @@ def server():
 
 def test_bit_for_bit_here_in_a_worker_and_over_http(server):
     clip = rewards.load("pocket-clip")
-    expected = clip(wire.quantise(IMAGES), PROMPTS)
+    expected = clip(IMAGES, PROMPTS)
     child = worker.load("pocket-clip")
     assert torch.equal(child(IMAGES, PROMPTS), expected)
     assert torch.equal(rewards.score("pocket-clip", child, IMAGES, PROMPTS), expected)
@@ -229,9 +229,9 @@ def test_a_child_does_not_outlive_its_parent(fault):
 
 def test_a_worker_restarted_in_a_thread_outlives_the_thread(fault):
     child = faulty("dying", fault(1))
-    background = worker.Background()
-    assert torch.equal(background.later("dying", child, PICTURES, PROMPTS).result(60), RED)
-    background.close()
+    thread = background.Background()
+    assert torch.equal(thread.later("dying", child, PICTURES, PROMPTS).result(60), RED)
+    thread.close()
     pid = child.child.pid
     time.sleep(1.5)  # twice as long as the child looks at its parent
     assert torch.equal(child(PICTURES, PROMPTS), RED) and child.child.pid == pid
@@ -368,13 +368,13 @@ def test_clients_that_share_a_batch_get_their_own_scores(server):
         ask = remote.load(url)
         together = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     assert sizes == [5]
-    assert torch.equal(torch.cat(together), wire.quantise(IMAGES)[:, 0].mean((1, 2)))
+    assert torch.equal(torch.cat(together), IMAGES[:, 0].mean((1, 2)))
     clip = rewards.load("pocket-clip")
     with server.running(server.create("clip", clip, batch_wait_ms=300)) as url, ThreadPoolExecutor(2) as pool:
         ask = remote.load(url)
         joined = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, found in zip(parts, joined, strict=True):
-        assert (found - clip(wire.quantise(IMAGES[part]), PROMPTS[part])).abs().max() < 1e-6
+        assert (found - clip(IMAGES[part], PROMPTS[part])).abs().max() < 1e-6
 
 
 def test_many_clients_without_joining_get_the_bits_of_each_alone(server):
@@ -384,7 +384,7 @@ def test_many_clients_without_joining_get_the_bits_of_each_alone(server):
         ask = remote.load(url)
         found = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, scores in zip(parts, found, strict=True):
-        assert torch.equal(scores, clip(wire.quantise(IMAGES[part]), PROMPTS[part]))
+        assert torch.equal(scores, clip(IMAGES[part], PROMPTS[part]))
 
 
 def test_the_server_says_what_it_refuses(server, monkeypatch):
@@ -394,13 +394,13 @@ def test_the_server_says_what_it_refuses(server, monkeypatch):
         return torch.full((len(prompts),), float("nan")) if "nan" in prompts else torch.zeros(len(prompts))
     monkeypatch.setenv("A_TOKEN", "right")
     monkeypatch.setenv("ANOTHER", "wrong")
-    app = server.create("r", reward, token="right", max_images=5, max_bytes=300_000)
+    app = server.create("r", reward, token="right", max_images=5, max_bytes=500_000)
     with server.running(app) as url:
         ask = remote.load(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5
         with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
             remote.load(url, token_variable="ANOTHER")
-        with pytest.raises(InputError, match=r"refused \(413\): body: it is larger than 300000 bytes"):
+        with pytest.raises(InputError, match=r"refused \(413\): body: it is larger than 500000 bytes"):
             ask(torch.rand(1, 3, 500, 500), ["a"])
         with pytest.raises(InputError, match=r"refused \(413\): images: 6 came; allowed are 5"):
             ask(IMAGES[[0] * 6], ["a"] * 6)
@@ -430,19 +430,19 @@ def test_a_full_queue_is_tried_again_later(server):
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
-    background = worker.Background()
+    thread = background.Background()
     order = []
     def reward(images, prompts):
         order.append(len(prompts))
         time.sleep(0.05)
         return images[:, 0].mean((1, 2))
-    futures = [background.later("r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
-    wrong = background.later("r", lambda i, p: [1.0], IMAGES, PROMPTS)
+    futures = [thread.later("r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
+    wrong = thread.later("r", lambda i, p: [1.0], IMAGES, PROMPTS)
     assert [f.result(20).shape[0] for f in futures] == [5, 1, 3] == order
     with pytest.raises(InputError, match="returned scores of shape"):
         wrong.result(20)
-    background.close()
-    assert not background.thread.is_alive()
+    thread.close()
+    assert not thread.thread.is_alive()
 
 
 @pytest.mark.slow

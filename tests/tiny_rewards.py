@@ -1,7 +1,9 @@
 """Rewards that tests name by their import path; the faults that a reward can have among them."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 
@@ -38,3 +40,15 @@ def nan_once(images, prompts):
 def constant(images, prompts):
     "The same for every image: no group has a spread."
     return torch.ones(len(prompts))
+
+
+def faulty(images, prompts):
+    "Red, but a file says what befalls its next calls: die, hang, nan; each line is one call."
+    file = Path(os.environ["FAULTS"])
+    fault, *rest = file.read_text().splitlines() or ["none"]
+    file.write_text("\n".join(rest))
+    if fault == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(600)
+    return nan(images, prompts) if fault == "nan" else red(images, prompts)

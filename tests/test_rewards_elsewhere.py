@@ -1,0 +1,95 @@
+"""Training whose rewards run in another process: the same run, and what their faults do to it."""
+
+import json
+
+import psutil
+import pytest
+from tiny_flux import build
+
+from chunk_grpo import rewards, settings, trainer
+from chunk_grpo.checkpoint import write_json
+
+POCKET = {
+    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:heldout", "resolution": 64,
+    "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "steps": 5, "chunks": "2,2", "iterations": 2,
+    "prompts_per_iteration": 2, "images_per_prompt": 4, "rollout_batch": 4, "update_batch": 32, "eval_steps": 3,
+    "eval_images": 1, "eval_count": 6, "eval_every": 1, "hybrid_split": 1, "lora_rank": 2, "learning_rate": 1e-3,
+    "clip_range": 1e-3, "checkpoint_every": 1, "threads": 1, "reward": {"pocket-clip": 1.0, "pocket-geneval": 2.0},
+}
+TINY = {
+    "resolution": 64, "eval_resolution": 64, "max_tokens": 8, "dtype": "float32", "steps": 6, "chunks": "2,3",
+    "iterations": 3, "images_per_prompt": 4, "prompts_per_iteration": 2, "rollout_batch": 4, "update_batch": 32,
+    "learning_rate": 1e-3, "clip_range": 1e-2, "eval_steps": 3, "eval_images": 1, "eval_count": 2, "hybrid_split": 0,
+    "eval_every": 0, "checkpoint_every": 1, "threads": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_child_left():
+    "Ends the workers of runs that failed: their process would have ended with the run."
+    yield
+    for child in psutil.Process().children(recursive=True):
+        if "program.py" in " ".join(child.cmdline()):
+            child.kill()
+
+
+def train(folder, chosen: dict) -> int:  # exit code
+    "Train in this process what a run folder asks for, or go on with it."
+    if not folder.exists():
+        write_json(folder / "run.json", {"settings": settings.Settings(**chosen).model_dump(mode="json")})
+    return trainer.main([str(folder)])
+
+
+def metrics(folder) -> list[dict]:
+    "The metrics without what the clock says."
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+def weights(folder) -> dict[str, bytes]:
+    "The trained weights, byte for byte."
+    return {f.name: f.read_bytes() for f in sorted((folder / "final").glob("*.safetensors"))}
+
+
+def test_a_worker_and_a_server_train_the_same_run(tmp_path):
+    "Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."
+    pytest.importorskip("fastapi")
+    from chunk_grpo import server
+    near, far = tmp_path / "near", tmp_path / "far"
+    assert train(near, POCKET) == 0
+    with server.running(server.create("pocket-geneval", rewards.load("pocket-geneval"))) as url:
+        options = {"pocket-clip": {"worker": True}, "pocket-geneval": {"url": url}}
+        assert train(far, POCKET | {"reward_options": options}) == 0
+    assert len(metrics(near)) == 3 and {"eval_pocket-clip", "eval_pocket-geneval"} <= metrics(near)[-1].keys()
+    assert metrics(far) == metrics(near)
+    assert weights(far) == weights(near) != {}
+
+
+def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch, capfd):
+    "Once dead or hanging: training goes on. Not a number, or gone for good: exit 2 in words, and the run is resumed."
+    build(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
+    prompts = str(tmp_path / "prompts.txt")
+    here, there, faults = tmp_path / "here", tmp_path / "there", tmp_path / "faults"
+    chosen = TINY | {"model": str(tmp_path / "model"), "prompts": prompts, "eval_prompts": prompts}
+    assert train(here, chosen | {"reward": "tiny_rewards:red"}) == 0
+
+    monkeypatch.setenv("FAULTS", str(faults))
+    options = {"worker": True, "timeout": 5, "retries": 1, "pause": 0.01}
+    chosen |= {"reward": "tiny_rewards:faulty", "reward_options": {"tiny_rewards:faulty": options}}
+    faults.write_text("none\ndie\nnone\nhang\nnan")  # the base, the first iteration and its repetition, the second
+    assert train(there, chosen) == 2
+    said = capfd.readouterr().err
+    assert "tiny_rewards:faulty returned nan for the prompt" in said and "Traceback" not in said
+    assert [line["iteration"] for line in metrics(there)] == [0, 1]
+
+    faults.write_text("die\ndie")
+    assert train(there, chosen) == 2
+    said = capfd.readouterr().err
+    assert "the worker of tiny_rewards:faulty stayed away after 2 tries" in said and "can be resumed" in said
+    assert [line["iteration"] for line in metrics(there)] == [0, 1]
+
+    assert train(there, chosen) == 0
+    renamed = json.loads(json.dumps(metrics(there)).replace("tiny_rewards:faulty", "tiny_rewards:red"))
+    assert renamed == metrics(here)
+    assert weights(there) == weights(here) != {}
