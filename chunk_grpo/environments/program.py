@@ -44,7 +44,7 @@ def picture(
         raise ValueError(f"images: one is no PNG in base64 ({type(error).__name__})") from None
     raise ValueError(f"images: one has {image.size[0]} x {image.size[1]} pixels, allowed are {LARGEST} a side")
 
-
+# %% ../../nbs/07ga_program.ipynb #3d62bf71
 def array(
     text: str,  # a file of NumPy in base64
 ):  # float32 (3, H, W)
@@ -59,7 +59,7 @@ def array(
         raise ValueError("images: one is no array of float32 and shape (3, H, W)")
     return found
 
-
+# %% ../../nbs/07ga_program.ipynb #2dab30d8
 def decode(
     texts: list[str],  # in base64
     form: str,  # tensor, floats or pil
