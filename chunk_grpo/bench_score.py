@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 
-from . import InputError, bench, benchmark, elsewhere, evaluate, geneval_score, rewards
+from . import InputError, bench, benchmark, elsewhere, evaluate, geneval_score, paper, rewards
 from . import settings as setting
 from .bench import Task
 from .checkpoint import append_line, cut_line, read_lines, write_json
@@ -57,11 +57,11 @@ def rewarded(
 
 # %% ../nbs/10k_bench_score.ipynb #7432ac9c
 def paper_rows(
-    name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4
+    name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4; pocket-geneval stands with geneval
 ) -> list[dict]:  # arm, table, trained on, and a number a column
     "What the paper reports of a benchmark; nothing where it reports nothing."
-    out = []
-    for key, table in benchmark.published().items():
+    name, out = name.removeprefix("pocket-"), []
+    for key, table in paper.published().items():
         parts = key.split("_")
         if not key.startswith("table") and key != "dpg_v3":
             continue

@@ -155,13 +155,17 @@ def evaluation(
 
 def by_category(
     values: Mapping,  # a reward of an evaluation's summary, with categories
+    reported: Sequence[Mapping] = (),  # rows of the paper with numbers of these categories, see `paper.rows`
 ) -> str:
-    "The mean of every category, an arm a column, and their mean at the end."
+    "The mean of every category, an arm a column, and their mean at the end; the paper's rows as further columns."
     arms = {ARMS.get(arm, arm): means for arm, means in values["categories"].items()}
     names = list(dict.fromkeys(c for means in arms.values() for c in means))
-    rows = [{"category": c.replace("_", " "), **{a: number(m.get(c)) for a, m in arms.items()}} for c in names]
-    overall = {ARMS.get(a, a): number(m) for a, m in (values.get("overall") or {}).items()}
-    return table(rows + ([{"category": "overall", **overall}] if overall else []), list(arms))
+    overall = {ARMS.get(a, a): m for a, m in (values.get("overall") or {}).items()}
+    columns = {a: {**means, **({"overall": overall[a]} if a in overall else {})} for a, means in arms.items()}
+    columns |= {f"the paper, {row['row']}": row for row in reported}
+    rows = [{"category": c.replace("_", " "), **{a: number(m.get(c)) for a, m in columns.items()}}
+            for c in [*names, *(["overall"] if overall else [])]]
+    return table(rows, list(columns))
 
 # %% ../nbs/12c_tables.ipynb #6964a223
 def preserved(

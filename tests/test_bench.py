@@ -63,6 +63,19 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     assert "seed 1000, not 3" in said and images(folder) == whole
 
 
+def test_the_papers_tables_take_the_run_in(trained):
+    "The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured."
+    out = trained / "tables.html"
+    run("tables", trained / "run", "--name", "HPSv3=pocket-clip", "--name", "hpsv3=pocket-clip", "--prompts", "six",
+        "--show", "two stars", "--out", out)
+    text = out.read_text()
+    rewards = read_json(trained / "run" / "benchmarks" / "six" / "summary.json")["rewards"]["pocket-clip"]
+    for arm in ("base", "hybrid"):
+        assert f"here, 1 run</td><td class=\"number\">{rewards[arm]['mean']:.3f}" in text, arm
+    assert "15.236" in text and "Nobody measured here: Dance-GRPO; Chunk-GRPO +ws" in text
+    assert text.count("<img") == 1 and "six: 1 prompt, one image" in text
+
+
 def test_images_of_another_origin(trained):
     folders = {arm: trained / "again" / arm for arm in ("base", "plain")}
     pairs = [word for arm, folder in folders.items() for word in ("--images", f"{arm}={folder}")]

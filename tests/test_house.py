@@ -99,6 +99,12 @@ def test_outputs_are_kept_only_where_they_belong(page):
     assert not [cell for cell in outputs for output in cell.outputs if output.output_type == "error"]
 
 
+def test_what_is_installed_fits_together():
+    "One environment for the book and all rewards: pip finds no conflict."
+    done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("page", BOOK, ids=lambda page: page.stem)
 def test_pages_open_as_the_book_does(page):
     cells = nbformat.read(page, as_version=4).cells

@@ -207,7 +207,7 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert notebooks.reports() == ["bench", "compare", "evaluate", "profile", "train"]
+    assert notebooks.reports() == ["bench", "compare", "evaluate", "profile", "tables", "train"]
     for name in notebooks.reports():
         cells = nbformat.read(notebooks.notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1

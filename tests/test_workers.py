@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from chunk_grpo import InputError, background, environments, remote, rewards, wire, worker
+from chunk_grpo import InputError, background, remote, rewards, wire, worker
 from chunk_grpo.pocket import prompts as pocket_prompts
 
 HERE = Path(__file__).resolve().parent
@@ -443,21 +443,3 @@ def test_background_keeps_order_and_says_what_went_wrong():
         wrong.result(20)
     thread.close()
     assert not thread.thread.is_alive()
-
-
-@pytest.mark.slow
-def test_the_package_hpsv3_in_its_environment(tmp_path):
-    "Only where the environment has been made; random weights of a tiny model in the package's own layout."
-    place = environments.home("hpsv3")
-    if not (place / "ready.json").is_file():
-        pytest.skip("the environment hpsv3 has not been made: chunk-grpo reward-env hpsv3")
-    subprocess.run([place / "bin/python", HERE / "tiny_hpsv3.py", tmp_path], check=True)
-    files = {"checkpoint": str(tmp_path / "HPSv3.safetensors"), "config": str(tmp_path / "tiny.yaml")}
-    child = environments.load("hpsv3_package:load", "hpsv3", files | {"device": "cpu"})
-    assert child.about["versions"]["transformers"] == "4.45.2"
-    scores = child(IMAGES, PROMPTS)
-    assert torch.isfinite(scores).all() and scores.std() > 0
-    assert torch.equal(child(IMAGES, PROMPTS), scores)
-    with pytest.raises(InputError, match="which HPSv3 keeps for its own marks"):
-        child(IMAGES[:1], ["a <|Reward|>"])
-    child.close()

@@ -95,7 +95,8 @@ def make(
         log.unlink(missing_ok=True)
         say(f"making {place} with Python {sys.version.split()[0]}")
         run([sys.executable, "-m", "venv", place], log)
-        pip = [place / "bin/python", "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        pip = [place / "bin/python", "-m", "pip", "install", "--no-input", "--no-compile",
+               "--disable-pip-version-check"]
         for packages, words in ((whole, []), (alone, ["--no-deps"])):
             if packages:
                 say(f"installing {', '.join(packages[:3])} … ({len(packages)} in all); pip's log is {log}")
