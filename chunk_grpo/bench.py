@@ -23,7 +23,8 @@ from diffusers.image_processor import VaeImageProcessor
 from . import InputError, evaluate, geneval, geneval_score, policy, process
 from . import settings as setting
 from .checkpoint import beside, read_json, write_json
-from .rollout import read_prompts, sample_images
+from .inputs import read_prompts
+from .rollout import sample_images
 
 # %% ../nbs/10j_bench.ipynb #02268876
 NAMED = ("hpd-test400", "hpd-bench3200", "geneval", "wise", "dpg")

@@ -19,7 +19,8 @@ from scipy.stats import bootstrap
 from . import InputError, elsewhere, policy, rewards, weights
 from . import settings as setting
 from .checkpoint import append_line, beside, read_json, read_lines, write_json
-from .rollout import read_prompts, sample_images
+from .inputs import read_prompts
+from .rollout import sample_images
 
 # %% ../nbs/10_evaluate.ipynb #be34f672
 def interval(

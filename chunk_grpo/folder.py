@@ -27,6 +27,7 @@ from . import InputError
 from . import settings as setting
 from .checkpoint import beside, read_json, read_lines, write_json
 from .cost import geometry, trained_parameters
+from .inputs import check, fingerprint, locate, read_prompts
 from .settings import Settings
 
 # %% ../nbs/10c_folder.ipynb #0dc45e22
@@ -79,9 +80,6 @@ def identity(
     s: Settings,
 ) -> dict[str, str]:  # model_sha256, prompts_sha256
     "Hashes of the model's files and of the prompts; InputError where one of them is missing or damaged."
-    from chunk_grpo.policy import check, fingerprint, locate  # here, since diffusers takes seconds to import
-    from chunk_grpo.rollout import read_prompts
-
     prompts = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
     model = locate(s.model)
     check(model)
@@ -93,8 +91,6 @@ def space(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    from chunk_grpo.rollout import read_prompts
-
     sizes = geometry(s.model)
     trained = trained_parameters(sizes, s.lora_rank, s.lora_targets) if sizes else 0
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained

@@ -28,7 +28,8 @@ from .chunks import Chunks, from_setting, least, numbers
 from .dynamics import chunks_from_profile, relative_distance
 from .objective import group_advantages
 from .policy import FluxPolicy
-from .rollout import decode, draw_prompts, read_prompts, rollout
+from .inputs import draw_prompts, read_prompts
+from .rollout import decode, rollout
 from .schedule import sigmas
 from chunk_grpo.update import (
     Outcome,

@@ -19,7 +19,6 @@ from .folder import create, evaluation, find, info, lines, mark, settings
 from .folder import metrics as metrics  # this and the next two: so that readers need `runs` alone
 from .folder import profile as profile
 from .folder import scores as scores
-from .notebooks import execute, html
 from .plots import method
 from .process import TrainingFailed, reason, start, stop, terminable, watch
 from .settings import Settings
@@ -105,6 +104,8 @@ def page(
     **parameters,  # of the report
 ) -> Path:  # the page
     "Execute a report and render it; InputError where a parameter is wrong."
+    from chunk_grpo.notebooks import execute, html  # here, since nbformat takes seconds to import
+
     out = Path(out)
     return html(execute(name, out.with_suffix(".ipynb"), **parameters), out)
 

@@ -202,7 +202,7 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
 ])
 def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
     with pytest.raises(InputError, match=re.escape(words)):
-        runs.execute("train", tmp_path / "out.ipynb", **values)
+        notebooks.execute("train", tmp_path / "out.ipynb", **values)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,8 +14,9 @@ import torch
 
 from chunk_grpo import folder, pocket, rewards, weights
 from chunk_grpo.checkpoint import write_json
+from chunk_grpo.inputs import draw_prompts
 from chunk_grpo.objective import group_advantages
-from chunk_grpo.rollout import decode, draw_prompts, rollout
+from chunk_grpo.rollout import decode, rollout
 from chunk_grpo.schedule import sigmas
 from chunk_grpo.snr import gradient_gram, signal_to_noise
 from chunk_grpo.update import Replay

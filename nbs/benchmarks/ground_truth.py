@@ -28,8 +28,9 @@ from chunk_grpo.branching import (
 from chunk_grpo.checkpoint import beside, write_json
 from chunk_grpo.chunks import Chunks, step_weights
 from chunk_grpo.dynamics import chunk_count
+from chunk_grpo.inputs import draw_prompts
 from chunk_grpo.objective import group_advantages
-from chunk_grpo.rollout import decode, draw_prompts, generator, rollout
+from chunk_grpo.rollout import decode, generator, rollout
 from chunk_grpo.schedule import sigmas
 from chunk_grpo.truth import (
     alignment,

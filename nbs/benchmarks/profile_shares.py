@@ -14,8 +14,8 @@ from scipy import stats
 
 from chunk_grpo import folder, pocket, weights
 from chunk_grpo.checkpoint import write_json
+from chunk_grpo.inputs import draw_prompts
 from chunk_grpo.profiles import SAMPLERS, measure, variance_shares
-from chunk_grpo.rollout import draw_prompts
 from chunk_grpo.schedule import sigmas
 
 
