@@ -201,7 +201,7 @@ def needed() -> list[tuple[str, str]]:
     hub = "hf download ymhao/HPDv2 test.json --repo-type dataset"
     return [*out, ("reward hpsv3, backend package", made),
             ("serve-reward", "ready" if served else "missing fastapi, uvicorn: pip install 'chunk-grpo[server]'"),
-            ("bench geneval", "prompts shipped; --detector: chunk-grpo convert-detector FILE FOLDER, FILE being mmdet's "
+            ("bench geneval", "prompts shipped; --detector: chunk-grpo convert-detector FILE FOLDER, FILE is mmdet's "
              "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco_20220504_001756-743b7d99.pth"),
             ("bench wise", "--source: git clone https://github.com/PKU-YuanGroup/WISE; --judge-url, --judge-model"),
             ("bench dpg", "--source: dpg_bench.csv of github.com/TencentQQGYLab/ELLA; --judge-url, --judge-model"),
