@@ -29,6 +29,8 @@ def load(
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name, loaded where its options say; InputError where they are wrong."
     where, rest = place(options), dict(options)
+    if where != "here" and name in rewards.NAMES:  # they round images to bytes themselves
+        rest.setdefault("pixels", "bytes")
     if where == "server":
         return remote.load(rest.pop("url"), **({"reward": name} | rest))
     backend = rest.get("backend", "plain")

@@ -142,7 +142,8 @@ async def receive(
     async for part in request.stream():
         body += part
         if len(body) > max_bytes:
-            raise Refused(413, f"body: it is larger than {max_bytes} bytes; allowed are smaller requests.")
+            raise Refused(413, f"body: it is larger than {max_bytes} bytes; allowed are smaller requests, as "
+                               "with `pixels: bytes`.")
     return bytes(body)
 
 # %% ../nbs/07j_server.ipynb #e8099f43
