@@ -16,7 +16,7 @@ def place(
     options: dict,  # of a reward, as in settings
 ) -> str:  # here, worker, or server
     "Where the options put it; InputError where they name two places."
-    named = [key for key in ("url", "environment", "worker") if options.get(key)]
+    named = [key for key in rewards.PLACES if options.get(key)]
     named += ["backend"] * (options.get("backend") == "package")
     if len(named) > 1:
         raise InputError(f"reward_options: {' and '.join(named)} name two places to run at; allowed is one.")
@@ -39,8 +39,7 @@ def load(
     if name == "hpsv3":
         rest.pop("backend", None)
     if where == "here":
-        rest.pop("worker", None)
-        return rewards.load(name, **rest)
+        return rewards.load(name, **{key: value for key, value in rest.items() if key not in rewards.PLACES})
     limits = {key: rest.pop(key) for key in LIMITS if key in rest}
     environment, _ = rest.pop("environment", None), rest.pop("worker", None)
     if backend == "package":

@@ -8,7 +8,7 @@ import released
 import torch
 import yaml
 
-from chunk_grpo import InputError, elsewhere, environments, rewards
+from chunk_grpo import InputError, environments, rewards
 
 pytestmark = pytest.mark.package
 
@@ -26,7 +26,7 @@ def both(tmp_path_factory):
               "deepspeed": None, "bf16": False, "torch_dtype": "float32"}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(yaml.safe_load(own.read_text()) | chosen))
     files = {"checkpoint": str(weights / "HPSv3.safetensors"), "config": str(folder / "tiny.yaml")}
-    package = elsewhere.load("hpsv3", backend="package", device="cpu", **files)
+    package = rewards.load("hpsv3", backend="package", device="cpu", **files)
     yield package, rewards.load("hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu")
     package.close()
 
