@@ -71,6 +71,12 @@ def test_pages_run_with_what_is_kept():
     run_pages("")
 
 
+def test_what_is_kept_answers_every_claim():
+    for name in NAMES:
+        assert studies.missing(studies.rows(name), studies.described(name)).startswith("Every arm has its")
+    assert all(line["verdict"] != "open" for line in claims.lines(claims.claims(), complete=True))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_rows_are_of_the_study(name):
     asked, rows = studies.described(name), studies.rows(name)
