@@ -48,7 +48,9 @@ def fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/04c_inputs.ipynb #27f65255
-FAMILIES = ("FluxPipeline",)  # classes of diffusers that have a policy, see `policy`
+FAMILIES = {  # classes of diffusers that have a policy, and where it is
+    "FluxPipeline": "policy.FluxPolicy",
+}
 
 
 def check(
