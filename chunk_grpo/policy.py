@@ -168,6 +168,10 @@ class Policy:
         "The guided velocity of two."
         return without + self.true_guidance * (with_prompt - without)
 
+    def images(self, latents: Tensor) -> Tensor:  # the VAE's (B, C, h, w) or with a frame -> (B, 3, ...) in [0, 1]
+        "What the VAE decodes, float32."
+        return (self.vae.decode(latents.to(self.dtype), return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
+
 # %% ../nbs/05_policy.ipynb #a61dcf3b
 class FluxPolicy(Policy):
     "FLUX.1, dev or schnell."
@@ -214,8 +218,7 @@ class FluxPolicy(Policy):
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
         "Images of the latents at sigma 0."
         latents = FluxPipeline._unpack_latents(latents, self.resolution, self.resolution, self.factor)
-        latents = latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0)
-        return (self.vae.decode(latents.to(self.dtype), return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
+        return self.images(latents / self.vae.config.scaling_factor + (self.vae.config.shift_factor or 0.0))
 
 # %% ../nbs/05_policy.ipynb #0dca4e96
 def native_shift(

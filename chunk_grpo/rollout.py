@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .policy import Policy
 from .sampler import log_prob, transition
-from .schedule import sigmas
 from .weights import base_weights
 
 # %% ../nbs/06_rollout.ipynb #b7ad3b52
