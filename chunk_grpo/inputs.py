@@ -50,6 +50,10 @@ def fingerprint(
 # %% ../nbs/04c_inputs.ipynb #27f65255
 FAMILIES = {  # classes of diffusers that have a policy, and where it is
     "FluxPipeline": "policy.FluxPolicy",
+    "StableDiffusion3Pipeline": "sd3.SD3Policy",
+    "QwenImagePipeline": "qwen_image.QwenImagePolicy",
+    "ZImagePipeline": "z_image.ZImagePolicy",
+    "Flux2KleinPipeline": "flux2.KleinPolicy",
 }
 
 
