@@ -130,8 +130,8 @@ def manifest(
     prompts = hashlib.sha256(json.dumps(what.prompts).encode()).hexdigest()
     return {"benchmark": what.name, "prompts_sha256": prompts, "prompts": len(what.prompts), "samples": what.samples,
             "arms": dict(arms), "seed": s.eval_seed, "steps": s.eval_steps, "resolution": s.eval_resolution,
-            "guidance": s.guidance, "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
-            "trained_sha256": weights}
+            "guidance": s.guidance, "true_guidance": s.true_guidance,
+            "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"), "trained_sha256": weights}
 
 
 def settle(
@@ -161,7 +161,7 @@ def lacking(
 
 # %% ../nbs/10j_bench.ipynb #3d38dcda
 def draw(
-    model: policy.FluxPolicy,  # of `evaluate.trained_policy`
+    model: policy.Policy,  # of `evaluate.trained_policy`
     s: setting.Settings,
     what: Task,
     arms: Mapping[str, int | None],  # arm -> step at which the base takes over

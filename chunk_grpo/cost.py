@@ -40,10 +40,12 @@ KNOWN = {"black-forest-labs/FLUX.1-dev": Geometry(), "black-forest-labs/FLUX.1-s
 # %% ../nbs/08ca_cost.ipynb #ca3c09b4
 def _read(
     folder: Path,
-) -> Geometry:
-    "The geometry of a diffusers folder; InputError where its configuration cannot be read."
+) -> Geometry | None:
+    "The geometry of a diffusers folder, None for another family's; InputError where it cannot be read."
     try:
         net, vae = (json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae"))
+        if net.get("_class_name", "FluxTransformer2DModel") != "FluxTransformer2DModel":
+            return None
         return Geometry(net["num_layers"], net["num_single_layers"], net["num_attention_heads"],
                         net["attention_head_dim"], net["in_channels"], net["joint_attention_dim"],
                         net["pooled_projection_dim"], bool(net.get("guidance_embeds")),
@@ -55,7 +57,7 @@ def _read(
 
 def geometry(
     model: str, # "pocket", a folder, or a hub id
-) -> Geometry | None: # None for a hub id that is not known
+) -> Geometry | None: # None for a hub id that is not known, and for another family than FLUX.1
     "The sizes of a model, without its weights."
     if model == "pocket":
         from chunk_grpo import pocket  # here, since it is needed for this one model only
@@ -133,7 +135,8 @@ def activation_bytes(
     g: Geometry,
 ) -> int:
     "Memory that one update's forward keeps for its backward."
-    block = (image_tokens(g, s.resolution) + s.max_tokens) * g.width * s.update_batch
+    rows = s.update_batch * (1 + (s.true_guidance > 1))
+    block = (image_tokens(g, s.resolution) + s.max_tokens) * g.width * rows
     double, single = KEPT[s.dtype]
     if s.gradient_checkpointing:
         return block * ((g.double + g.single) * BYTES[s.dtype] + double)

@@ -47,11 +47,11 @@ def trained_policy(
     run: Path,  # a finished run's folder
     s: setting.Settings,
     device: str | torch.device | None = None,  # None: CUDA where there is one
-) -> policy.FluxPolicy:  # at the evaluation's resolution
+) -> policy.Policy:  # at the evaluation's resolution
     "The policy of a finished run; InputError where it has no trained weights."
     if not (Path(run) / "final").is_dir():
         raise InputError(f"run: {run} has no trained weights in final/; a finished run is needed: resume it first.")
-    names = ("max_tokens", "guidance", "dtype", "lora_rank", "lora_targets")
+    names = ("max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = weights.load(s.model, resolution=s.eval_resolution, device=device, **{n: getattr(s, n) for n in names})
     weights.restore(model, Path(run) / "final")
@@ -88,7 +88,7 @@ def check_arms(
 
 # %% ../nbs/10_evaluate.ipynb #70edb267
 def draw_arm(
-    model: policy.FluxPolicy,
+    model: policy.Policy,
     s: setting.Settings,
     prompts: list[str],
     scorers: dict[str, Callable],  # rewards by name

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .policy import FluxPolicy
+from .policy import Policy
 from .rollout import decode, initial_noise, step_noise
 from .sampler import step
 from .schedule import endpoints, sigmas
@@ -23,7 +23,7 @@ from .weights import base_weights
 # %% ../nbs/06a_frames.ipynb #a74f88e8
 @torch.no_grad()
 def trajectory(
-    policy: FluxPolicy,  # of which the weights of now are used
+    policy: Policy,  # of which the weights of now are used
     rows: dict[str, Tensor],  # conditioning, one row an image
     keys: Sequence[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of every image's noise
     grid: Tensor,  # (T + 1,) sigmas
@@ -52,7 +52,7 @@ class Frames:
 
 
 def frames(
-    policy: FluxPolicy,  # with trained weights, as `weights.load` and `weights.restore` give
+    policy: Policy,  # with trained weights, as `weights.load` and `weights.restore` give
     prompts: Sequence[str],
     steps: int = 17,  # transitions
     shift: float = 3.0,  # of the noise schedule

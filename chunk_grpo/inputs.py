@@ -48,7 +48,13 @@ def fingerprint(
     return digest.hexdigest()
 
 # %% ../nbs/04c_inputs.ipynb #27f65255
-FAMILIES = ("FluxPipeline",)  # classes of diffusers that have a policy, see `policy`
+FAMILIES = {  # classes of diffusers that have a policy, and where it is
+    "FluxPipeline": "policy.FluxPolicy",
+    "StableDiffusion3Pipeline": "sd3.SD3Policy",
+    "QwenImagePipeline": "qwen_image.QwenImagePolicy",
+    "ZImagePipeline": "z_image.ZImagePolicy",
+    "Flux2KleinPipeline": "flux2.KleinPolicy",
+}
 
 
 def check(

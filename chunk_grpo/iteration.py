@@ -27,7 +27,7 @@ from .chunkers import adaptive
 from .chunks import Chunks, from_setting, least, numbers
 from .dynamics import chunks_from_profile, relative_distance
 from .objective import group_advantages
-from .policy import FluxPolicy
+from .policy import Policy
 from .inputs import draw_prompts, read_prompts
 from .rollout import decode, rollout
 from .schedule import sigmas
@@ -59,7 +59,7 @@ class State:
     rewards: dict[str, object]  # those trained on and those only measured
     chunks: Chunks | None  # None until the profile is measured
     profile: Tensor | None = None  # (n,) mean distances of the base, once measured
-    policy: FluxPolicy = None
+    policy: Policy = None
     optimizer: torch.optim.Optimizer = None
     ema: EMAModel | None = None
     grid: Tensor = None  # (T+1,) sigmas
@@ -103,12 +103,12 @@ def look(
 def set_up(state: State) -> State:  # the same, with policy and optimizer
     "Load the policy, free its weights, encode the prompts, make the optimizer."
     s = state.s
-    names = ("resolution", "max_tokens", "guidance", "dtype", "lora_rank", "lora_targets", "gradient_checkpointing")
-    given = {name: getattr(s, name) for name in names}
+    names = ("resolution", "max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets")
+    given = {name: getattr(s, name) for name in (*names, "gradient_checkpointing")}
     state.policy = weights.load(s.model, **given, seed=s.seed, device=state.acc.device)
     state.policy.at(s.eval_resolution).at(s.resolution)  # a resolution that cannot be packed is said now
     with state.acc.main_process_first(), policy.encoders(state.policy) as fresh:
-        policy.fill_cache([*state.prompts, *state.held_out], state.policy.key, fresh)
+        policy.fill_cache([*state.prompts, *state.held_out, *state.policy.blank], state.policy.key, fresh)
     state.policy.module = state.acc.prepare(state.policy.transformer)
     trained = state.policy.trained
     state.optimizer = torch.optim.AdamW(trained, lr=s.learning_rate, weight_decay=s.weight_decay)

@@ -50,7 +50,7 @@ def iteration_flops(
     g: Geometry,
 ) -> dict[str, float]: # phase -> operations of one iteration, all processes together
     "Operations of an iteration's rollout and updates."
-    forward = forward_flops(g, s.resolution, s.max_tokens)
+    forward = forward_flops(g, s.resolution, s.max_tokens) * (1 + (s.true_guidance > 1))
     images, trained = images_per_iteration(s), transitions_per_iteration(s)[1]
     rollout = images * (s.steps - 1) + (s.prompts_per_iteration if s.shared_noise else images)
     passes = (2 if s.lora_rank else 3) + s.gradient_checkpointing + (s.kl > 0)
@@ -64,7 +64,7 @@ def evaluation_flops(
     g: Geometry,
 ) -> tuple[float, int]: # operations of one evaluation, how many there are after the base's
     "Operations of one evaluation during training, plain and hybrid."
-    forward = forward_flops(g, s.eval_resolution, s.max_tokens)
+    forward = forward_flops(g, s.eval_resolution, s.max_tokens) * (1 + (s.true_guidance > 1))
     images = s.eval_count * s.eval_images
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
     arms = 2 if 0 < s.hybrid_split < s.eval_steps else 1

@@ -17,13 +17,13 @@ from .chunkers import adaptive, optimal, paper_rule
 from .chunks import Chunks
 from .dynamics import DISTANCES, relative_distance
 from .frames import trajectory
-from .policy import FluxPolicy
+from .policy import Policy
 
 SAMPLERS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
 
 # %% ../nbs/06b_profiles.ipynb #979cbe0a
 def measure(
-    policy: FluxPolicy,
+    policy: Policy,
     prompts: Sequence[str],  # the whole list
     chosen: Sequence[int],  # positions in it, P
     images: int,  # G, seeds of each prompt

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .policy import FluxPolicy, native_shift
+from .policy import Policy
 from .sampler import log_prob, transition
-from .schedule import sigmas
 from .weights import base_weights
 
 # %% ../nbs/06_rollout.ipynb #b7ad3b52
@@ -48,7 +47,7 @@ class Trajectories:
 
 
 def initial_noise(
-    policy: FluxPolicy,
+    policy: Policy,
     keys: list[tuple[int, int, int, int]],  # of the images
     shared: bool = False,  # one draw an iteration, shared by all its images
 ) -> Tensor:  # (B, S, C) float32 on the CPU
@@ -85,7 +84,7 @@ def walk(policy, rows, latents, keys, grid, kind, eta, store, first=None) -> tup
 # %% ../nbs/06_rollout.ipynb #5e55a412
 @torch.no_grad()
 def rollout(
-    policy: FluxPolicy,
+    policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
     row: Tensor,  # (B,) long: which row each image has
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
@@ -125,7 +124,7 @@ def first_velocity(policy, conditioning, latents, grid, batch) -> Tensor:
 # %% ../nbs/06_rollout.ipynb #3d43a221
 @torch.no_grad()
 def ode(
-    policy: FluxPolicy,
+    policy: Policy,
     conditioning: dict[str, Tensor],  # rows, one an image
     noise: Tensor,  # (B, S, C) at sigma 1
     grid: Tensor,  # (N+1,) sigmas
@@ -155,14 +154,14 @@ def euler(policy, rows, latents, grid, indices) -> Tensor:
 
 
 @torch.no_grad()
-def decode(policy: FluxPolicy, latents: Tensor, batch: int = 16) -> Tensor:
+def decode(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
     "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
     parts = [policy.decode(part.float()).cpu() for part in latents.split(batch)]
     return torch.cat(parts).contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../nbs/06_rollout.ipynb #9302bf3a
 def sample_images(
-    policy: FluxPolicy,
+    policy: Policy,
     prompts: list[str],  # the whole list
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     seed: int,  # of the evaluation
@@ -179,7 +178,7 @@ def sample_images(
         policy,
         {k: v[row] for k, v in rows.items()},
         initial_noise(policy, keys),
-        sigmas(steps, native_shift(policy)),
+        policy.sigmas(steps),
         batch,
         split,
     )

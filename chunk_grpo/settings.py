@@ -71,6 +71,8 @@ class Settings(BaseModel):
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "", DANCE,
         "Number format of weights and forwards; sampler, log-density and ratio are float32 whatever stands here.")
     guidance: Number = setting(3.5, "", DANCE, "Guidance embedded in the model; no second forward.", ge=0)
+    true_guidance: Number = setting(1.0, "", "the paper has none",
+        "Classifier-free guidance, with a second forward for the empty prompt in rollout and training; 1: off.", ge=1)
     # how a trajectory is drawn
     steps: int = setting(17, "transitions", TABLE_6, "Transitions from noise to image; the last is not trained.", ge=2)
     shift: Number = setting(3.0, "", TABLE_6, "Static shift of the noise schedule in training.", gt=0)

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .chunks import Chunks, batches, fits, from_setting, segments, step_weights
 from .dynamics import chunk_count, chunk_weights, draw_chunks, relative_distance, steady_weights
 from .objective import clipped_objective, is_clipped, item_sizes, logp_coefficient, segment_ratio
-from .policy import FluxPolicy
+from .policy import Policy
 from .rollout import Trajectories, generator
 from .sampler import kl as transition_kl
 from .sampler import coefficients, log_prob, transition
@@ -118,7 +118,7 @@ def lay_out(
 class Replay:
     "What it takes to ask a policy for the log-probability of stored transitions."
 
-    policy: FluxPolicy
+    policy: Policy
     conditioning: dict[str, Tensor]  # rows, one a prompt
     trajectories: Trajectories
     sigmas: Tensor  # (T+1,)

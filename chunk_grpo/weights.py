@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from diffusers import FluxPipeline
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from . import InputError, policy
-from .policy import FluxPolicy
+from .policy import Policy
 
 # %% ../nbs/05b_weights.ipynb #19dd6eb9
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
 def make_trainable(
-    policy: FluxPolicy,  # changed in place
+    policy: Policy,  # changed in place
     lora_rank: int = 0,  # 0: full fine-tuning
     lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: every attention projection
     gradient_checkpointing: bool = False,  # recompute blocks in the backward: less memory, about a third more time
@@ -40,12 +39,12 @@ def make_trainable(
         net.float().requires_grad_(True)
         policy.aside = [p.detach().clone() for p in net.parameters()]
         return list(net.parameters())
-    targets = list(lora_targets or LORA_TARGETS)
     known = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
-    for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in known):
-            endings = sorted({name.split(".", 2)[-1] for name in known if "." in name})
-            raise InputError(f"lora_targets: no linear layer is named {target!r}; some that are: {endings[:8]}.")
+    there = {t: any(f".{name}".endswith(f".{t}") for name in known) for t in lora_targets or LORA_TARGETS}
+    targets = [t for t, found in there.items() if found]
+    for target in set(there) - set(targets) - set(LORA_TARGETS):  # a family may lack some of the attention's
+        endings = sorted({name.split(".", 2)[-1] for name in known if "." in name})
+        raise InputError(f"lora_targets: no linear layer is named {target!r}; some that are: {endings[:8]}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         start = {"lora_alpha": lora_rank, "init_lora_weights": "gaussian"}
@@ -58,7 +57,7 @@ def make_trainable(
 # %% ../nbs/05b_weights.ipynb #7a8ada49
 @contextlib.contextmanager
 def base_weights(
-    policy: FluxPolicy,  # trainable or not
+    policy: Policy,  # trainable or not
 ) -> Iterator[None]:
     "Within this context the policy is the base model it started from."
     lora, aside = getattr(policy, "lora", False), getattr(policy, "aside", None)
@@ -85,19 +84,19 @@ def swap(
 
 # %% ../nbs/05b_weights.ipynb #479a9bae
 def save(
-    policy: FluxPolicy,  # trainable
+    policy: Policy,  # trainable
     folder: Path,  # made if it is not there
 ) -> None:
     "Write the trained weights in diffusers' own layout: an adapter or a whole transformer."
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
-        FluxPipeline.save_lora_weights(str(folder), transformer_lora_layers=layers)
+        policy.pipeline.save_lora_weights(str(folder), transformer_lora_layers=layers)
     else:
         policy.transformer.save_pretrained(str(folder))
 
 
 def restore(
-    policy: FluxPolicy,  # trainable in the way of the saved weights
+    policy: Policy,  # trainable in the way of the saved weights
     folder: Path,  # written by `save`
 ) -> None:
     "Read trained weights back into the policy; InputError where they are missing or damaged."
@@ -123,7 +122,7 @@ def load(
     seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
     **given,  # to `policy.load`
-) -> FluxPolicy:  # with `.trained`, the list of weights to optimise
+) -> Policy:  # with `.trained`, the list of weights to optimise
     "A policy to be trained, by its model's name; InputError as `policy.load` and `make_trainable`."
     out = policy.load(model, dtype=dtype, weights=dtype if lora_rank else "float32", **given)
     out.trained = make_trainable(out, lora_rank, tuple(lora_targets), gradient_checkpointing, seed)

@@ -1,0 +1,290 @@
+"""Every family is its pipeline: the same embeddings, noise, velocity, images; and it trains, is saved and switched."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny_families
+import torch
+from commands import run
+from diffusers import DiffusionPipeline
+
+from chunk_grpo import InputError, inputs, policy, weights
+from chunk_grpo.chunks import from_setting
+from chunk_grpo.rollout import ode, rollout
+from chunk_grpo.sd3 import pack
+from chunk_grpo.update import Replay, accumulate, choose_chunks, floor, lay_out, replay_all
+
+NAMES = list(tiny_families.BUILDERS)
+PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]  # of different lengths
+STEPS, TOKENS, SIDE = 5, 16, 64
+OFF = {"dev": {"guidance_scale": 2.5}, "sd3": {"guidance_scale": 1.0}, "z_image": {"guidance_scale": 0.0},
+       "klein": {"guidance_scale": 1.0}}  # what a pipeline is told to take one forward
+ON = {"dev": {"guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+      "schnell": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]}, "sd3": {"guidance_scale": 3.0},
+      "qwen": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]}, "z_image": {"guidance_scale": 2.0},
+      "klein": {"guidance_scale": 3.0}}  # and what it is told for a guidance of 3
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request, tmp_path_factory):
+    "A family's name and its folder."
+    name = request.param
+    return name, tiny_families.build(name, tmp_path_factory.mktemp(name) / "model")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    "Embeddings of these models do not stay in the user's cache."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def load(folder, **more):
+    "A frozen policy."
+    return policy.load(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, **more)
+
+
+def generators():
+    "A generator for each prompt."
+    return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
+
+
+def tokens(latents):
+    "A pipeline's latents as ours."
+    return pack(latents) if latents.ndim == 4 else latents
+
+
+class Watched:
+    "A pipeline's own call: what its transformer was given, each step's latents and velocity, and the images."
+
+    def __init__(self, folder, **given):
+        pipe = DiffusionPipeline.from_pretrained(folder)
+        pipe.set_progress_bar_config(disable=True)
+        self.calls, self.latents, self.velocity = [], [], []
+        pipe.transformer.register_forward_pre_hook(lambda _, a, k: self.calls.append((a, k)), with_kwargs=True)
+        step = pipe.scheduler.step
+
+        def watch(out, t, sample, **more):
+            self.velocity.append(tokens(out))
+            self.latents.append(tokens(sample))
+            after = step(out, t, sample, **more)
+            self.last = tokens(after[0])
+            return after
+
+        pipe.scheduler.step = watch
+        self.images = pipe(
+            prompt=list(PROMPTS), height=SIDE, width=SIDE, num_inference_steps=STEPS, generator=generators(),
+            max_sequence_length=TOKENS, output_type="pt", **given).images
+        self.sigmas = pipe.scheduler.sigmas
+
+    def texts(self):
+        "The text of every sample in the first forward, without padding, and all other conditioning."
+        args, given = self.calls[0]
+        if len(args) == 3:  # Z-Image
+            return list(args[2]), None
+        mask = given.get("encoder_hidden_states_mask")
+        states = given["encoder_hidden_states"]
+        out = list(states) if mask is None else [s[m.bool()] for s, m in zip(states, mask, strict=True)]
+        return out, given.get("pooled_projections")
+
+
+@pytest.fixture(scope="module", params=[1.0, 3.0], ids=["plain", "guided"])
+def pair(request, family):
+    "A policy and its pipeline's own call, with and without classifier-free guidance."
+    name, folder = family
+    told = OFF.get(name, {}) if request.param == 1 else ON[name]
+    return load(folder, true_guidance=request.param), Watched(folder, **told)
+
+
+def test_encode_gives_the_pipelines_embeddings(family):
+    "Row by row, masked where it is padded; all rows have one shape, whoever is encoded with them."
+    name, folder = family
+    model, theirs = load(folder), Watched(folder, **OFF.get(name, {}))
+    rows = model.encode(PROMPTS)
+    assert all(len(v) == len(PROMPTS) for v in rows.values())
+    states, pooled = theirs.texts()
+    mask = rows.get("prompt_embeds_mask")
+    for i, state in enumerate(states):
+        mine = rows["prompt_embeds"][i] if mask is None else rows["prompt_embeds"][i][mask[i]]
+        torch.testing.assert_close(mine, state, rtol=0, atol=1e-5)
+    assert (pooled is None) == ("pooled_prompt_embeds" not in rows)
+    if pooled is not None:
+        torch.testing.assert_close(rows["pooled_prompt_embeds"], pooled, rtol=0, atol=1e-5)
+    if mask is not None:
+        assert mask[0].sum() < mask[1].sum()
+    alone = model.encode([PROMPTS[0], "two dogs"])
+    assert {k: v.shape for k, v in alone.items()} == {k: v.shape for k, v in rows.items()}
+
+
+def test_noise_is_the_pipelines(pair):
+    "The same generators, the same first latents, to the last bit."
+    model, theirs = pair
+    assert torch.equal(torch.stack([model.noise(g) for g in generators()]), theirs.latents[0])
+
+
+def test_velocity_is_what_the_pipeline_gives_its_scheduler(pair):
+    "At every step of its own call, guided or not."
+    model, theirs = pair
+    rows = model.encode(PROMPTS)
+    assert len(theirs.velocity) == STEPS
+    for x, v, sigma in zip(theirs.latents, theirs.velocity, theirs.sigmas[:-1], strict=True):
+        mine = model.velocity(x, sigma.expand(len(x)), rows)
+        assert mine.dtype == torch.float32 and v.std() > 0.05
+        torch.testing.assert_close(mine, v, rtol=1e-5, atol=1e-5)
+
+
+def test_sampling_is_the_pipelines_call(pair):
+    "Our noise levels, our Euler steps and our decoding: its latents and its images."
+    model, theirs = pair
+    grid = model.sigmas(STEPS)
+    torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
+    noise = torch.stack([model.noise(g) for g in generators()])
+    ours = ode(model, model.encode(PROMPTS), noise, grid)
+    torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
+    assert theirs.images.std() > 0.01
+    torch.testing.assert_close(model.decode(ours), theirs.images, rtol=0, atol=1e-5)
+
+
+def test_a_sample_alone_is_the_sample_in_a_batch(pair):
+    "Whatever the lengths of the other prompts, and each at its own noise level."
+    model, theirs = pair
+    x, sigma, rows = theirs.latents[0], torch.tensor([0.9, 0.3]), model.encode(PROMPTS)
+    both = model.velocity(x, sigma, rows)
+    for i in range(len(PROMPTS)):
+        part = slice(i, i + 1)
+        alone = model.velocity(x[part], sigma[part], {k: v[part] for k, v in rows.items()})
+        torch.testing.assert_close(alone, both[part], rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.decode(x)[1:], model.decode(x[1:]), rtol=0, atol=1e-5)
+    swapped = {k: v.flip(0) for k, v in rows.items()}
+    assert (model.velocity(x, sigma, swapped) - both).abs().max() > 1e-3, "the prompt does not matter"
+
+
+def drawn(model):
+    "Trajectories of both prompts, and all their transitions as the work of an update."
+    keys = [(0, 0, p, g) for p in range(2) for g in range(2)]
+    grid, row = policy.sigmas(6, 3.0), torch.tensor([0, 0, 1, 1])
+    rows = model.encode(PROMPTS)
+    paths = rollout(model, rows, row, keys, grid, "flow", 0.7)
+    chunks = from_setting("2,3", 5)
+    work = lay_out(torch.arange(4), choose_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=20)
+    return Replay(model, rows, paths, grid), work
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
+def test_ratio_is_one_before_the_first_update(family, scale):
+    "The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."
+    what, work = drawn(load(family[1], true_guidance=scale))
+    old = what.trajectories.logp[work.sample, work.index]
+    assert floor(replay_all(what, work), old, work) < 1e-5
+    assert old.std() > 0
+
+
+@pytest.mark.parametrize(("rank", "scale"), [(0, 1.0), (4, 3.0)], ids=["full", "lora-guided"])
+def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale, tmp_path):
+    "One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."
+    _, folder = family
+    base = load(folder, true_guidance=scale)
+    trained = [weights.load(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, true_guidance=scale,
+                            lora_rank=rank, lora_targets=weights.LORA_TARGETS) for _ in range(2)]
+    model, again = trained
+    what, work = drawn(model)
+    x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])
+    before = base.velocity(x, sigma, what.conditioning).detach()
+    torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
+
+    old, advantage = replay_all(what, work), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    optimizer = torch.optim.AdamW(model.trained, lr=1e-2 if rank else 1e-3)  # an adapter starts at nothing
+    first = accumulate(what, work, advantage, 10.0, old)
+    optimizer.step()
+    optimizer.zero_grad()
+    second = accumulate(what, work, advantage, 10.0, old)
+    assert abs(first.objective) < 1e-6 and second.objective > 1e-4
+
+    after = model.velocity(x, sigma, what.conditioning).detach()
+    assert (after - before).abs().max() > 1e-4
+    with torch.no_grad(), weights.base_weights(model):
+        torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
+    assert torch.equal(model.velocity(x, sigma, what.conditioning).detach(), after)
+
+    weights.save(model, tmp_path / "final")
+    weights.restore(again, tmp_path / "final")
+    assert torch.equal(again.velocity(x, sigma, what.conditioning).detach(), after)
+    if rank:
+        pipe = DiffusionPipeline.from_pretrained(folder)
+        pipe.load_lora_weights(str(tmp_path / "final"))
+        base.module = pipe.transformer
+    else:
+        base.module = type(base.transformer).from_pretrained(tmp_path / "final")
+    torch.testing.assert_close(base.velocity(x, sigma, what.conditioning), after, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_bfloat16(family, stored):
+    "A forward in bfloat16, of weights stored either way, is near the one in float32."
+    given = {"true_guidance": 3.0}
+    model, half = load(family[1], **given), load(family[1], **given, dtype="bfloat16", weights=stored)
+    rows, sigma = model.encode(PROMPTS), torch.tensor([0.875, 0.25])  # which bfloat16 has too
+    x = torch.stack([model.noise(g) for g in generators()])
+    with torch.no_grad():
+        v, low = model.velocity(x, sigma, rows), half.velocity(x, sigma, rows)
+        assert half.decode(x).dtype == low.dtype == torch.float32
+    assert 0 < (low - v).norm() < 0.15 * v.norm()
+    assert half.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
+
+
+def test_gradient_checkpointing_changes_nothing(family):
+    "The same gradient."
+    grads = []
+    for checkpointing in (False, True):
+        model = weights.load(str(family[1]), resolution=SIDE, max_tokens=TOKENS, gradient_checkpointing=checkpointing)
+        x = torch.stack([model.noise(g) for g in generators()])
+        model.velocity(x, torch.tensor([0.9, 0.3]), model.encode(PROMPTS)).square().mean().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.trained if p.grad is not None]))
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_is_said(family):
+    "A resolution that cannot be packed, and more tokens than the pipeline allows."
+    _, folder = family
+    model = load(folder)
+    with pytest.raises(InputError, match="resolution: 72 is not allowed"):
+        model.at(72) if model.patch * model.factor == 16 else model.at(72 + 1)
+    assert model.resolution == SIDE
+    with pytest.raises(InputError, match="max_tokens: 5000 is too many"):
+        policy.load(str(folder), resolution=SIDE, max_tokens=5000)
+
+
+def test_a_distilled_klein_is_not_guided(tmp_path):
+    tiny_families.klein(tmp_path / "klein", distilled=True)
+    assert load(tmp_path / "klein").true_guidance == 1
+    with pytest.raises(InputError, match="true_guidance: got 3, but the model is distilled"):
+        load(tmp_path / "klein", true_guidance=3.0)
+
+
+def test_no_pipeline_is_imported_before_its_model():
+    "The package, its policies' module and the settings know every family by name only."
+    names = ["chunk_grpo.sd3", "chunk_grpo.flux2", "diffusers.pipelines.qwenimage.pipeline_qwenimage"]
+    text = f"import sys, chunk_grpo.policy, chunk_grpo.settings; print([n for n in {names} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert len(inputs.FAMILIES) == 5
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    "SD3 with guidance and LoRA: trained, evaluated, and its weights load into diffusers."
+    folder = tiny_families.build("sd3", tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
+    words = {"model": str(folder), "prompts": str(tmp_path / "prompts.txt"), "true_guidance": 3.0, "lora_rank": 2}
+    words |= {"eval_prompts": words["prompts"], "resolution": 64, "eval_resolution": 64, "max_tokens": 8,
+              "dtype": "float32", "iterations": 1, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 6,
+              "chunks": "2,3", "eval_steps": 3, "hybrid_split": 2, "threads": 1, "reward": "tiny_rewards:red"}
+    (tmp_path / "s.yaml").write_text(json.dumps(words))
+    assert "are not known here" in run("plan", tmp_path / "s.yaml")
+    run("train", tmp_path / "s.yaml", "--out", tmp_path / "run", "--no-report")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["ratio_floor"] == 0 and lines[1]["ratio_floor_rollout"] < 1e-4
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    pipe.load_lora_weights(str(tmp_path / "run" / "final"))
