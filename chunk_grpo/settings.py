@@ -188,7 +188,12 @@ def read(
     values = parse(text, f"the settings file {path}")
     if not isinstance(values, dict):
         raise InputError(f"the settings file {path} must hold lines `name: value`; it holds {shown(values)}")
-    return values
+    if "like" not in values:
+        return values
+    base = values.pop("like")
+    if base not in presets() or path == PRESETS / f"{base}.yaml":
+        raise InputError(f"`like` in {path} must name another preset, such as paper/chunk; got {shown(base)}")
+    return read(base) | values
 
 # %% ../nbs/08_settings.ipynb #327bb3b4
 def with_options(

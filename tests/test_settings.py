@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_grpo import InputError, fields, settings
+from chunk_grpo import InputError, fields, paper, replication, settings
+from chunk_grpo.chunks import from_setting
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = settings.Settings.model_fields
@@ -175,6 +176,31 @@ def test_paper_files_write_the_papers_values_out(name, differs):
     assert not set(PAPER) - set(written)
     s = settings.load(written)
     assert {n: b for n, (_, b) in settings.difference(settings.Settings(), s).items()} == differs
+
+
+REWARDS = {"Table 1": "hpsv3", "Table 3": "hpsv3", "Table 4": "pickscore", "Table 5": "clip"}
+
+
+def test_every_row_of_the_papers_tables_has_its_file():
+    "Of Tables 1, 3, 4 and 5, but for methods of others: one file each, and no other setting changed than the row says."
+    found = {}
+    for name in settings.presets():
+        if name.startswith("paper/table"):
+            s, table = settings.load(name), f"Table {name[len('paper/table')]}"
+            cut = replication.cut(from_setting(s.chunks, s.transitions).sizes)
+            method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
+            row = method + " +ws" * (s.chunk_weighting == "dynamics")
+            if table == "Table 3":
+                row += "" if cut == "step" else " w/ td" if cut == "2,3,4,7" else " w/o td"
+                row = (row, s.steps, cut)
+            found.setdefault(table, []).append(row)
+            assert set(settings.difference(settings.Settings(), s)) <= {"chunks", "chunk_weighting", "reward", "steps"}
+            assert s.reward == REWARDS[table]
+    for key, table in paper.TABLES.items():
+        if table in REWARDS:
+            rows = [r for r in paper.rows(key) if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
+            wanted = [(r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"] for r in rows]
+            assert sorted(found[table]) == sorted(wanted)
 
 
 def test_pocket_files_differ_only_where_they_say():
