@@ -41,7 +41,7 @@ class Remote:
     timeout: float = 600.0  # seconds of a request
     retries: int = 5  # tries after the first
     pause: float = 1.0  # seconds before the first of these, see `pauses`
-    pixels: str = "exact"  # of a tensor, or "bytes": rounded to PNG, a tenth of the traffic
+    pixels: str = "exact"  # of a tensor, or "bytes": rounded to PNG, about a quarter of the traffic or less
     about: dict = field(default_factory=dict, repr=False)  # what the server said of itself
 
     def headers(self) -> dict[str, str]:

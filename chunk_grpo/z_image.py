@@ -14,13 +14,14 @@ from torch import Tensor
 
 from .policy import Policy, from_scheduler, native_shift
 from .qwen_image import padded
-from .sd3 import pack, unpack
+from .sd3 import SD3Policy, pack, unpack
 
 # %% ../nbs/05e_zimage.ipynb #fc412ace
 class ZImagePolicy(Policy):
     "Z-Image and Z-Image-Turbo."
 
     pipeline, classes = ZImagePipeline, (ZImageTransformer2DModel, AutoencoderKL)
+    noise, decode = SD3Policy.noise, SD3Policy.decode  # the same unpacked latents of the same kind of VAE
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         "The noise levels that the pipeline's own call goes along."
@@ -32,11 +33,6 @@ class ZImagePolicy(Policy):
         states, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens)
         return padded(states, self.max_tokens)
 
-    def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        "The latents of one image at sigma 1."
-        channels = self.transformer.config.in_channels
-        return pack(torch.randn(1, channels, self.side, self.side, generator=generator))[0]
-
     def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
         "One forward."
         frames = unpack(latents, self.side).unsqueeze(2)  # each image a video of one frame
@@ -44,9 +40,3 @@ class ZImagePolicy(Policy):
         time = (1000 - 1000 * sigma) / 1000  # 1 - sigma, rounded as the pipeline rounds it
         out = self.module(list(frames), time, captions, return_dict=False)[0]
         return -pack(torch.stack(out).squeeze(2))
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
-        "Images of the latents at sigma 0."
-        latents = unpack(latents, self.side) / self.vae.config.scaling_factor
-        return self.images(latents + (self.vae.config.shift_factor or 0.0))
