@@ -671,6 +671,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'chunk_grpo.rollout.step_noise': ('rollout.html#step_noise', 'chunk_grpo/rollout.py'),
                                     'chunk_grpo.rollout.walk': ('rollout.html#walk', 'chunk_grpo/rollout.py')},
             'chunk_grpo.rules': { 'chunk_grpo.rules.method': ('rules.html#method', 'chunk_grpo/rules.py'),
+                                  'chunk_grpo.rules.placement': ('rules.html#placement', 'chunk_grpo/rules.py'),
                                   'chunk_grpo.rules.rewards': ('rules.html#rewards', 'chunk_grpo/rules.py'),
                                   'chunk_grpo.rules.sizes': ('rules.html#sizes', 'chunk_grpo/rules.py'),
                                   'chunk_grpo.rules.weighting': ('rules.html#weighting', 'chunk_grpo/rules.py'),

@@ -123,6 +123,25 @@ class Settings(BaseModel):
         "Layers that get an adapter, by the end of their name; used with a rank above 0.")
     gradient_checkpointing: bool = setting(True, "", DANCE,
         "Compute activations again in the backward instead of keeping them; memory only.")
+    # where it all lies and how it is computed: memory and speed
+    sharding: Literal["none", "fsdp"] = setting("none", "", OURS,
+        "Weights that are all trained: a whole copy in each process, or each holding a part of them (FSDP2).")
+    optimizer: Literal["adamw", "adamw-8bit"] = setting("adamw", "", "adamw: the paper",
+        "AdamW in float32, or with moments of 8 bits (bitsandbytes, which is installed beside the package).")
+    update_memory: Number = setting(0.0, "GB", OURS,
+        "What a forward of an update may keep for its backward; `update_batch` becomes what fits. 0: it stays.", ge=0)
+    latents_dtype: Literal["float32", "bfloat16"] = setting("float32", "", OURS,
+        "Number format of the trajectories between rollout and update; rounded before their density is taken.")
+    latents_on: Literal["device", "host"] = setting("device", "", OURS,
+        "Memory in which the trajectories wait for the update.")
+    vae_tiling: bool = setting(False, "", OURS,
+        "Decode images tile by tile: less memory, and tiles that meet a little differently.")
+    drop_flat_groups: bool = setting(False, "", OURS,
+        "Spend no forward on groups whose rewards are all alike: their advantages are 0, so are their gradients.")
+    compile: bool = setting(False, "", OURS,
+        "Compile the transformer's blocks (torch.compile): minutes at the start, faster forwards after it.")
+    attention: Literal["native", "flash", "cudnn", "efficient", "math"] = setting("native", "", OURS,
+        "Kernel of the attention: torch's own choice, or one of those that torch has.")
     # what is rewarded and how it is measured
     reward: str | dict[str, Number] = setting("hpsv3", "", SETUP,
         "Reward trained on: a name, package.module:function, {name: ..., option: ...}, or several with weights.",
