@@ -98,6 +98,7 @@ class Policy:
         device: str | torch.device = "cpu",
         weights: torch.dtype = torch.float32,  # of the transformer's stored weights
         true_guidance: float = 1.0,  # classifier-free guidance scale; 1: off
+        host: bool = False,  # leave the transformer on the CPU, for several processes to share out
     ):
         if max_tokens > self.most_tokens:
             raise InputError(f"max_tokens: {max_tokens} is too many; allowed are at most {self.most_tokens}.")
@@ -107,7 +108,7 @@ class Policy:
         self.dtype, self.device = dtype, torch.device(device)
         network, autoencoder = self.classes
         self.transformer = network.from_pretrained(folder, subfolder="transformer", dtype=weights)
-        self.transformer.to(self.device).eval().requires_grad_(False)
+        self.transformer.to("cpu" if host else self.device).eval().requires_grad_(False)
         self.vae = autoencoder.from_pretrained(folder, subfolder="vae", dtype=dtype)
         self.vae.to(self.device).eval().requires_grad_(False)
         self.module: nn.Module = self.transformer  # what `velocity` calls: a trainer may wrap it
@@ -260,6 +261,7 @@ def load(
     dtype: str = "float32",  # of the forward: float32 or bfloat16
     weights: str | None = None,  # of the transformer's stored weights; None: as `dtype`
     device: str | torch.device = "cpu",
+    host: bool = False,  # leave the transformer on the CPU, for several processes to share out
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
     folder = locate(model)
@@ -268,6 +270,6 @@ def load(
     scales = {"guidance": guidance, "true_guidance": true_guidance}
     types = {"dtype": DTYPES[dtype], "weights": DTYPES[weights or dtype]}
     try:
-        return family(folder, resolution, max_tokens, device=device, **types, **scales)
+        return family(folder, resolution, max_tokens, device=device, host=host, **types, **scales)
     except (SafetensorError, OSError) as error:
         raise InputError(f"model: the weights in {folder} cannot be read ({error}).") from None
