@@ -30,7 +30,8 @@ setup(
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),
-    extras_require={"dev": meta["dev_requirements"].split(), "server": meta["server_requirements"].split()},
+    extras_require={key.removesuffix("_requirements"): value.split() for key, value in meta.items()
+                    if key.endswith("_requirements")},
     entry_points={"console_scripts": [meta["console_scripts"]]},
     zip_safe=False,
 )
