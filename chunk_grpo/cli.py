@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from . import InputError, services, settings
+from . import hosts as machines
 from .services import Overrides, Run, rows
 
 app = typer.Typer(name="chunk-grpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -69,30 +70,36 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     processes: Processes = 1,
+    hosts: Annotated[Path | None, typer.Option(help="A YAML file: the machines, each with this command.")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
 ):
     "Train, with a line an iteration, and write the report."
     s = settings.load(source, overrides or ())
     settings.check_processes(s, processes)
-    if resume and out is None:
-        raise InputError("`--resume` needs the run folder in `--out`; got none")
+    if (resume or hosts) and out is None:
+        raise InputError(f"`--{'resume' if resume else 'hosts'}` needs the run folder in `--out`; got none")
+    h = machines.load(hosts) if hosts else None
     from chunk_grpo import runs
 
+    if h and h.node:
+        typer.echo(f"machine {h.node} of {h.nodes}, beside machine 0 in {out}")
     if out is None:
         out = free_folder(source)
         typer.echo(f"run folder: {out}")
     try:
-        run = runs.train(s, out, resume=resume, processes=processes, follow=runs.follow_terminal(s))
+        run = runs.train(s, out, resume=resume, processes=processes, follow=runs.follow_terminal(s),
+                         hosts=h)
     except runs.TrainingFailed as error:
         typer.echo(f"chunk-grpo: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        words = ["chunk-grpo train", source, *(overrides or ()), f"--out {out}"]
+        shared = f"--hosts {hosts}" if hosts else f"--processes {processes}" if processes > 1 else ""
+        words = ["chunk-grpo train", source, *(overrides or ()), f"--out {out}", *([shared] if shared else [])]
         again = " ".join(words + ["--resume"] * (out / "run.json").is_file())
         typer.echo(f"\ninterrupted; go on with: {again}", err=True)
         raise typer.Exit(130) from None
     typer.echo(f"finished: {runs.info(run)['seconds']:.0f} s of training")
-    if report:
+    if report and not (h and h.node):  # machine 0 writes it
         typer.echo(f"report: {runs.report(run)}")
 
 # %% ../nbs/14_cli.ipynb #4a6437b6

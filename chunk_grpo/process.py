@@ -147,6 +147,7 @@ def watch(
     seconds: float = 0.2,  # between two looks
     patience: float = 60.0,  # seconds that the child has to end once the run is finished
     over: Callable[[], bool] = lambda: False,  # whether training has ended elsewhere, so that it ends here too
+    grace: float = 10.0,  # seconds that the child then has to end by itself, for it may know more
 ) -> int:  # the child's exit status; 0 where it had to be ended after the run was finished
     "Follow the metrics until the child has ended."
     last, size, finished = max([line["iteration"] for line in lines(run)], default=-1), -1, None
@@ -168,7 +169,7 @@ def watch(
             return 0
         if over():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)  # it may end by itself, and then says more
+                child.wait(grace)
             stop(child)
             return child.returncode
         time.sleep(seconds)
@@ -205,7 +206,7 @@ def last_words(
     said = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in said if re.match(rf"\[rank{rank}\]: ", line)]  # the network layer's notes have `]:[`
     plain = [line for line in said if not re.match(r"\[rank\d+\]:", line)]
-    return re.sub(r"^\[rank\d+\]: ", "", ([""] + plain + own)[-1])
+    return re.sub(r"^\[rank\d+\]: ", "", ([""] + said + plain + own)[-1])
 
 
 def reason(
