@@ -17,7 +17,7 @@ from . import InputError
 from .checkpoint import read_json, write_json
 from .hosts import Hosts
 from .process import TrainingFailed, follows, log_of, reason, start, stop, terminable, watch
-from .settings import Settings
+from .settings import Settings, check_processes
 
 # %% ../nbs/10cb_nodes.ipynb #94bfe3d8
 @dataclass
@@ -102,8 +102,8 @@ class Together:
         if self.end["began"]:
             return code, words
         if first is None:
-            silent = [f"machine {node} said nothing" for node in self.others if node not in found]
-            return code, "; ".join([words, *silent])
+            silent = [f"machine {node} ended without a word; " for node in self.others if node not in found]
+            return code, "".join([*silent[:1], words])
         there, log = found[first], f"train-{first}.log" if first else "train.log"
         return there["code"], f"machine {first} ({there['name']}, {log}): {there['words']}"
 
@@ -154,6 +154,7 @@ def join(
     **patience,  # of `meet` and `Together`
 ) -> Path:  # the folder of the finished run
     "Train as one of the further machines; InputError or TrainingFailed where it does not end well."
+    check_processes(s, h.total)
     run = Path(out).resolve()
     with terminable():
         together = meet(run, s, h, **patience)

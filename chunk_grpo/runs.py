@@ -75,7 +75,6 @@ def train(
 ) -> Path:  # the folder of the finished run
     "Train in a process of its own; InputError for bad input, TrainingFailed for a crash."
     h = several(hosts, out, processes) if hosts else machines.Hosts(nodes=1, processes=processes)
-    setting.check_processes(s, h.total)
     if h.node:
         return nodes.join(s, out, h)
     run = create(s, out, resume, h.total, name, h.nodes)
