@@ -24,7 +24,7 @@ setup(
     python_requires=f">={meta['min_python']}",
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
-        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/pocket/studies/*/*.yaml",
+        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/hosts/*", "presets/pocket/studies/*/*.yaml",
                            "benchmarks/*.json", "benchmarks/*/*"],
         f"{meta['lib_path']}.environments": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
