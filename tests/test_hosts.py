@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import command, environment, run
-from test_training import SMALL, metrics, wait_for
+from small_runs import SMALL, metrics, wait_for
 from tiny_flux import build
 
 from chunk_grpo import InputError, cli, folder, hosts, process, runs, settings
@@ -61,26 +61,6 @@ def kill(processes, rank):
 def gone(processes):
     "Whether none of them is left."
     return not psutil.wait_procs(processes, timeout=10)[1]
-
-
-def test_a_killed_rank_ends_the_run_which_goes_on_with_one_process(world, whole):
-    "SIGKILL for rank 1 of 2 in an iteration: the sentence names both, nobody is left, one process takes the run up."
-    out = world / "killed"
-    words = ["train", world / "s.yaml", SLOW, "--out", out, "--no-report"]
-    both = command(*words, "--processes", 2)
-    child = subprocess.Popen(both, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    wait_for(out, 1, child)
-    everybody = family(child)
-    kill(everybody, 1)
-    error = child.communicate(timeout=200)[1]
-    assert child.returncode == 1 and gone(everybody)
-    assert f"training stopped in {out}: rank 1 was killed by SIGKILL; the log is" in error
-    note = json.loads((out / "run.json").read_text())
-    assert (note["status"], note["error"], note["processes"]) == ("failed", "rank 1 was killed by SIGKILL", 2)
-    run(*words, "--resume")
-    note = json.loads((out / "run.json").read_text())
-    assert (note["status"], note["error"], note["processes"]) == ("finished", None, 1)
-    same(json.loads(json.dumps(metrics(out)).replace("slow_red", "red")), whole)
 
 
 @pytest.fixture

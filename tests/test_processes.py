@@ -74,13 +74,15 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
         command(*words, "--processes", before), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
-    ranks = [p for p in psutil.Process(child.pid).children(recursive=True) if "chunk_grpo.trainer" in p.cmdline()
-             and "torch.distributed.run" not in p.cmdline()]
-    assert len(ranks) == before
-    ranks[-1].send_signal(signal.SIGKILL)
+    family, dead = psutil.Process(child.pid).children(recursive=True), before - 1
+    (rank,) = [p for p in family if "chunk_grpo.trainer" in p.cmdline() and p.environ().get("RANK") == str(dead)]
+    rank.send_signal(signal.SIGKILL)
     said = child.communicate(timeout=120)[1].decode()
-    assert child.returncode == 1 and "SIGKILL" in said and not any(p.is_running() for p in ranks)
-    assert json.loads((out / "run.json").read_text())["status"] == "failed"
+    why = f"rank {dead} was killed by SIGKILL"
+    assert child.returncode == 1 and f"training stopped in {out}: {why}; the log is" in said
+    note = json.loads((out / "run.json").read_text())
+    assert (note["status"], note["error"], note["processes"]) == ("failed", why, before)
+    assert not psutil.wait_procs(family, timeout=10)[1], "a process is left"
     run(*words, "--processes", after, "--resume")
     for file in (out / "metrics.jsonl", out / "run.json"):
         file.write_text(file.read_text().replace("slow_red", "red"))
