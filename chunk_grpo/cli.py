@@ -31,6 +31,19 @@ def commands():
 app.add_typer(services.app)
 
 # %% ../nbs/14_cli.ipynb #ad380785
+def _run_of(
+    run: Path | None,  # a run folder
+    processes: int,  # without one
+) -> tuple[dict, list[dict], int]:
+    "What a run says about itself, its metrics, and how many processes it had."
+    if run is None:
+        return {}, [], processes
+    from chunk_grpo import runs
+
+    note = runs.info(runs.find(run))
+    return note, runs.lines(run), note["processes"]
+
+# %% ../nbs/14_cli.ipynb #38d9e720
 @app.command()
 def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; may be left out with --run.")]
@@ -71,19 +84,6 @@ def plan(
         typer.echo(f"\nmeasured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
                    f"\nits settings differ in {changed}")
         rows(planning.measured(s, lines, speed, processes))
-
-
-def _run_of(
-    run: Path | None,  # a run folder
-    processes: int,  # without one
-) -> tuple[dict, list[dict], int]:
-    "What a run says about itself, its metrics, and how many processes it had."
-    if run is None:
-        return {}, [], processes
-    from chunk_grpo import runs
-
-    note = runs.info(runs.find(run))
-    return note, runs.lines(run), note["processes"]
 
 # %% ../nbs/14_cli.ipynb #b0cc239f
 def free_folder(

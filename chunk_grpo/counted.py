@@ -158,7 +158,7 @@ def _parameters(m: Network) -> tuple[int, int]:
     return tuple(max(sum(p.numel() for p in part.parameters()) for part in parts)
                  for parts in ([policy.transformer], blocks(policy)))
 
-
+# %% ../nbs/08cb_counted.ipynb #ef4adae8
 @functools.cache
 def _trained(m: Network, rank: int, targets: tuple[str, ...]) -> int:
     "Parameters of the adapters; InputError where no layer has a target's name."
@@ -258,7 +258,7 @@ def as_on_a_gpu(
     with Formats():
         yield
 
-
+# %% ../nbs/08cb_counted.ipynb #87060a7c
 @contextlib.contextmanager
 def counting(
     policy,  # whose network's weights do not count
