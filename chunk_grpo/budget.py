@@ -90,7 +90,7 @@ def most_alive(
     return most[0]
 
 # %% ../nbs/08cc_budget.ipynb #62e9c97b
-REWARDS = {"hpsv3": (7.76e9, 2), "pickscore": (0.986e9, 4), "clip": (0.428e9, 4), "imagereward": (0.447e9, 4)}
+REWARDS = {"hpsv3": (7.75e9, 2), "pickscore": (0.986e9, 4), "clip": (0.428e9, 4), "imagereward": (0.447e9, 4)}
 
 
 def beside(
