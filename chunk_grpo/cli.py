@@ -32,26 +32,59 @@ def commands():
 app.add_typer(services.app)
 
 # %% ../nbs/14_cli.ipynb #ad380785
+def _run_of(
+    run: Path | None,  # a run folder
+    processes: int,  # without one
+) -> tuple[dict, list[dict], int]:
+    "What a run says about itself, its metrics, and how many processes it had."
+    if run is None:
+        return {}, [], processes
+    from chunk_grpo import runs
+
+    note = runs.info(runs.find(run))
+    return note, runs.lines(run), note["processes"]
+
+# %% ../nbs/14_cli.ipynb #38d9e720
 @app.command()
 def plan(
-    source: Source,
+    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; may be left out with --run.")]
+    = None,
     overrides: Overrides = None,
     processes: Processes = 1,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
+    device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
+    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
+    run: Annotated[Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")] = None,
 ):
     "Say what a run would draw, train and take; start nothing."
-    s = settings.load(source, overrides or ())
-    from chunk_grpo import cost
+    from chunk_grpo import budget, counted
     from chunk_grpo import plan as planning
 
-    if rate < 0:
-        raise InputError(f"`--rate` must be above 0; got {rate:g}")
-    counted = planning.counts(s, processes)
-    known = cost.geometry(s.model) is not None
-    speed = rate * 1e12 or (planning.matrix_rate(s.dtype) if known else 1.0)
-    rows(counted)
-    typer.echo("\nestimated, not measured" + ("" if rate or not known else ", but for this machine's matrix rate"))
-    rows(planning.estimates(s, speed, processes))
+    if rate < 0 or (rate and device):
+        raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
+    if share is not None and not (device and 0 < share <= 1):
+        raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
+    if not (source or run):
+        raise InputError("`plan` needs settings or a run in `--run`; got neither")
+    where = budget.device(device) if device else None
+    note, lines, processes = _run_of(run, processes)
+    s = settings.load(source if source else note["settings"], overrides or ())
+    table, known = planning.counts(s, processes), counted.find(s.model) is not None
+    speed = getattr(where, s.dtype) * 1e12 if where else rate * 1e12
+    given, speed = bool(speed), speed or (planning.matrix_rate(s.dtype) if known else 1.0)
+    rows(table)
+    typer.echo("\nestimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate"))
+    estimated = planning.estimates(s, speed, processes)
+    if where:
+        estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
+        estimated += planning.on_device(s, device, where, share or planning.SHARE, processes)
+    rows(estimated)
+    if run:
+        changed = ", ".join(settings.difference(settings.load(note["settings"]), s)) or "nothing"
+        machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
+        typer.echo(f"\nmeasured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
+                   f"\nits settings differ in {changed}")
+        rows(planning.measured(s, lines, speed, processes))
 
 # %% ../nbs/14_cli.ipynb #b0cc239f
 def free_folder(

@@ -26,7 +26,8 @@ import chunk_grpo
 from . import InputError
 from . import settings as setting
 from .checkpoint import beside, read_json, read_lines, write_json
-from .cost import geometry, trained_parameters
+from .counted import find as find_sizes
+from .counted import trained_parameters
 from .inputs import check, fingerprint, locate, read_prompts
 from .settings import Settings
 
@@ -92,7 +93,7 @@ def space(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    sizes = geometry(s.model)
+    sizes = find_sizes(s.model)
     trained = trained_parameters(sizes, s.lora_rank, s.lora_targets) if sizes else 0
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
