@@ -85,9 +85,9 @@ def two(world, tmp_path):
 
 
 def test_two_machines_train_as_one_does(world, whole, two):
-    "One process on each: the metrics of one process, one report of them, and logs of each."
+    "One process on each, with half of the weights: the metrics of one process, one report of them, and logs of each."
     out = world / "machines"
-    first, second = two("--out", out)
+    first, second = two("sharding=fsdp", "--out", out)
     said = [child.communicate(timeout=200) for child in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), said
     assert "iteration 3/3" in said[0][0] and "machine 1 of 2, beside machine 0" in said[1][0]
@@ -95,6 +95,7 @@ def test_two_machines_train_as_one_does(world, whole, two):
     note = json.loads((out / "run.json").read_text())
     assert (note["status"], note["nodes"], note["processes"]) == ("finished", 2, 2)
     assert (out / "train.log").stat().st_size and (out / "train-1.log").stat().st_size
+    assert len(list((out / "checkpoints" / "000003").glob("*.safetensors"))) == 2
 
 
 def test_a_rank_that_raises_ends_both_machines(world, two, tmp_path):
