@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['State', 'look', 'optimizer_class', 'set_up', 'draw', 'measure_profile', 'cut', 'measure_floor', 'uniform_share',
-           'fitting', 'lay_out_updates', 'in_step', 'update']
+           'lay_out_updates', 'in_step', 'update']
 
 # %% ../nbs/08e_iteration.ipynb #672b8d58
 import contextlib
@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-from . import InputError, elsewhere, policy, rewards, shards, weights
+from . import InputError, counted, elsewhere, policy, rewards, shards, weights
 from .background import Arriving, Background
 from . import settings as setting
 from .checkpoint import write_json
@@ -39,7 +39,6 @@ from chunk_grpo.update import (
     accumulate,
     choose_chunks,
     floor,
-    kept_bytes,
     lay_out,
     replay,
     replay_all,
@@ -65,7 +64,7 @@ class State:
     optimizer: torch.optim.Optimizer = None
     ema: EMAModel | None = None
     grid: Tensor = None  # (T+1,) sigmas
-    limit: int = 0  # transitions in one forward of an update; 0: not known yet
+    limit: int = 0  # transitions in one forward of an update
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
@@ -133,6 +132,9 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     state.optimizer = optimizer_class(s)(trained, lr=s.learning_rate, weight_decay=s.weight_decay)
     state.ema = EMAModel(trained, decay=s.ema) if s.ema else None
     state.grid = sigmas(s.steps, s.shift).to(state.acc.device)
+    state.limit = s.update_batch
+    if s.update_memory:
+        state.limit = counted.fitted(counted.find(str(state.policy.folder)), s).update_batch
     return state
 
 # %% ../nbs/08e_iteration.ipynb #4e6eae61
@@ -215,18 +217,6 @@ def uniform_share(
     return s.weighting_uniform + (1 - s.weighting_uniform) * risen
 
 # %% ../nbs/08e_iteration.ipynb #c5062ddd
-def fitting(
-    state: State,
-    what: Replay,
-) -> int:  # transitions
-    "How many transitions one forward of an update takes: `update_batch`, or as many as `update_memory` has room for."
-    s, net = state.s, state.policy.module
-    if not s.update_memory:
-        return s.update_batch
-    with state.acc.no_sync(net) if s.sharding == "none" else contextlib.nullcontext():  # no backward follows
-        return max(1, int(s.update_memory * 1e9 / kept_bytes(what)))
-
-# %% ../nbs/08e_iteration.ipynb #8a0410a5
 def lay_out_updates(
     state: State,
     what: Replay,
@@ -238,7 +228,6 @@ def lay_out_updates(
     steady = uniform_share(s, state.iteration), s.weighting_temperature, state.profile
     chosen = choose_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
     weights = transition_weights(s.step_weights, state.grid, s.sampler, s.eta)
-    state.limit = state.limit or fitting(state, what)
     spread = advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in shares(paths.keys, s.images_per_prompt, s.updates_per_iteration):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shares', 'choose_chunks', 'transition_weights', 'Work', 'lay_out', 'Replay', 'Outcome', 'replay', 'replay_all',
-           'kept_bytes', 'floor', 'accumulate']
+           'floor', 'accumulate']
 
 # %% ../nbs/08b_update.ipynb #17047d99
 import contextlib
@@ -168,26 +168,6 @@ def replay_all(what: Replay, work: Work) -> Tensor:  # (M,)
     for _ in range(work.idle):
         replay(what, work, work.batches[0][:1])
     return logp
-
-# %% ../nbs/08b_update.ipynb #787dbe62
-def kept_bytes(
-    what: Replay,
-    more: int = 1,
-) -> int:
-    "Bytes that so many more transitions in a forward keep for the backward."
-    flat, sizes = torch.zeros(1 + more, dtype=torch.long), []
-    work = Work(flat, flat, flat, flat[:1], flat[:1], [flat], True)
-    for count in (1, 1 + more):
-        storages = {}
-
-        def pack(x, storages=storages):
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            _graph = replay(what, work, torch.arange(count))  # alive, so that no memory is given out twice
-        sizes.append(sum(storages.values()))
-    return sizes[1] - sizes[0]
 
 # %% ../nbs/08b_update.ipynb #8bcdfa43
 def floor(
