@@ -104,7 +104,7 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     "Load the policy, free its weights, encode the prompts, make the optimizer."
     s = state.s
     names = ("resolution", "max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets")
-    given = {name: getattr(s, name) for name in (*names, "gradient_checkpointing")}
+    given = {name: getattr(s, name) for name in (*names, "gradient_checkpointing", "compile", "attention")}
     state.policy = weights.load(s.model, **given, seed=s.seed, device=state.acc.device)
     state.policy.at(s.eval_resolution).at(s.resolution)  # a resolution that cannot be packed is said now
     with state.acc.main_process_first(), policy.encoders(state.policy) as fresh:
@@ -113,7 +113,7 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     trained = state.policy.trained
     state.optimizer = torch.optim.AdamW(trained, lr=s.learning_rate, weight_decay=s.weight_decay)
     state.ema = EMAModel(trained, decay=s.ema) if s.ema else None
-    state.grid = sigmas(s.steps, s.shift).to(state.acc.device)
+    state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     return state
 
 # %% ../nbs/08e_iteration.ipynb #4e6eae61
