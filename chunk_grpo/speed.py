@@ -74,7 +74,8 @@ def two_pass_memory(
         for name, (chosen, chunks, limit) in ways.items():
             work = lay_out(images, chosen, chunks, limit)
             old = paths.logp[work.sample, work.index].to(b.device)
-            b.policy.transformer.zero_grad(set_to_none=False)
+            for p in b.policy.trained:  # gradients are there before, and the same in all ways
+                p.grad = torch.zeros_like(p)
             try:
                 found[name] = measure.peak_bytes(
                     lambda work=work, old=old: accumulate(b.replay(paths), work, b.advantage, 1e9, old), b.device)

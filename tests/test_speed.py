@@ -16,12 +16,13 @@ from chunk_grpo.chunks import Chunks
 from chunk_grpo.iteration import measure_floor
 from chunk_grpo.rollout import rollout
 from chunk_grpo.schedule import sigmas
-from chunk_grpo.update import Replay, accumulate, choose_chunks, lay_out
+from chunk_grpo.update import Replay, accumulate, lay_out
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
-LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "in_channels": 16,
-          "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6), "guidance_embeds": True}
+LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+          "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
+          "guidance_embeds": True}
 LEVELS = sized.AUTOENCODER | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 SIZE = {"resolution": 64, "max_tokens": 16}
 
@@ -41,22 +42,30 @@ def test_bench_says_what_an_iteration_takes(tmp_path):
     assert kept["images"] == 2 and kept["transitions"] == 6 and kept["gradient_error"] < 1e-5
     assert set(kept["phases"]) == {"rollout", "decode", "reward", "update"}
     assert {"torch", "diffusers"} <= set(kept["versions"]) and kept["machine"]["cores"]
-    without = run("bench", *FEW, *given[:8], "--no-reference")
-    assert "gradients" not in without
 
 
-@pytest.mark.parametrize("words, sentence", [
-    (["--model", "poket"], "`--model` must be pocket, flux-size, a settings file or a preset"),
-    (["--out", "speed.txt"], "`--out` must be a .json file"),
-    (["chunks=profile"], "`chunks` must be sizes"), (["--steps", "9"], "`chunks`")])
-def test_wrong_input_is_one_sentence(words, sentence):
-    done = call("bench", *words)
-    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+def test_bench_without_the_reference_order():
+    s = workload.choose("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
+    result = speed.run(s, 1, with_reference=False)
+    assert result["gradient_error"] is None and "gradients" not in "\n".join(speed.lines(result))
+
+
+def test_a_wrong_model_is_one_sentence():
+    done = call("bench", "--model", "poket")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "`--model` must be pocket, flux-size, a settings file or a preset" in done.stderr
+
+
+@pytest.mark.parametrize("change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")])
+def test_settings_that_cannot_be_measured(change, sentence):
+    with pytest.raises(InputError, match=sentence):
+        workload.choose("pocket", [change])
 
 
 @pytest.mark.parametrize("changes", [[], ["lora_rank=0", "dtype=float32"], ["gradient_checkpointing=true"]])
 def test_flux_size_goes_the_same_way(changes):
-    s = workload.choose("flux-size", ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2", *FEW, *changes])
+    small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
+    s = workload.choose("flux-size", [*small, *FEW, *changes])
     result = speed.run(s, 1, transformer=LAYERS, autoencoder=LEVELS)
     assert "reward" not in result["phases"] and result["gradient_error"] <= speed.TOLERANCE[s.dtype]
     assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
@@ -88,44 +97,40 @@ def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
         weights.load(tiny, **SIZE, compile=True)
 
 
-def settle(policy, limit: int, images: int = 4):
-    "Trajectories of a policy and the work of an update in forwards of at most `limit` transitions."
-    rows, keys = policy.encode(["a red star", "two cats"]), [(0, 0, p, g) for p in range(2) for g in range(images // 2)]
-    grid, chunks = sigmas(6, 3.0), Chunks.parse("2,3")
-    paths = rollout(policy, rows, torch.arange(2).repeat_interleave(images // 2), keys, grid, batch=4)
-    chosen = choose_chunks(paths.latents, keys, chunks, 0.5)
-    return Replay(policy, rows, paths, grid), lay_out(torch.arange(images), chosen, chunks, limit)
-
-
 def test_compiled_blocks_give_the_same_numbers(tiny):
-    "Velocity, base, gradient and floor; LoRA, so that the adapter is switched; ragged batches."
+    "Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."
     pair = [weights.load(tiny, **SIZE, lora_rank=4, compile=on) for on in (False, True)]
-    with torch.no_grad():
-        for policy in pair:
-            torch.manual_seed(0)
-            for p in policy.trained:
-                p.add_(0.1 * torch.randn_like(p))
-    x, sigma, rows = torch.randn(3, pair[0].tokens, 16), torch.tensor([0.9, 0.6, 0.3]), pair[0].encode(["a", "b", "c"])
-    found = []
     for policy in pair:
-        with torch.no_grad():
-            moved = policy.velocity(x, sigma, rows)
-            with weights.base_weights(policy):
-                base = policy.velocity(x, sigma, rows)
-            found.append((moved, base, policy.velocity(x, sigma, rows)))
+        torch.manual_seed(0)
+        for p in policy.trained:
+            p.data += 0.1 * torch.randn_like(p)
+    x, sigma = torch.randn(5, pair[0].tokens, 16), torch.linspace(0.9, 0.2, 5)
+    rows = {k: v[torch.tensor([0, 0, 0, 1, 1])] for k, v in pair[0].encode(["a red star", "two cats"]).items()}
+    found = []
+    for policy in pair:  # with graph, as all forwards that an update compares
+        moved = policy.velocity(x, sigma, rows).detach()
+        with weights.base_weights(policy):
+            base = policy.velocity(x, sigma, rows).detach()
+        found.append((moved, base, policy.velocity(x, sigma, rows).detach()))
     assert (found[0][0] - found[0][1]).abs().max() > 1e-3
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-5)
     assert torch.equal(found[1][0], found[1][2])
-    what, work = settle(pair[1], 6)
-    assert measure_floor(what, work)[0] == 0.0
-    assert len({len(part) for part in work.batches}) > 1 or len(work.segment) % 6
-    gradients = []
+
+    keys, row, grid, chunks = [(0, 0, 0, g) for g in range(4)], torch.zeros(4, dtype=torch.long), sigmas(6, 3.0), "2,3"
+    given = pair[0].encode(["a red star"])
+    paths = rollout(pair[0], given, row, keys, grid, batch=4)
+    chosen = torch.tensor([[0], [1], [1], [1]])
+    work = lay_out(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
+    assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert measure_floor(Replay(pair[1], given, paths, grid), work)[0] == 0.0
+    gradients, advantage = [], torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:
-        accumulate(Replay(policy, what.conditioning, what.trajectories, what.sigmas), work, torch.randn(
-            4, generator=torch.Generator().manual_seed(0)), 1e-3)
+        accumulate(Replay(policy, given, paths, grid), work, advantage, 1e-3)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before  # nothing was compiled again
 
 
 @pytest.mark.slow
@@ -136,8 +141,41 @@ def test_a_compiled_run_trains(tmp_path):
     assert line["ratio_floor"] == 0.0 and line["grad_norm"] > 0
 
 
-def test_the_page_runs():
+RUNNER = """
+import sys
+from pathlib import Path
+from chunk_grpo import settings
+shipped = settings.PRESETS
+class Kept(type(shipped)):
+    "The shipped presets, but for what is kept of measurements."
+    def __truediv__(self, name):
+        return Path(sys.argv[1]) if name == "results" else shipped / name
+settings.PRESETS = Kept(shipped)
+from nbdev.test import test_nb
+sys.exit(0 if test_nb(sys.argv[2])[0] else 1)
+"""
+
+
+def page_runs(results: Path):
+    "The page of benchmarks, on what lies in a folder."
+    command = [sys.executable, "-c", RUNNER, results, ROOT / "nbs/benchmarks/speed.ipynb"]
     environment = os.environ | {"MPLBACKEND": "agg"}
-    command = [Path(sys.executable).with_name("nbdev-test"), ROOT / "nbs/benchmarks/speed.ipynb", "--n-workers", "1"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_page_runs_on_what_is_kept():
+    page_runs(ROOT / "runs/results")
+
+
+@pytest.mark.slow
+def test_the_program_measures_and_the_page_shows_it(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    out, few = tmp_path / "benchmarks/speed.json", ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
+    program = [sys.executable, ROOT / "nbs/benchmarks/speed.py", "--repeats", "1", "--out", out, *few]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = json.loads(out.read_text())
+    assert {"profile", "bench", "growth", "ranks", "levers", "levers of a middle size"} <= set(kept)
+    assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
+    page_runs(tmp_path)
