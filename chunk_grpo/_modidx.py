@@ -795,6 +795,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'chunk_grpo.snr.signal_to_noise': ('snr.html#signal_to_noise', 'chunk_grpo/snr.py')},
             'chunk_grpo.speed': { 'chunk_grpo.speed.amounts': ('speed.html#amounts', 'chunk_grpo/speed.py'),
                                   'chunk_grpo.speed.lines': ('speed.html#lines', 'chunk_grpo/speed.py'),
+                                  'chunk_grpo.speed.phases_of': ('speed.html#phases_of', 'chunk_grpo/speed.py'),
                                   'chunk_grpo.speed.rounds': ('speed.html#rounds', 'chunk_grpo/speed.py'),
                                   'chunk_grpo.speed.run': ('speed.html#run', 'chunk_grpo/speed.py'),
                                   'chunk_grpo.speed.two_pass_memory': ('speed.html#two_pass_memory', 'chunk_grpo/speed.py')},

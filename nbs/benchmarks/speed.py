@@ -153,8 +153,8 @@ def levers(b, repeats):
         "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit")
     if b.reward is not None:
         rows += with_reward(b, repeats)
-    if device.type == "cpu":
-        count = torch.get_num_threads()
+    count = torch.get_num_threads()
+    if device.type == "cpu" and count > 1:
 
         def alone():
             torch.set_num_threads(1)
@@ -246,7 +246,7 @@ def ranks(iterations):
     "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
-        s = setting.load("pocket/demo", {"iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 1,
+        s = setting.load("pocket/demo", {"iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 2,
                                          "eval_steps": 1, "hybrid_split": 0, "checkpoint_every": iterations})
         with tempfile.TemporaryDirectory() as tmp:
             lines = runs.metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
