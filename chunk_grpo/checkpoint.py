@@ -98,7 +98,7 @@ def cut_metrics(path: Path, last: int) -> None:
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     "The optimizer's tensors by name, `weight.entry`."
     state = optimizer.state_dict()["state"]
-    return {f"{i}.{k}": v.contiguous() for i, entry in state.items() for k, v in entry.items()}
+    return {f"{i}.{k}": torch.as_tensor(v).contiguous() for i, entry in state.items() for k, v in entry.items()}
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -106,7 +106,8 @@ def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor])
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         i, key = name.split(".", 1)
-        state.setdefault(int(i), {})[key] = tensor
+        count = tensor.dtype == torch.int64 and tensor.ndim == 0  # bitsandbytes counts steps in a plain number
+        state.setdefault(int(i), {})[key] = int(tensor) if count else tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 # %% ../nbs/08c_checkpoint.ipynb #e4f9c307

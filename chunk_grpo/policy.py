@@ -107,6 +107,7 @@ class Policy:
         device: str | torch.device = "cpu",
         weights: torch.dtype = torch.float32,  # of the transformer's stored weights
         true_guidance: float = 1.0,  # classifier-free guidance scale; 1: off
+        host: bool = False,  # leave the transformer on the CPU, for several processes to share out
     ):
         if max_tokens > self.most_tokens:
             raise InputError(f"max_tokens: {max_tokens} is too many; allowed are at most {self.most_tokens}.")
@@ -115,8 +116,8 @@ class Policy:
         self.blank = ("",) if true_guidance > 1 else ()  # prompts that are encoded beside all others
         self.dtype, self.device = dtype, torch.device(device)
         self.transformer, self.vae = self.networks(weights)
-        for network in (self.transformer, self.vae):
-            network.to(self.device).eval().requires_grad_(False)
+        for network, place in ((self.transformer, "cpu" if host else self.device), (self.vae, self.device)):
+            network.to(place).eval().requires_grad_(False)
         self.module: nn.Module = self.transformer  # what `velocity` calls: a trainer may wrap it
         self.at(resolution)
 
@@ -278,6 +279,7 @@ def load(
     dtype: str = "float32",  # of the forward: float32 or bfloat16
     weights: str | None = None,  # of the transformer's stored weights; None: as `dtype`
     device: str | torch.device = "cpu",
+    host: bool = False,  # leave the transformer on the CPU, for several processes to share out
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
     folder = locate(model)
@@ -286,6 +288,6 @@ def load(
     scales = {"guidance": guidance, "true_guidance": true_guidance}
     types = {"dtype": DTYPES[dtype], "weights": DTYPES[weights or dtype]}
     try:
-        return family(folder, resolution, max_tokens, device=device, **types, **scales)
+        return family(folder, resolution, max_tokens, device=device, host=host, **types, **scales)
     except (SafetensorError, OSError) as error:
         raise InputError(f"model: the weights in {folder} cannot be read ({error}).") from None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from . import InputError, policy
+from . import InputError, policy, shards
 from .policy import Policy
 
 # %% ../nbs/05b_weights.ipynb #19dd6eb9
@@ -34,12 +34,17 @@ def make_trainable(
     lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: every attention projection
     gradient_checkpointing: bool = False,  # recompute blocks in the backward: less memory, about a third more time
     seed: int = 0,  # of the adapter's initial values
+    sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
 ) -> list[nn.Parameter]:  # the weights to optimise
     "Free the weights to be trained and remember the base; InputError where no layer has a target's name."
     net = policy.transformer
     if gradient_checkpointing:
         net.enable_gradient_checkpointing()
-    policy.lora = lora_rank > 0
+    policy.lora, policy.sharded = lora_rank > 0, sharding == "fsdp"
+    if policy.sharded:
+        trained = shards.shard(net, policy.device, policy.dtype)
+        policy.aside = shards.aside(trained)
+        return trained
     if not policy.lora:
         net.float().requires_grad_(True)
         policy.aside = [p.detach().clone() for p in net.parameters()]
@@ -66,17 +71,18 @@ def base_weights(
 ) -> Iterator[None]:
     "Within this context the policy is the base model it started from."
     lora, aside = getattr(policy, "lora", False), getattr(policy, "aside", None)
+    change = shards.exchange if getattr(policy, "sharded", False) else swap
     if lora:
         policy.transformer.disable_adapters()
     elif aside is not None:
-        swap(policy.transformer.parameters(), aside)
+        change(policy.transformer.parameters(), aside)
     try:
         yield
     finally:
         if lora:
             policy.transformer.enable_adapters()
         elif aside is not None:
-            swap(policy.transformer.parameters(), aside)
+            change(policy.transformer.parameters(), aside)
 
 
 def swap(
@@ -92,7 +98,7 @@ def save(
     policy: Policy,  # trainable
     folder: Path,  # made if it is not there
 ) -> None:
-    "Write the trained weights in diffusers' own layout: an adapter or a whole transformer."
+    "Write the trained weights in diffusers' own layout: an adapter or a whole transformer (not one in parts)."
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
         policy.pipeline.save_lora_weights(str(folder), transformer_lora_layers=layers)
@@ -181,14 +187,17 @@ def load(
     gradient_checkpointing: bool = False,
     seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
+    sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
     compile: bool = False,  # the transformer's blocks
     attention: str = "native",  # kernel of the attention
     **given,  # to `policy.load`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     "A policy to be trained, by its model's name; InputError as `policy.load` and `make_trainable`."
-    out = policy.load(model, dtype=dtype, weights=dtype if lora_rank else "float32", **given)
+    parts = sharding != "none"
+    stored = dtype if lora_rank or parts else "float32"
+    out = policy.load(model, dtype=dtype, weights=stored, host=parts, **given)
     set_attention(out, attention)
-    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), gradient_checkpointing, seed)
-    if compile:
+    if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)
+    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), gradient_checkpointing, seed, sharding)
     return out

@@ -114,9 +114,9 @@ def prepare(
         policy = sized.flux_size(lora_rank=s.lora_rank, transformer=transformer, autoencoder=autoencoder, device=device,
                                  **shared)
         weights.set_attention(policy, s.attention)
-        policy.trained = weights.make_trainable(policy, **trained, seed=s.seed)
         if s.compile:
             weights.compile_blocks(policy)
+        policy.trained = weights.make_trainable(policy, **trained, seed=s.seed)
     else:
         prompts = read_prompts(s.prompts, "prompts")[: s.prompts_per_iteration]
         name = next(iter(setting.reward_weights(s)))
