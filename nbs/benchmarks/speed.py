@@ -30,8 +30,8 @@ MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "at
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
 FEW = sized.AUTOENCODER | {"block_out_channels": (32, 32, 64, 64)}
-AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=4",
-          "rollout_batch=4", "update_batch=4"]
+AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
+          "rollout_batch=2", "update_batch=2"]
 
 
 def say(text):
