@@ -24,13 +24,14 @@ setup(
     python_requires=f">={meta['min_python']}",
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
-        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/pocket/studies/*/*.yaml",
+        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/hosts/*", "presets/pocket/studies/*/*.yaml",
                            "benchmarks/*.json", "benchmarks/*/*"],
         f"{meta['lib_path']}.environments": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),
-    extras_require={"dev": meta["dev_requirements"].split(), "server": meta["server_requirements"].split()},
+    extras_require={key.removesuffix("_requirements"): value.split() for key, value in meta.items()
+                    if key.endswith("_requirements")},
     entry_points={"console_scripts": [meta["console_scripts"]]},
     zip_safe=False,
 )

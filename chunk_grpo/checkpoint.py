@@ -98,16 +98,27 @@ def cut_metrics(path: Path, last: int) -> None:
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     "The optimizer's tensors by name, `weight.entry`."
     state = optimizer.state_dict()["state"]
-    return {f"{i}.{k}": torch.as_tensor(v).contiguous() for i, entry in state.items() for k, v in entry.items()}
+    out, places = {}, set()
+    for i, entry in state.items():
+        for key, value in entry.items():  # bitsandbytes keeps its bytes one level below, and shares tables of them
+            inner = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+            for name, tensor in inner.items():
+                tensor = torch.as_tensor(tensor).contiguous()
+                out[f"{i}.{name}"] = tensor.clone() if tensor.data_ptr() in places else tensor
+                places.add(tensor.data_ptr())
+    return out
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     "Put tensors from `flatten_optimizer` back; settings such as the learning rate stay the optimizer's."
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        i, key = name.split(".", 1)
+        i, *above, key = name.split(".")
+        entry = state.setdefault(int(i), {})
+        for level in above:
+            entry = entry.setdefault(level, {})
         count = tensor.dtype == torch.int64 and tensor.ndim == 0  # bitsandbytes counts steps in a plain number
-        state.setdefault(int(i), {})[key] = int(tensor) if count else tensor
+        entry[key] = int(tensor) if count else tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 # %% ../nbs/08c_checkpoint.ipynb #e4f9c307

@@ -26,7 +26,8 @@ import chunk_grpo
 from . import InputError
 from . import settings as setting
 from .checkpoint import beside, read_json, read_lines, write_json
-from .cost import geometry, trained_parameters
+from .counted import find as find_sizes
+from .counted import trained_parameters
 from .inputs import check, fingerprint, locate, read_prompts
 from .settings import Settings
 
@@ -92,7 +93,7 @@ def space(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    sizes = geometry(s.model)
+    sizes = find_sizes(s.model)
     trained = trained_parameters(sizes, s.lora_rank, s.lora_targets) if sizes else 0
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
@@ -204,6 +205,7 @@ def create(
     resume: bool = False,  # take up the run that lies there
     processes: int = 1,  # that will train it
     name: str = "run",  # of the folder where `out` is None
+    nodes: int = 1,  # machines that the processes are on
 ) -> Path:  # the run folder
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
     setting.check_processes(s, processes)
@@ -213,15 +215,15 @@ def create(
         out = next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in range(1, 1000)) if not p.exists())
     out = Path(out).resolve()
     if resume:
-        return take_up(s, out, processes)
+        return take_up(s, out, processes, nodes)
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         wrong = "is not empty" if out.is_dir() else "is a file"
         raise InputError(f"`out` must be a new or an empty folder; {out} {wrong}")
     note = {"settings": s.model_dump(mode="json"), "status": "created", "error": None, "versions": versions(),
-            "git_commit": commit(), "machine": machine(), "processes": processes, **identity(s), "seconds": 0.0,
-            "started": None, "finished": None}
+            "git_commit": commit(), "machine": machine(), "nodes": nodes, "processes": processes, **identity(s),
+            "seconds": 0.0, "started": None, "finished": None}
     check_space(s, out)
     with beside(out) as folder:
         folder.mkdir()
@@ -233,6 +235,7 @@ def take_up(
     s: Settings,
     out: Path,  # the run folder
     processes: int,
+    nodes: int = 1,
 ) -> Path:
     "Check that a run may go on with these settings, and note them; InputError where not."
     if not (out / "run.json").is_file():
@@ -248,7 +251,7 @@ def take_up(
     further = s.iterations > old.iterations
     if note["status"] != "finished" or further:
         check_space(s, out)
-        note |= {"status": "created", "error": None, "processes": processes}
+        note |= {"status": "created", "error": None, "nodes": nodes, "processes": processes}
     if further:
         shutil.rmtree(out / "evaluation", ignore_errors=True)
     write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})

@@ -99,15 +99,24 @@ def spread(total: int, count: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 # %% ../nbs/08f_monitor.ipynb #27284c5d
-def score_places(state: State, places: list[tuple[int, int]], split: int | None, keep: bool) -> dict[str, dict]:
-    "Scores by reward and place of this process' evaluation images; the first are kept as files."
+def score_places(
+    state: State,
+    places: list[tuple[int, int]],  # of this process: (prompt's position, number of the image)
+    most: int,  # images of a process; one that has fewer draws the first place again, for its part in the forwards
+    split: int | None,  # step at which the base takes over; None: never
+    keep: bool,  # the first images, as files
+) -> dict[str, dict]:
+    "Scores by reward and place of this process' evaluation images."
     s = state.s
     state.policy.at(s.eval_resolution)
-    images = sample_images(state.policy, state.held_out, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+    drawn = [*places, *[(0, 0)] * (most - len(places))]
+    images = sample_images(state.policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+    images, texts = images[: len(places)], [state.held_out[p] for p, _ in places]
     state.policy.at(s.resolution)
-    texts = [state.held_out[p] for p, _ in places]
     if keep:
         keep_samples(state, images[:8], places[:8])
+    if not places:
+        return {name: {} for name in state.rewards}
     out = {name: rewards.score(name, reward, images, texts) for name, reward in state.rewards.items()}
     return {name: dict(zip(places, x.tolist(), strict=True)) for name, x in out.items()}
 
@@ -140,7 +149,7 @@ def evaluate(state: State) -> dict[str, float]:  # eval_<reward>, eval_<reward>_
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
     out = {}
     for arm, split in arms.items():
-        images = score_places(state, mine, split, keep=not arm)
+        images = score_places(state, mine, -(-len(places) // acc.num_processes), split, keep=not arm)
         for name in state.rewards:
             scores = {place: x for part in gather_object([images[name]]) for place, x in part.items()}
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)

@@ -94,6 +94,7 @@ def rollout(
     batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32,  # of the stored latents
+    host: bool = False,  # keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
@@ -104,8 +105,9 @@ def rollout(
         part = slice(low, low + batch)
         given = None if first is None else first[row[part]]
         rows = {k: v[row[part]] for k, v in conditioning.items()}
-        parts.append(walk(policy, rows, start[part], keys[part], grid, kind, eta, store, given))
-        ready(parts[-1][0][:, -1])
+        latents, logp = walk(policy, rows, start[part], keys[part], grid, kind, eta, store, given)
+        parts.append((latents.cpu() if host else latents, logp))
+        ready(latents[:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, row, keys)
 

@@ -185,7 +185,7 @@ PRESETS = Path(chunk_grpo.__file__).parent / "presets"
 def presets() -> list[str]: # such as "pocket/demo"
     "The names of the settings files that are shipped."
     files = sorted(PRESETS.glob("*/*.yaml"))
-    return [f"{file.parent.name}/{file.stem}" for file in files if file.parent.name != "results"]
+    return [f"{file.parent.name}/{file.stem}" for file in files if file.parent.name not in ("results", "hosts")]
 
 
 def read(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['shares', 'choose_chunks', 'transition_weights', 'Work', 'lay_out', 'Replay', 'Outcome', 'replay', 'replay_all',
-           'floor', 'accumulate']
+           'kept_bytes', 'floor', 'accumulate']
 
 # %% ../nbs/08b_update.ipynb #17047d99
 import contextlib
@@ -95,6 +95,7 @@ class Work:
     batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor a forward
     whole: bool  # every item lies within one batch
     weight: Tensor | None = None  # (N,) of each item in the objective; None: 1
+    idle: int = 0  # forwards that count for nothing: where weights lie in parts, all processes take part in each
 
 
 def lay_out(
@@ -164,7 +165,30 @@ def replay_all(what: Replay, work: Work) -> Tensor:  # (M,)
     for part in work.batches:
         with torch.set_grad_enabled(what.policy.compiled):  # compiled, a forward with graph has kernels of its own
             logp[part] = replay(what, work, part)[0].detach()
+    for _ in range(work.idle):
+        with torch.set_grad_enabled(what.policy.compiled):
+            replay(what, work, work.batches[0][:1])
     return logp
+
+# %% ../nbs/08b_update.ipynb #787dbe62
+def kept_bytes(
+    what: Replay,
+    more: int = 1,
+) -> int:
+    "Bytes that so many more transitions in a forward keep for the backward."
+    flat, sizes = torch.zeros(1 + more, dtype=torch.long), []
+    work = Work(flat, flat, flat, flat[:1], flat[:1], [flat], True)
+    for count in (1, 1 + more):
+        storages = {}
+
+        def pack(x, storages=storages):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            _graph = replay(what, work, torch.arange(count))  # alive, so that no memory is given out twice
+        sizes.append(sum(storages.values()))
+    return sizes[1] - sizes[0]
 
 # %% ../nbs/08b_update.ipynb #8bcdfa43
 def floor(
@@ -212,6 +236,9 @@ def accumulate(
                 kls.append((share[part] * kl.detach()).sum())
             backward(loss if items_in_mean is None else loss * (len(adv) / items_in_mean))
             new[part] = logp.detach()
+    for _ in range(work.idle):
+        logp, kl = replay(what, work, work.batches[0][:1], kl=beta > 0)
+        backward(0 * (logp.sum() if kl is None else logp.sum() + kl.sum()))
     ratio = segment_ratio(new, new if old is None else old, segment)
     cut = is_clipped(ratio, adv, clip_range)
     value = clipped_objective(ratio[:, None], adv, clip_range).item()

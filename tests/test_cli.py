@@ -129,7 +129,7 @@ def test_plan_counts_every_preset(preset):
     images = s.prompts_per_iteration * s.images_per_prompt
     assert f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images" in answer.output
     assert f"{s.iterations:,} iterations, {images * s.iterations:,} images" in answer.output
-    assert "estimated, not measured" in answer.output and re.search(r"memory a process +\S+ [KMG]iB", answer.output)
+    assert "estimated, not measured" in answer.output and re.search(r"memory a process +\S+ [kMG]B", answer.output)
 
 
 def test_plan_of_an_unknown_model_has_counts_only():

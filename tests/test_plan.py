@@ -1,8 +1,24 @@
 """What a plan counts, and what a model costs."""
 
-import pytest
+import subprocess
+import sys
+from pathlib import Path
 
-from chunk_grpo import InputError, cost, plan, settings
+import pytest
+import tiny_families
+import torch
+import yaml
+from commands import run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from chunk_grpo import InputError, budget, cli, cost, counted, plan, settings, weights
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted(file for file in (ROOT / "runs").rglob("*.yaml") if file.name not in ("study.yaml", "base.yaml"))
+DEMO = ROOT / "runs/results/demo/seed-0"
+SIDE, TOKENS = 64, 16
 
 
 @pytest.mark.parametrize("chunks, expected", [
@@ -22,10 +38,163 @@ def test_counts_name_everything_once():
 
 
 def test_a_broken_model_folder_is_named(tmp_path):
-    with pytest.raises(InputError, match="config.json"):
-        cost.geometry(str(tmp_path))
+    for look in (cost.geometry, counted.find):
+        with pytest.raises(InputError, match="config.json"):
+            look(str(tmp_path))
     for part in ("transformer", "vae"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    for look in (cost.geometry, counted.find):
+        with pytest.raises(InputError, match="config.json"):
+            look(str(tmp_path))
+    (tmp_path / "vae" / "config.json").write_text("{")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "ZImagePipeline"}')
     with pytest.raises(InputError, match="config.json"):
-        cost.geometry(str(tmp_path))
+        counted.find(str(tmp_path))
+
+
+@pytest.fixture(scope="module", params=list(tiny_families.BUILDERS))
+def family(request, tmp_path_factory):
+    "A family in miniature: its folder."
+    return str(tiny_families.build(request.param, tmp_path_factory.mktemp(request.param) / "model"))
+
+
+def full_rows(model, network: counted.Network) -> dict[str, torch.Tensor]:
+    "Two rows of conditioning whose prompts are as long as they may be."
+    config, length = model.transformer.config, TOKENS + network.more_tokens
+    width = config.get("joint_attention_dim") or config.get("cap_feat_dim")
+    return {"prompt_embeds": torch.randn(2, length, width), "prompt_embeds_mask": torch.ones(2, length, dtype=bool),
+            "pooled_prompt_embeds": torch.randn(2, config.get("pooled_projection_dim", 1))}
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
+def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
+    "Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."
+    found, network = counted.find(family), counted.network(family)
+    real = weights.load(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
+    base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
+    assert counted.parameters(found) == sum(p.numel() for p in base)
+    assert counted.trained_parameters(found, rank, weights.LORA_TARGETS) == sum(p.numel() for p in real.trained)
+
+    rows = full_rows(real, network)
+    x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
+    assert counted.latent_values(found, SIDE) == x[0].numel()
+    if not rank:
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it counts this
+            real.velocity(x, torch.tensor([0.9, 0.3]), rows)
+        assert 2 * counted.forward_flops(found, SIDE, TOKENS) == counter.get_total_flops()
+
+    with counted.counting(real) as kept:
+        real.velocity(x, torch.tensor([0.9, 0.3]), rows)
+    s = settings.load({"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank,
+                       "update_batch": 2, "gradient_checkpointing": False})
+    assert counted.kept_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
+
+
+def test_the_formula_of_flux_is_near_what_is_counted():
+    "For the model of the paper; on a model as narrow as the pocket's it is coarser."
+    for model, tolerance in (("black-forest-labs/FLUX.1-dev", 0.06), ("pocket", 0.25)):
+        for changes in ({"lora_rank": 16}, {"gradient_checkpointing": False}):
+            s = settings.load("pocket/tiny", {"model": model, "resolution": 256, "lora_rank": 0, **changes})
+            pair = counted.kept_bytes(counted.find(model), s), counted.kept_bytes(counted.network(model), s)
+            assert pair[0] == pytest.approx(pair[1], rel=tolerance), (model, changes)
+
+
+@pytest.mark.parametrize("model", [
+    name if "FLUX" in name else pytest.param(name, marks=pytest.mark.slow) for name in counted.KNOWN])
+def test_every_known_model_has_a_whole_plan(model):
+    "On a device that has no room for some of them."
+    s = settings.load({"model": model, "resolution": 512, "eval_resolution": 512, "max_tokens": 128, "lora_rank": 16,
+                       "update_batch": 1})
+    names = [name for name, _ in plan.estimates(s, 1e15)]
+    assert {"parameters", "one forward", "memory a process"} <= set(names)
+    text = dict(plan.on_device(s, "a100-80", budget.device("a100-80")))
+    assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
+
+
+@pytest.mark.parametrize("changes, processes, part, factor", [
+    ({"optimizer": "adamw-8bit"}, 1, "moments", 1 / 4),
+    ({"sharding": "fsdp"}, 8, "moments", 1 / 8),
+    ({"sharding": "fsdp"}, 8, "weights", 1 / 8),
+    ({"sharding": "fsdp"}, 8, "gradients", 1 / 8),
+    ({"latents_dtype": "bfloat16"}, 1, "trajectories", 1 / 2),
+    ({"latents_on": "host"}, 1, "trajectories", 0),
+    ({"prompts_per_iteration": 32}, 1, "trajectories", 2),
+    ({"lora_rank": 16}, 1, "base weights kept aside", 0),
+    ({"true_guidance": 3.0}, 1, "activations", 2),
+    ({"update_batch": 8}, 1, "activations", 2)])
+def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
+    m, base = counted.find("black-forest-labs/FLUX.1-dev"), settings.load({"dtype": "float32"})
+    before, after = budget.memory(base, m), budget.memory(settings.load(base, changes), m, processes)
+    assert after[part] == pytest.approx(before[part] * factor)
+
+
+def test_update_memory_is_used_and_not_exceeded():
+    m, base = counted.find("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_guidance": 2.0}
+    for gigabytes in (8, 30, 60.5):
+        s = counted.fitted(m, settings.load({**base, "update_memory": gigabytes}))
+        more = settings.load(s, {"update_batch": s.update_batch + 1})
+        assert counted.kept_bytes(m, s) <= gigabytes * 1e9 < counted.kept_bytes(m, more)
+    assert counted.fitted(m, settings.load({**base, "update_memory": 0.001})).update_batch == 1
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_every_settings_file_has_a_plan(file):
+    assert yaml.safe_load(file.read_text())
+    rows = dict(plan.counts(settings.load(file)) + plan.estimates(settings.load(file), 1e15))
+    assert "images an iteration" in rows and "memory a process" in rows
+
+
+@pytest.mark.parametrize("preset, device, processes", [
+    ("one-h200-lora", "h200", 1), ("one-24gb-lora", "rtx4090", 1), ("eight-gpu-full", "h100", 8),
+    ("eight-gpu-full", "a100-80", 8)])
+def test_presets_fit_what_they_are_for(preset, device, processes):
+    words = ["plan", f"paper/{preset}", "--device", device, "--processes", str(processes)]
+    answer = CliRunner().invoke(cli.app, words)
+    assert answer.exit_code == 0, answer.output
+    assert f"{device}" in answer.output and " fits, " in answer.output and "not measured on" in answer.output
+
+
+def test_what_does_not_fit_is_said():
+    answer = CliRunner().invoke(cli.app, ["plan", "paper/chunk", "--device", "h800", "--processes", "8"])
+    assert answer.exit_code == 0 and "does not fit, 27" in answer.output and "of 80 GB" in answer.output
+
+
+def test_a_share_makes_it_longer():
+    m = counted.find("black-forest-labs/FLUX.1-dev")
+    s, where = settings.load({"lora_rank": 16}), budget.device("h100")
+    half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
+    assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
+    text = dict(plan.on_device(s, "h100", where, 0.3))
+    assert "30% of 989 TFLOP/s, assumed" in text["time an iteration"]
+
+
+@pytest.mark.parametrize("words, parts", [
+    (["pocket/tiny", "--device", "h300"], ["`--device`", "h200", "rtx4090", "'h300'"]),
+    (["pocket/tiny", "--share", "0.5"], ["`--share`", "`--device`", "0.5"]),
+    (["pocket/tiny", "--device", "h200", "--share", "1.5"], ["`--share`", "at most 1", "1.5"]),
+    (["pocket/tiny", "--device", "h200", "--rate", "3"], ["`--rate`", "`--device`", "3"]),
+    (["--run", "nowhere"], ["'nowhere'"]), ([], ["settings", "--run"])])
+def test_wrong_options_are_said_in_a_sentence(words, parts):
+    said = run("plan", *words, code=2)
+    assert all(part in said for part in parts) and "Traceback" not in said
+
+
+def test_a_runs_seconds_stand_beside_the_prediction():
+    for words in (["--run", DEMO], ["pocket/demo", "ema=0.9", "--run", DEMO]):
+        answer = CliRunner().invoke(cli.app, ["plan", *map(str, words), "--rate", "0.1"])
+        assert answer.exit_code == 0, answer.output
+        said = {line.split()[0]: line for line in answer.output.splitlines() if " measured " in line}
+        assert {"rollout", "update", "evaluate"} <= set(said)
+        assert "predicted at least" in said["rollout"] and "median of 60" in said["update"]
+        assert "no prediction" in said["decode"] and "memory" in answer.output
+        assert ("settings differ in ema" in answer.output) == (len(words) > 2)
+
+
+def test_a_plan_of_flux_loads_no_network(tmp_path):
+    "The plan of the paper's model is a matter of a formula."
+    code = ("import sys; from chunk_grpo import plan, settings\n"
+            "plan.estimates(settings.load('paper/chunk'), 1e15)\n"
+            "sys.exit(3 + ('diffusers' in sys.modules))")
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3

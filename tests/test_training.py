@@ -3,79 +3,14 @@
 import json
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from commands import command, environment, run
 from safetensors.torch import load_file
-from tiny_flux import build
-
-HERE = Path(__file__).parent
-SMALL = {
-    "resolution": 64,
-    "eval_resolution": 64,
-    "max_tokens": 8,
-    "dtype": "float32",
-    "iterations": 6,
-    "learning_rate": 1e-3,
-    "images_per_prompt": 4,
-    "prompts_per_iteration": 4,
-    "rollout_batch": 8,
-    "update_batch": 32,
-    "gradient_checkpointing": False,
-    "clip_range": 1e-2,
-    "max_grad_norm": 1.0,
-    "eval_steps": 4,
-    "hybrid_split": 2,
-    "eval_every": 3,
-    "checkpoint_every": 1,
-    "threads": 1,
-    "reward": "tiny_rewards:red",
-}
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    "A folder with the model, prompts, and a settings file."
-    folder = tmp_path_factory.mktemp("world")
-    build(folder / "model")
-    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n")
-    names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt")}
-    (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]}))
-    return folder
-
-
-def metrics(folder):
-    "The metrics without what the clock says."
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
-
-
-def trained(folder):
-    "The trained weights, byte for byte."
-    return {f.name: f.read_bytes() for f in sorted((folder / "final").glob("*.safetensors"))}
-
-
-@pytest.fixture(scope="session")
-def whole(world):
-    "A run that nothing interrupted."
-    run("train", world / "s.yaml", "--out", world / "whole", "--no-report")
-    return world / "whole"
-
-
-def wait_for(folder, iteration, child):
-    "Wait until the metrics of an iteration are there."
-    log = folder / "metrics.jsonl"
-    for _ in range(1200):
-        if log.exists() and any(f'"iteration": {iteration},' in line for line in log.read_text().splitlines()):
-            return
-        assert child.poll() is None, "training ended before it could be killed"
-        time.sleep(0.05)
-    raise AssertionError(f"iteration {iteration} did not come")
+from small_runs import metrics, trained, wait_for
 
 
 def test_killed_and_resumed_is_bit_identical(world, whole):
@@ -106,65 +41,6 @@ def test_learns(whole):
     assert [line["iteration"] for line in lines] == list(range(7))
 
 
-DRAW = """
-import sys, torch
-from chunk_grpo import settings
-from chunk_grpo.iteration import draw, look, set_up
-from chunk_grpo.rollout import initial_noise
-state = set_up(look(settings.load(sys.argv[1]), sys.argv[2]))
-what, advantage, scores = draw(state)
-paths = what.trajectories
-torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
-           f"{sys.argv[2]}/{state.acc.num_processes}.{state.acc.process_index}.pt")
-"""
-
-
-def test_two_processes_draw_the_same_images(world, tmp_path):
-    "Bit-identical noise, images within 1e-4."
-    (tmp_path / "draw.py").write_text(DRAW)
-    for n in (1, 2):
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(tmp_path / "draw.py")]
-        said = subprocess.run(
-            [sys.executable, *words, str(world / "s.yaml"), str(tmp_path)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert said.returncode == 0, said.stderr[-2000:]
-    one = torch.load(tmp_path / "1.0.pt")
-    two = [torch.load(tmp_path / f"2.{rank}.pt") for rank in (0, 1)]
-    assert sum((part["keys"] for part in two), []) == one["keys"]
-    assert torch.equal(torch.cat([part["noise"] for part in two]), one["noise"])
-    assert (torch.cat([part["latents"] for part in two]) - one["latents"]).abs().max() < 1e-4
-
-
-def test_two_processes_train_the_same(world, whole):
-    "The same metrics to 1e-4, and the same weights nearly."
-    out = world / "two"
-    run("train", world / "s.yaml", "--out", out, "--processes", 2, "--no-report")
-    for mine, theirs in zip(metrics(out), metrics(whole), strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
-    a, b = (load_file(next((f / "final").glob("*.safetensors"))) for f in (out, whole))
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
-    assert json.loads((out / "run.json").read_text())["processes"] == 2
-
-
-def test_adaptive_chunks_train_the_same_on_two_processes(world):
-    "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
-    outs = [world / f"adaptive-{n}" for n in (1, 2)]
-    for n, out in enumerate(outs, 1):
-        words = ["chunks=adaptive:1", "steps=10", "iterations=2", "eval_every=0", "--processes", n, "--no-report"]
-        run("train", world / "s.yaml", "--out", out, *words)
-    one, two = map(metrics, outs)
-    assert one[1]["transitions_trained"] not in (0, 16 * 9) and one[1]["ratio_floor"] == 0
-    for mine, theirs in zip(two, one, strict=True):
-        for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
-
-
 def test_adaptive_chunks_go_on_after_an_interruption(world):
     "Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."
     outs = [world / "adaptive-through", world / "adaptive-resumed"]
@@ -192,6 +68,19 @@ def test_lora_run_loads_into_diffusers(world):
     assert any(not torch.equal(before[k], after[k]) for k in before)
     sizes = [int(x) for x in json.loads((out / "profile.json").read_text())["chunks"].split(",")]
     assert sum(sizes) == 16 and len(metrics(out)[-1]["ratio_dev"]) == len(sizes)
+
+
+def test_every_way_to_save_memory_at_once(world):
+    "Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."
+    words = ["latents_dtype=bfloat16", "latents_on=host", "vae_tiling=true", "update_memory=0.002", "eval_every=0",
+             "gradient_checkpointing=true", "optimizer=adamw-8bit", "drop_flat_groups=true", "--no-report"]
+    outs = [world / "saving", world / "saving-resumed"]
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0])
+    run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1])
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume")
+    assert metrics(outs[0])[-1] == metrics(outs[1])[-1] and trained(outs[0]) == trained(outs[1])
+    lines = metrics(outs[0])
+    assert lines[1]["ratio_floor"] == 0 and lines[2]["ratio_max_dev"] > 0 and lines[1]["skipped_updates"] == 0
 
 
 @pytest.mark.parametrize(("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")])

@@ -1,0 +1,102 @@
+"""One, two and four processes, whole weights and weights in parts: the same images, metrics and weights."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from commands import command, environment, run
+from small_runs import alike, metrics, wait_for
+
+DRAW = """
+import sys, torch
+from chunk_grpo import settings
+from chunk_grpo.iteration import draw, look, set_up
+from chunk_grpo.rollout import initial_noise
+state = set_up(look(settings.load(sys.argv[1]), sys.argv[2]))
+what, advantage, scores = draw(state)
+paths = what.trajectories
+torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
+           f"{sys.argv[2]}/{state.acc.num_processes}.{state.acc.process_index}.pt")
+"""
+
+
+def test_processes_draw_the_same_images(world, tmp_path):
+    "One, two and four: bit-identical noise, images within 1e-4."
+    (tmp_path / "draw.py").write_text(DRAW)
+    for n in (1, 2, 4):
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(tmp_path / "draw.py")]
+        said = subprocess.run(
+            [sys.executable, *words, str(world / "s.yaml"), str(tmp_path)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert said.returncode == 0, said.stderr[-2000:]
+    one = torch.load(tmp_path / "1.0.pt")
+    for n in (2, 4):
+        parts = [torch.load(tmp_path / f"{n}.{rank}.pt") for rank in range(n)]
+        assert sum((part["keys"] for part in parts), []) == one["keys"]
+        assert torch.equal(torch.cat([part["noise"] for part in parts]), one["noise"])
+        assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("processes, sharding", [(2, "none"), (4, "none"), (1, "fsdp"), (2, "fsdp")])
+def test_several_processes_train_the_same(world, whole, processes, sharding):
+    "As one process: with whole weights in each, and with a part in each."
+    out = world / f"{processes}-{sharding}"
+    run("train", world / "s.yaml", f"sharding={sharding}", "--out", out, "--processes", processes, "--no-report")
+    assert alike(out, whole)
+    assert json.loads((out / "run.json").read_text())["processes"] == processes
+
+
+def test_parts_with_everything_on(world):
+    "Two passes, unequal numbers of forwards, fewer held-out images than processes, KL, moving average, checkpointing."
+    words = ["update_batch=5", "kl=0.01", "ema=0.9", "eval_count=1", "gradient_checkpointing=true", "iterations=2"]
+    outs = [world / f"everything-{n}" for n in (1, 2)]
+    for n, out in enumerate(outs, 1):
+        sharding = ["sharding=fsdp"] * (n > 1)
+        run("train", world / "s.yaml", *words, *sharding, "--out", out, "--processes", n, "--no-report")
+    assert alike(outs[1], outs[0])
+
+
+@pytest.mark.parametrize("sharding, before, after", [("none", 2, 4), ("fsdp", 2, 1)])
+def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, after):
+    "kill -9 of one rank in iteration 3 of 6: the run ends and says why, and others go on to the same images."
+    out, slow = world / f"died-{sharding}-{before}-{after}", "reward=tiny_rewards:slow_red"
+    words = ["train", world / "s.yaml", slow, f"sharding={sharding}", "--out", out, "--no-report"]
+    child = subprocess.Popen(
+        command(*words, "--processes", before), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    wait_for(out, 2, child)
+    time.sleep(0.2)  # into iteration 3
+    family, dead = psutil.Process(child.pid).children(recursive=True), before - 1
+    (rank,) = [p for p in family if "chunk_grpo.trainer" in p.cmdline() and p.environ().get("RANK") == str(dead)]
+    rank.send_signal(signal.SIGKILL)
+    said = child.communicate(timeout=120)[1].decode()
+    why = f"rank {dead} was killed by SIGKILL"
+    assert child.returncode == 1 and f"training stopped in {out}: {why}; the log is" in said
+    note = json.loads((out / "run.json").read_text())
+    assert (note["status"], note["error"], note["processes"]) == ("failed", why, before)
+    assert not psutil.wait_procs(family, timeout=10)[1], "a process is left"
+    run(*words, "--processes", after, "--resume")
+    for file in (out / "metrics.jsonl", out / "run.json"):
+        file.write_text(file.read_text().replace("slow_red", "red"))
+    assert alike(out, whole)
+
+
+def test_adaptive_chunks_train_the_same_on_two_processes(world):
+    "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
+    outs = [world / f"adaptive-{n}" for n in (1, 2)]
+    for n, out in enumerate(outs, 1):
+        words = ["chunks=adaptive:1", "steps=10", "iterations=2", "eval_every=0", "--processes", n, "--no-report"]
+        run("train", world / "s.yaml", "--out", out, *words)
+    one, two = map(metrics, outs)
+    assert one[1]["transitions_trained"] not in (0, 16 * 9) and one[1]["ratio_floor"] == 0
+    for mine, theirs in zip(two, one, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
