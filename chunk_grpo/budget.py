@@ -83,6 +83,7 @@ def most_alive(
 
     policy = hollow(m, resolution, 16, dtype)
     if tiling:
+        policy.vae.enable_slicing()
         policy.vae.enable_tiling()
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
     with torch.device("meta"), as_on_a_gpu(torch.float32), Watch():  # float32: no autocast here, only its attention

@@ -51,9 +51,9 @@ def trained_policy(
     "The policy of a finished run; InputError where it has no trained weights."
     if not (Path(run) / "final").is_dir():
         raise InputError(f"run: {run} has no trained weights in final/; a finished run is needed: resume it first.")
-    names = ("max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = weights.load(s.model, resolution=s.eval_resolution, device=device, **{n: getattr(s, n) for n in names})
+    names = ("max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets", "vae_tiling", "attention")
+    given = {name: getattr(s, name) for name in names} | {"resolution": s.eval_resolution, "frozen": True}
+    model = weights.load(s.model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **given)
     weights.restore(model, Path(run) / "final")
     return model
 

@@ -119,19 +119,18 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     "Load the policy, free its weights, encode the prompts, make the optimizer."
     s = state.s
     names = ("resolution", "max_tokens", "guidance", "true_guidance", "dtype", "lora_rank", "lora_targets")
-    given = {name: getattr(s, name) for name in (*names, "gradient_checkpointing", "sharding")}
+    how = ("vae_tiling", "gradient_checkpointing", "sharding", "compile", "attention")
+    given = {name: getattr(s, name) for name in (*names, *how)}
     state.policy = weights.load(s.model, **given, seed=s.seed, device=state.acc.device)
     state.policy.at(s.eval_resolution).at(s.resolution)  # a resolution that cannot be packed is said now
     with state.acc.main_process_first(), policy.encoders(state.policy) as fresh:
         policy.fill_cache([*state.prompts, *state.held_out, *state.policy.blank], state.policy.key, fresh)
-    if s.vae_tiling:
-        state.policy.vae.enable_tiling()
     if s.sharding == "none":
         state.policy.module = state.acc.prepare(state.policy.transformer)
     trained = state.policy.trained
     state.optimizer = optimizer_class(s)(trained, lr=s.learning_rate, weight_decay=s.weight_decay)
     state.ema = EMAModel(trained, decay=s.ema) if s.ema else None
-    state.grid = sigmas(s.steps, s.shift).to(state.acc.device)
+    state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     state.limit = s.update_batch
     if s.update_memory:
         state.limit = counted.fitted(counted.find(str(state.policy.folder)), s).update_batch

@@ -76,7 +76,7 @@ def walk(policy, rows, latents, keys, grid, kind, eta, store, first=None) -> tup
         now = path[-1].float()
         v = first if i == 0 and first is not None else policy.velocity(now, grid[i].expand(len(keys)), rows)
         mean, std = transition(v, now, grid, i, kind=kind, eta=eta)
-        path.append((mean + std * noise[i].to(mean.device)).to(store))
+        path.append((mean + std * noise[i].to(mean.device, non_blocking=True)).to(store))
         if i < steps - 1:  # the last transition has no noise, so no density: it is never trained
             logps.append(log_prob(path[-1].float(), mean, std, kind=kind))
     return torch.stack(path, dim=1), torch.stack(logps, dim=1)

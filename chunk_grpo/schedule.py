@@ -20,7 +20,8 @@ def broadcast(
     latents: Tensor,  # latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
     """One noise level for all, or one a sample, shaped to multiply `latents`; raises InputError on another shape."""
-    t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None, device=latents.device)
+    t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
+    t = t.to(latents.device, non_blocking=latents.device.type != "cpu")  # from the CPU no queue waits for it
     if t.ndim == 0:
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:

@@ -135,7 +135,7 @@ class Settings(BaseModel):
     latents_on: Literal["device", "host"] = setting("device", "", OURS,
         "Memory in which the trajectories wait for the update.")
     vae_tiling: bool = setting(False, "", OURS,
-        "Decode images tile by tile: less memory, and tiles that meet a little differently.")
+        "Decode images one by one, and larger ones than the autoencoder's tile in tiles: less memory.")
     drop_flat_groups: bool = setting(False, "", OURS,
         "Spend no forward on groups whose rewards are all alike: their advantages are 0, so are their gradients.")
     compile: bool = setting(False, "", OURS,

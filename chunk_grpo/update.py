@@ -159,14 +159,15 @@ def replay(
     return logp, None if other is None else transition_kl(mean, other, std, kind=what.kind)
 
 
-@torch.no_grad()
 def replay_all(what: Replay, work: Work) -> Tensor:  # (M,)
     "Log-probabilities of all the work's transitions, without graph, in the batches that training uses."
     logp = torch.zeros(len(work.segment), device=what.policy.device)
     for part in work.batches:
-        logp[part] = replay(what, work, part)[0]
+        with torch.set_grad_enabled(what.policy.compiled):  # compiled, a forward with graph has kernels of its own
+            logp[part] = replay(what, work, part)[0].detach()
     for _ in range(work.idle):
-        replay(what, work, work.batches[0][:1])
+        with torch.set_grad_enabled(what.policy.compiled):
+            replay(what, work, work.batches[0][:1])
     return logp
 
 # %% ../nbs/08b_update.ipynb #8bcdfa43
