@@ -30,7 +30,7 @@ setup(
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),
-    extras_require={"dev": meta["dev_requirements"].split(), "server": meta["server_requirements"].split()},
+    extras_require={name: meta[f"{name}_requirements"].split() for name in ("dev", "server", "ray")},
     entry_points={"console_scripts": [meta["console_scripts"]]},
     zip_safe=False,
 )

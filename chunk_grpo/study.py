@@ -78,6 +78,8 @@ def result(
 class Host:
     "This host, where each trial is a child of this process."
 
+    how = "at once"  # a number of trials goes on
+
     def room(
         self,
         out: Path,  # the study's folder
@@ -285,7 +287,7 @@ def run(
         room = watch.place.room(out, watch.left())
         processes = processes or room
         say(f"{watch.done()} of {len(todo)} trials are finished, {len(watch.left())} are left, "
-            f"{processes} at once; they lie in {out}")
+            f"{processes} {watch.place.how}; they lie in {out}")
         last = time.time()
         try:
             while turn(watch, processes):

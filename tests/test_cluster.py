@@ -1,0 +1,104 @@
+"""Studies on a Ray cluster, a real one of this host: the same rows, kills of every kind, and what cannot be used."""
+
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+import ray
+import small_study
+import torch
+from commands import call, run
+from small_study import begin, rows, trainers, wait_for
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    "The folder of a study whose trials take seconds."
+    return small_study.write(tmp_path_factory.mktemp("study") / "small")
+
+
+@pytest.fixture(scope="module")
+def through(home, tmp_path_factory):
+    "The study run through on this host, and where it lies."
+    out = tmp_path_factory.mktemp("through") / "small"
+    run("study", home, "--out", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    "The address of a cluster of one node, which is told that it has GPUs."
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # pytest's own is too long for Ray's sockets
+        begun = ray.init(address="local", num_cpus=2, num_gpus=torch.cuda.device_count() or 2, include_dashboard=False,
+                         log_to_driver=False, _temp_dir=folder)
+        yield begun.address_info["gcs_address"]
+        ray.shutdown()
+
+
+def until_gone(out):
+    "Wait until no process works on the study."
+    end = time.time() + 60
+    while trainers(out):
+        assert time.time() < end, "a trial outlives the command that began it"
+        time.sleep(0.1)
+
+
+def test_kills_change_nothing(home, through, cluster, tmp_path):
+    out = tmp_path / "small"
+    child = begin(home, out, "--ray", cluster)  # once the command itself, without warning
+    for arm in ("steps-0", "whole-0"):  # both at once, since the cluster has room
+        wait_for(out / arm / "metrics.jsonl", 1, child)
+    lent = [process.environ()["CUDA_VISIBLE_DEVICES"] for process in trainers(out)]
+    assert len(lent) == len(set(lent)) == 2 and not (out / "longer-0").exists()
+    child.kill()
+    child.communicate()
+    until_gone(out)
+    child = begin(home, out, "--ray", cluster, "--processes", "1")  # once a trial; the others go on
+    wait_for(out / "longer-0" / "metrics.jsonl", 1, child)
+    trainers(out)[0].send_signal(signal.SIGKILL)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 1 and "longer-0 failed" in said and "killed by SIGKILL" in said, said
+    assert [row["arm"] for row in rows(out)] == ["steps", "whole"]
+    child = begin(home, out, "--ray", cluster)  # once politely
+    wait_for(out / "longer-0" / "metrics.jsonl", 5, child)
+    child.terminate()
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == 130 and "the same command goes on" in said and not trainers(out), said
+    said = run("study", home, "--ray", cluster, "--out", out)
+    assert "2 of 3 trials are finished, 1 are left" in said and "3 of 3  longer-0  pocket-clip" in said
+    assert rows(out) == rows(through) and sorted(p.name for p in out.iterdir() if p.name.startswith(".")) == []
+    before = (out / "results.jsonl").read_bytes()
+    said = run("study", home, "--ray", cluster, "--out", out)
+    assert "3 of 3 trials are finished, 0 are left" in said and (out / "results.jsonl").read_bytes() == before
+
+
+def test_a_trial_that_is_refused_is_named_and_the_others_go_on(home, cluster, tmp_path):
+    out = tmp_path / "small"
+    (out / "whole-0").mkdir(parents=True)
+    (out / "whole-0" / "notes.txt").write_text("mine")
+    done = call("study", home, "--ray", cluster, "--out", out)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "1 of 3 trials failed, the first is whole-0" in done.stderr and "is not empty" in done.stderr
+    assert [row["arm"] for row in rows(out)] == ["steps"] and (out / "whole-0" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("address, parts", [
+    ("somewhere", ["`--ray`", "HOST:PORT", "'somewhere'"]),
+    ("127.0.0.1:1", ["`--ray`", "127.0.0.1:1 does not answer"]),
+    ("ray://127.0.0.1:1", ["`--ray`", "ray://127.0.0.1:1 does not answer"]),
+])
+def test_wrong_addresses_are_one_sentence(home, tmp_path, address, parts):
+    done = call("study", home, "--ray", address, "--out", tmp_path / "small")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert all(part in done.stderr for part in parts) and not (tmp_path / "small").exists()
+
+
+def test_ray_is_an_extra(home, tmp_path):
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('No module named ray', name='ray')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = call("study", home, "--ray", "auto", "--out", tmp_path / "small", PYTHONPATH=path)
+    assert done.returncode == 2 and "pip install 'chunk-grpo[ray]'" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "small").exists()
