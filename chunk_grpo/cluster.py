@@ -162,6 +162,8 @@ class Cluster:
 
     def room(self, out: Path, left: Sequence[Trial], patience: float = 120.0) -> int:
         "How many trials are handed over at once: all; InputError where nodes cannot carry them out."
+        if not left:
+            return 0
         for old in out.glob(".call-*"):  # of a call that was killed
             old.unlink()
         self.mark = out / f".call-{uuid.uuid4().hex}"
@@ -172,7 +174,7 @@ class Cluster:
             there = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[i]["NodeID"], soft=False)
             asked.append(remote.options(num_cpus=0, scheduling_strategy=there).remote(self.mark))
         try:
-            said = self.ray.get(asked, timeout=patience)
+            said = self.ray.get(self.ray.wait(asked, num_returns=len(asked), timeout=patience)[0])
         except self.ray.exceptions.RayError as error:
             raise InputError(f"`--ray` needs chunk-grpo {__version__} on every node; {words(error)}") from None
         for why in filter(None, (unfit(answer, self.mark) for answer in said)):

@@ -1,6 +1,7 @@
 """Studies on a Ray cluster, a real one of this host: the same rows, kills of every kind, and what cannot be used."""
 
 import os
+import secrets
 import signal
 import tempfile
 import time
@@ -30,7 +31,8 @@ def through(home, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     "The address of a cluster of one node, which is told that it has GPUs."
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",  # else they wait for all other tests
+                   "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else it is kept in our home
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # pytest's own is too long for Ray's sockets
         begun = ray.init(address="local", num_cpus=2, num_gpus=torch.cuda.device_count() or 2, include_dashboard=False,
                          log_to_driver=False, _temp_dir=folder)
@@ -57,13 +59,13 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     child.communicate()
     until_gone(out)
     child = begin(home, out, "--ray", cluster, "--processes", "1")  # once a trial; the others go on
-    wait_for(out / "longer-0" / "metrics.jsonl", 1, child)
+    wait_for(out / "longer-0" / "metrics.jsonl", 5, child)  # whole-0, which it is a copy of, had four
     trainers(out)[0].send_signal(signal.SIGKILL)
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 1 and "longer-0 failed" in said and "killed by SIGKILL" in said, said
     assert [row["arm"] for row in rows(out)] == ["steps", "whole"]
     child = begin(home, out, "--ray", cluster)  # once politely
-    wait_for(out / "longer-0" / "metrics.jsonl", 5, child)
+    wait_for(out / "longer-0" / "metrics.jsonl", 7, child)
     child.terminate()
     said, _ = child.communicate(timeout=60)
     assert child.returncode == 130 and "the same command goes on" in said and not trainers(out), said

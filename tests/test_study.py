@@ -11,6 +11,7 @@ from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import design, study
 
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "The folder of a study whose trials take seconds."
