@@ -58,44 +58,27 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     child.kill()
     child.communicate()
     until_gone(out)
-    child = begin(home, out, "--ray", cluster, "--processes", "1")  # once a trial; the others go on
+    child = begin(home, out, "--ray", cluster)  # once a trial; the others go on
     wait_for(out / "longer-0" / "metrics.jsonl", 5, child)  # whole-0, which it is a copy of, had four
     trainers(out)[0].send_signal(signal.SIGKILL)
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 1 and "longer-0 failed" in said and "killed by SIGKILL" in said, said
     assert [row["arm"] for row in rows(out)] == ["steps", "whole"]
     child = begin(home, out, "--ray", cluster)  # once politely
-    wait_for(out / "longer-0" / "metrics.jsonl", 7, child)
+    wait_for(out / "longer-0" / "metrics.jsonl", 6, child)
     child.terminate()
     said, _ = child.communicate(timeout=60)
     assert child.returncode == 130 and "the same command goes on" in said and not trainers(out), said
     said = run("study", home, "--ray", cluster, "--out", out)
-    assert "2 of 3 trials are finished, 1 are left" in said and "3 of 3  longer-0  pocket-clip" in said
-    assert rows(out) == rows(through) and sorted(p.name for p in out.iterdir() if p.name.startswith(".")) == []
-    before = (out / "results.jsonl").read_bytes()
-    said = run("study", home, "--ray", cluster, "--out", out)
-    assert "3 of 3 trials are finished, 0 are left" in said and (out / "results.jsonl").read_bytes() == before
+    assert "3 of 3" in said and rows(out) == rows(through)
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]  # what nodes were asked to see
 
 
-def test_a_trial_that_is_refused_is_named_and_the_others_go_on(home, cluster, tmp_path):
-    out = tmp_path / "small"
-    (out / "whole-0").mkdir(parents=True)
-    (out / "whole-0" / "notes.txt").write_text("mine")
-    done = call("study", home, "--ray", cluster, "--out", out)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "1 of 3 trials failed, the first is whole-0" in done.stderr and "is not empty" in done.stderr
-    assert [row["arm"] for row in rows(out)] == ["steps"] and (out / "whole-0" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("address, parts", [
-    ("somewhere", ["`--ray`", "HOST:PORT", "'somewhere'"]),
-    ("127.0.0.1:1", ["`--ray`", "127.0.0.1:1 does not answer"]),
-    ("ray://127.0.0.1:1", ["`--ray`", "ray://127.0.0.1:1 does not answer"]),
-])
-def test_wrong_addresses_are_one_sentence(home, tmp_path, address, parts):
-    done = call("study", home, "--ray", address, "--out", tmp_path / "small")
+def test_a_wrong_address_is_one_sentence(home, tmp_path):
+    done = call("study", home, "--ray", "127.0.0.1:1", "--out", tmp_path / "small")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert all(part in done.stderr for part in parts) and not (tmp_path / "small").exists()
+    assert "`--ray`" in done.stderr and "127.0.0.1:1 does not answer" in done.stderr
+    assert not (tmp_path / "small").exists()
 
 
 def test_ray_is_an_extra(home, tmp_path):
