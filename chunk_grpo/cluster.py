@@ -158,7 +158,7 @@ class Cluster:
 
     def __init__(self, ray: ModuleType, address: str):
         self.ray, self.gpus, self.mark = ray, ray.cluster_resources().get("GPU", 0) >= 1, None
-        self.how = f"at once with the Ray cluster {address}"
+        self.how = f"at a time in the hands of the Ray cluster {address}"
 
     def room(self, out: Path, left: Sequence[Trial], patience: float = 120.0) -> int:
         "How many trials are handed over at once: all; InputError where nodes cannot carry them out."

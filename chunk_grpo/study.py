@@ -195,7 +195,7 @@ class Watch:
         alive = [g.trial for g in self.going.values() if g.trial not in queued]
         going = ", ".join(f"{t.name} {now[t.name]}/{t.settings.iterations}" for t in alive)
         left = left_text(total, sum(now.values()), since, time.time() - self.began)
-        wait = f"; queued: {', '.join(t.name for t in queued)}" if queued else ""
+        wait = f"; {len(queued)} queued" if queued else ""
         return f"{self.done()} of {len(self.all)} trials finished; {left}; going: {going or 'none'}{wait}"
 
 # %% ../nbs/11b_study.ipynb #b711a5c4
