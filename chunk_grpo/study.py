@@ -284,12 +284,12 @@ def run(
         watch = Watch(out, trials(source), todo, known, say, place or Host())
         watch.rows = {t.name: row for t in watch.whole if (row := finished(t, out, known))}
         gather(watch)
-        room = watch.place.room(out, watch.left())
-        processes = processes or room
-        say(f"{watch.done()} of {len(todo)} trials are finished, {len(watch.left())} are left, "
-            f"{processes} {watch.place.how}; they lie in {out}")
         last = time.time()
         try:
+            room = watch.place.room(out, watch.left())
+            processes = processes or room
+            say(f"{watch.done()} of {len(todo)} trials are finished, {len(watch.left())} are left, "
+                f"{processes} {watch.place.how}; they lie in {out}")
             while turn(watch, processes):
                 if time.time() - last > every:
                     last = time.time()
