@@ -9,6 +9,7 @@ __all__ = ['app', 'Source', 'Processes', 'commands', 'plan', 'bench', 'free_fold
 # %% ../nbs/14_cli.ipynb #7a2cdd6c
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -278,19 +279,22 @@ def study(
     arms: Annotated[str, typer.Option(help="Only these arms, such as steps,chunks.")] = "",
     seeds: Annotated[str, typer.Option(help="Only these seeds, such as 0,1.")] = "",
     known: Annotated[list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")] = None,
+    ray: Annotated[str, typer.Option(metavar="ADDRESS", help="Hand the runs to a Ray cluster that shares the folder: "
+                                     "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
 ):
     "Run or continue a study: every arm with every seed, several runs at once."
     wrong = [word for word in listed(seeds) or [] if not word.isdecimal()] + [f for f in known or [] if not f.is_file()]
     if wrong:
         raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
     chosen = [int(word) for word in listed(seeds) or []] or None
-    from chunk_grpo import runs
+    from chunk_grpo import cluster, runs
     from chunk_grpo import study as studies
     from chunk_grpo.checkpoint import read_lines
 
     rows_ = [row for file in known or [] for row in read_lines(file)]
+    go = partial(cluster.run, ray) if ray else studies.run
     try:
-        found = studies.run(name, out, processes, listed(arms), chosen, rows_, lambda text: print(text, flush=True))
+        found = go(name, out, processes, listed(arms), chosen, rows_, lambda text: print(text, flush=True))
     except runs.TrainingFailed as error:
         typer.echo(f"chunk-grpo: {error}", err=True)
         raise typer.Exit(1) from None

@@ -95,8 +95,10 @@ def command(
 def tied(
     parent: int,  # its process number
 ) -> Callable[[], None]:  # to be called in the child before it becomes another program
-    "Ties the life of the calling process to its parent's, on Linux."
+    "Ties the life of the calling process to its parent's, on Linux, and lets it be interrupted."
     def tie():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         if LIBC is not None:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:  # it died in between

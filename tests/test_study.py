@@ -2,44 +2,20 @@
 
 import json
 import signal
-import subprocess
 import time
 
-import psutil
 import pytest
-from commands import call, command, environment, run
+import small_study
+from commands import call, run
+from small_study import STUDY, begin, rows, trainers, wait_for
 
-from chunk_grpo import design, settings, study
-
-STUDY = """
-title: a small study
-question: does it survive?
-seeds: 1
-reference: steps
-arms: {steps: {chunks: steps}, whole: {chunks: whole}, longer: {chunks: whole, iterations: 8}}
-after: {longer: whole}
-evaluation: {eval_images: 2}
-"""
+from chunk_grpo import design, study
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "The folder of a study whose trials take seconds."
-    folder = tmp_path_factory.mktemp("study") / "small"
-    folder.mkdir()
-    (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
-    base = settings.read("pocket/tiny") | {
-        "steps": 6, "chunks": "steps", "threads": 1, "checkpoint_every": 1, "eval_every": 0, "eval_count": 1,
-        "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
-    (folder / "base.yaml").write_text(json.dumps(base))
-    (folder / "study.yaml").write_text(STUDY)
-    return folder
-
-
-def rows(out):
-    "The rows of a study without what the clock and the version control say."
-    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")} for row in lines]
+    return small_study.write(tmp_path_factory.mktemp("study") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +27,9 @@ def through(home, tmp_path_factory):
     return out
 
 
-def begin(home, out):
-    "The command as a process of its own."
-    words = command("study", home, "--processes", "1", "--out", out)
-    return subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_for(path, lines, child):
-    "Until a file has so many lines."
-    end = time.time() + 120
-    while not path.is_file() or len(path.read_text().splitlines()) < lines:
-        assert time.time() < end and child.poll() is None, f"{path} never came"
-        time.sleep(0.05)
-
-
-def trainers(out):
-    "Processes that work on a trial of the study."
-    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.trial" in (p.info["cmdline"] or [])]
-    return [p for p in found if str(out) in p.info["cmdline"][-1]]
-
-
 def test_three_kills_change_nothing(home, through, tmp_path):
     out = tmp_path / "small"
-    child = begin(home, out)  # once the study itself, without warning
+    child = begin(home, out, "--processes", "1")  # once the study itself, without warning
     wait_for(out / "steps-0" / "metrics.jsonl", 2, child)
     child.kill()
     child.wait()
@@ -81,12 +37,12 @@ def test_three_kills_change_nothing(home, through, tmp_path):
     while trainers(out):
         assert time.time() < end, "a trial outlives the study that began it"
         time.sleep(0.1)
-    child = begin(home, out)  # once a trial; the others go on, and the study says which one failed
+    child = begin(home, out, "--processes", "1")  # once a trial; the others go on, and the study says which one failed
     wait_for(out / "whole-0" / "metrics.jsonl", 2, child)
     trainers(out)[0].send_signal(signal.SIGKILL)
     said, _ = child.communicate(timeout=120)
     assert child.returncode == 1 and "whole-0 failed" in said and "killed by SIGKILL" in said
-    child = begin(home, out)  # once politely
+    child = begin(home, out, "--processes", "1")  # once politely
     wait_for(out / "longer-0" / "metrics.jsonl", 5, child)
     child.terminate()
     said, _ = child.communicate(timeout=60)

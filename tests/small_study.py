@@ -1,0 +1,58 @@
+"""A study whose trials take seconds: written, begun as a process of its own, and looked at while it goes on."""
+
+import json
+import subprocess
+import time
+
+import psutil
+from commands import command, environment
+
+from chunk_grpo import settings
+
+STUDY = """
+title: a small study
+question: does it survive?
+seeds: 1
+reference: steps
+arms: {steps: {chunks: steps}, whole: {chunks: whole}, longer: {chunks: whole, iterations: 8}}
+after: {longer: whole}
+evaluation: {eval_images: 2}
+"""
+
+
+def write(folder):
+    "The study's folder."
+    folder.mkdir()
+    (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
+    base = settings.read("pocket/tiny") | {
+        "steps": 6, "chunks": "steps", "threads": 1, "checkpoint_every": 1, "eval_every": 0, "eval_count": 1,
+        "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
+    (folder / "base.yaml").write_text(json.dumps(base))
+    (folder / "study.yaml").write_text(STUDY)
+    return folder
+
+
+def rows(out):
+    "The rows of a study without what the clock and the version control say."
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")} for row in lines]
+
+
+def begin(home, out, *words):
+    "The command as a process of its own."
+    words = command("study", home, "--out", out, *words)
+    return subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(path, lines, child):
+    "Until a file has so many lines."
+    end = time.time() + 120
+    while not path.is_file() or len(path.read_text().splitlines()) < lines:
+        assert time.time() < end and child.poll() is None, f"{path} never came"
+        time.sleep(0.05)
+
+
+def trainers(out):
+    "Processes that work on a trial of the study."
+    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.trial" in (p.info["cmdline"] or [])]
+    return [p for p in found if str(out) in p.info["cmdline"][-1]]
