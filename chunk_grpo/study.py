@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Child', 'source_of', 'begin', 'result', 'Host', 'iterations', 'gain_line', 'left_text', 'Going', 'Watch', 'turn',
-           'take', 'gather', 'alone', 'run']
+           'take', 'alone', 'run']
 
 # %% ../nbs/11b_study.ipynb #52928406
 import contextlib
@@ -186,6 +186,14 @@ class Watch:
         "How many of those asked for are finished."
         return len(self.all) - len(self.left())
 
+    def gather(self) -> None:
+        "Write the rows there are to results.jsonl, in the order of the trials."
+        with beside(self.out / "results.jsonl") as file:
+            file.touch()
+            for trial in self.whole:
+                if trial.name in self.rows:
+                    append_line(file, self.rows[trial.name])
+
     def status(self) -> str:
         "What is going on, and what is left."
         now = {g.trial.name: max(g.behind, iterations(g.run)) for g in self.going.values()}
@@ -235,17 +243,8 @@ def take(
         return
     watch.rows[g.trial.name] = row
     watch.made += g.trial.settings.iterations - g.behind
-    gather(watch)
+    watch.gather()
     watch.say(f"{watch.done()} of {len(watch.all)}  {g.trial.name}  {gain_line(row)}  {spent:.0f} s")
-
-
-def gather(watch: Watch) -> None:
-    "Write the rows there are to results.jsonl, in the order of the trials."
-    with beside(watch.out / "results.jsonl") as file:
-        file.touch()
-        for trial in watch.whole:
-            if trial.name in watch.rows:
-                append_line(file, watch.rows[trial.name])
 
 # %% ../nbs/11b_study.ipynb #854aee6c
 @contextlib.contextmanager
@@ -283,7 +282,7 @@ def run(
         known = [*known, *(row for file in others for row in read_lines(file))]
         watch = Watch(out, trials(source), todo, known, say, place or Host())
         watch.rows = {t.name: row for t in watch.whole if (row := finished(t, out, known))}
-        gather(watch)
+        watch.gather()
         last = time.time()
         try:
             room = watch.place.room(out, watch.left())
