@@ -1,9 +1,12 @@
 """Real training of a FLUX in miniature: what a kill, several processes and faults do to a run."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,6 +14,8 @@ import torch
 from commands import command, environment, run
 from safetensors.torch import load_file
 from small_runs import metrics, trained, wait_for
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_killed_and_resumed_is_bit_identical(world, whole):
@@ -70,14 +75,31 @@ def test_lora_run_loads_into_diffusers(world):
     assert sum(sizes) == 16 and len(metrics(out)[-1]["ratio_dev"]) == len(sizes)
 
 
-def test_every_way_to_save_memory_at_once(world):
+@pytest.fixture(scope="session")
+def eight_bits(tmp_path_factory):
+    "Where bitsandbytes lies, for this test alone: peft would import it into everything that runs beside it."
+    there = tmp_path_factory.mktemp("bitsandbytes")
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", there, "-c", ROOT / "constraints.txt"]
+    subprocess.run([sys.executable, *words, "bitsandbytes"], check=True, timeout=300)
+    return there
+
+
+def test_8_bits_need_their_package(world, tmp_path):
+    "One sentence that says how to get it, and no run folder."
+    said = run("train", world / "s.yaml", "optimizer=adamw-8bit", "--out", tmp_path / "run", code=2)
+    assert "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_way_to_save_memory_at_once(world, eight_bits):
     "Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."
     words = ["latents_dtype=bfloat16", "latents_on=host", "vae_tiling=true", "update_memory=0.002", "eval_every=0",
              "gradient_checkpointing=true", "optimizer=adamw-8bit", "drop_flat_groups=true", "--no-report"]
     outs = [world / "saving", world / "saving-resumed"]
-    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0])
-    run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1])
-    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume")
+    path = f"{eight_bits}{os.pathsep}{Path(__file__).parent}"
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0], PYTHONPATH=path)
+    run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1], PYTHONPATH=path)
+    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume", PYTHONPATH=path)
     assert metrics(outs[0])[-1] == metrics(outs[1])[-1] and trained(outs[0]) == trained(outs[1])
     lines = metrics(outs[0])
     assert lines[1]["ratio_floor"] == 0 and lines[2]["ratio_max_dev"] > 0 and lines[1]["skipped_updates"] == 0
