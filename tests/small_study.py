@@ -48,7 +48,8 @@ def wait_for(path, lines, child):
     "Until a file has so many lines."
     end = time.time() + 120
     while not path.is_file() or len(path.read_text().splitlines()) < lines:
-        assert time.time() < end and child.poll() is None, f"{path} never came"
+        assert child.poll() is None, f"{path} never came: {child.communicate()[0]}"
+        assert time.time() < end, f"{path} never came"
         time.sleep(0.05)
 
 
