@@ -10,12 +10,11 @@ import functools
 from dataclasses import dataclass
 
 from . import InputError
+from .activations import BYTES, kept_bytes
 from chunk_grpo.counted import (
-    BYTES,
     Geometry,
     Network,
     hollow,
-    kept_bytes,
     largest_block,
     latent_values,
     network,
@@ -62,7 +61,7 @@ def most_alive(
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from chunk_grpo.counted import as_on_a_gpu
+    from chunk_grpo.activations import as_on_a_gpu
 
     now, most, known = [0], [0], set()
 

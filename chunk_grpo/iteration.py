@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
-from . import InputError, counted, elsewhere, policy, rewards, shards, weights
+from . import InputError, activations, counted, elsewhere, policy, rewards, shards, weights
 from .background import Arriving, Background
 from . import settings as setting
 from .checkpoint import write_json
@@ -133,7 +133,7 @@ def set_up(state: State) -> State:  # the same, with policy and optimizer
     state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     state.limit = s.update_batch
     if s.update_memory:
-        state.limit = counted.fitted(counted.find(str(state.policy.folder)), s).update_batch
+        state.limit = activations.fitted(counted.find(str(state.policy.folder)), s).update_batch
     return state
 
 # %% ../nbs/08e_iteration.ipynb #4e6eae61

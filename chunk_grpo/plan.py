@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 
 from .budget import BYTES, Device, Geometry, Network, fits, memory, needed
-from .counted import find, fitted, forward_flops, parameters, trained_parameters
+from .activations import fitted
+from .counted import find, forward_flops, parameters, trained_parameters
 from .settings import Settings, check_processes
 
 # %% ../nbs/08d_plan.ipynb #1d89e9c3

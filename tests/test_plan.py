@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from chunk_grpo import InputError, budget, cli, cost, counted, plan, settings, weights
+from chunk_grpo import InputError, activations, budget, cli, cost, counted, plan, settings, weights
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("study.yaml", "base.yaml")  # parts of studies; machines stand in runs/hosts
@@ -86,11 +86,11 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
         assert 2 * counted.forward_flops(found, SIDE, TOKENS) == counter.get_total_flops()
 
-    with counted.counting(real) as kept:
+    with activations.counting(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
     s = settings.load({"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank,
                        "update_batch": 2, "gradient_checkpointing": False})
-    assert counted.kept_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
+    assert activations.kept_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
 
 
 def test_the_formula_of_flux_is_near_what_is_counted():
@@ -98,7 +98,7 @@ def test_the_formula_of_flux_is_near_what_is_counted():
     for model, tolerance in (("black-forest-labs/FLUX.1-dev", 0.06), ("pocket", 0.25)):
         for changes in ({"lora_rank": 16}, {"gradient_checkpointing": False}):
             s = settings.load("pocket/tiny", {"model": model, "resolution": 256, "lora_rank": 0, **changes})
-            pair = counted.kept_bytes(counted.find(model), s), counted.kept_bytes(counted.network(model), s)
+            pair = activations.kept_bytes(counted.find(model), s), activations.kept_bytes(counted.network(model), s)
             assert pair[0] == pytest.approx(pair[1], rel=tolerance), (model, changes)
 
 
@@ -134,10 +134,10 @@ def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, fact
 def test_update_memory_is_used_and_not_exceeded():
     m, base = counted.find("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_guidance": 2.0}
     for gigabytes in (8, 30, 60.5):
-        s = counted.fitted(m, settings.load({**base, "update_memory": gigabytes}))
+        s = activations.fitted(m, settings.load({**base, "update_memory": gigabytes}))
         more = settings.load(s, {"update_batch": s.update_batch + 1})
-        assert counted.kept_bytes(m, s) <= gigabytes * 1e9 < counted.kept_bytes(m, more)
-    assert counted.fitted(m, settings.load({**base, "update_memory": 0.001})).update_batch == 1
+        assert activations.kept_bytes(m, s) <= gigabytes * 1e9 < activations.kept_bytes(m, more)
+    assert activations.fitted(m, settings.load({**base, "update_memory": 0.001})).update_batch == 1
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
