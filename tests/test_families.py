@@ -282,7 +282,7 @@ def test_a_run_from_the_command_line(tmp_path):
               "dtype": "float32", "iterations": 1, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 6,
               "chunks": "2,3", "eval_steps": 3, "hybrid_split": 2, "threads": 1, "reward": "tiny_rewards:red"}
     (tmp_path / "s.yaml").write_text(json.dumps(words))
-    assert "are not known here" in run("plan", tmp_path / "s.yaml")
+    assert "memory a process" in run("plan", tmp_path / "s.yaml")
     run("train", tmp_path / "s.yaml", "--out", tmp_path / "run", "--no-report")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[1]["ratio_floor"] == 0 and lines[1]["ratio_floor_rollout"] < 1e-4

@@ -100,3 +100,15 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
     for mine, theirs in zip(two, one, strict=True):
         for name, value in theirs.items():
             assert mine[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_compiled_parts_train_the_same(world):
+    "Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."
+    words, outs = ["iterations=2", "eval_every=0", "--no-report"], [world / "plain", world / "compiled-parts"]
+    run("train", world / "s.yaml", *words, "--out", outs[0])
+    done = subprocess.run(
+        command("train", world / "s.yaml", *words, "sharding=fsdp", "compile=true", "--out", outs[1], "--processes", 2),
+        env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert alike(outs[1], outs[0])
