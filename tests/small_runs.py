@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_flux import build
 
 SMALL = {
     "resolution": 64,
@@ -29,6 +30,15 @@ SMALL = {
     "threads": 1,
     "reward": "tiny_rewards:red",
 }
+
+
+def write(folder, **more):
+    "Put a model, prompts and a settings file into the folder; the same folder."
+    build(folder / "model")
+    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n")
+    names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt")}
+    (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]} | more))
+    return folder
 
 
 def metrics(folder):

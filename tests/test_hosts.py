@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import command, environment, run
-from small_runs import SMALL, metrics, wait_for
-from tiny_flux import build
+from small_runs import metrics, wait_for, write
 
 from chunk_grpo import InputError, cli, folder, hosts, process, runs, settings
 
@@ -24,12 +23,7 @@ SLOW = "reward=tiny_rewards:slow_red"  # time to be killed in
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     "A folder with the model, prompts, a settings file, and the file of two machines, which are both this one."
-    folder = tmp_path_factory.mktemp("world")
-    build(folder / "model")
-    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n")
-    names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt"), "iterations": 3}
-    (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]}))
-    return folder
+    return write(tmp_path_factory.mktemp("world"), iterations=3)
 
 
 @pytest.fixture(scope="module")
