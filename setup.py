@@ -25,7 +25,7 @@ setup(
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
         meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/hosts/*", "presets/pocket/studies/*/*.yaml",
-                           "benchmarks/*.json", "benchmarks/*/*"],
+                           "X],
         f"{meta['lib_path']}.environments": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },

@@ -14,7 +14,7 @@ def environment(**more) -> dict[str, str]:
 
 def command(*words) -> list[str]:
     "chunk-grpo with some words behind it."
-    return [sys.executable, "-m", "chunk_grpo.cli", *map(str, words)]
+    return [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
 
 
 def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:

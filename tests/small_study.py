@@ -7,7 +7,7 @@ import time
 import psutil
 from commands import command, environment
 
-from chunk_grpo import settings
+from chunk_grpo.core import settings
 
 STUDY = """
 title: a small study
@@ -24,7 +24,7 @@ def write(folder):
     "The study's folder."
     folder.mkdir()
     (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
-    base = settings.read("pocket/tiny") | {
+    base = settings.read_settings_file("pocket/tiny") | {
         "steps": 6, "chunks": "steps", "threads": 1, "checkpoint_every": 1, "eval_every": 0, "eval_count": 1,
         "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
     (folder / "base.yaml").write_text(json.dumps(base))
@@ -55,5 +55,5 @@ def wait_for(path, lines, child):
 
 def trainers(out):
     "Processes that work on a trial of the study."
-    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.trial" in (p.info["cmdline"] or [])]
+    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.studies.trial" in (p.info["cmdline"] or [])]
     return [p for p in found if str(out) in p.info["cmdline"][-1]]

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from chunk_grpo import design, settings, studies
+from chunk_grpo.core import settings
+from chunk_grpo.studies import analysis, design
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 
 def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) -> dict:
     "A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."
-    asked = studies.described(name)
-    s = settings.load(settings.read(design.place(name) / "base.yaml"), {**asked["arms"][arm], "seed": seed})
+    asked = analysis.describe_study(name)
+    s = settings.load_settings(
+        settings.read_settings_file(design.find_study_folder(name) / "base.yaml"), {**asked["arms"][arm], "seed": seed}
+    )
     shared, rng = 0.02 * np.random.default_rng(seed).normal(), np.random.default_rng([seed, *f"{name}{arm}".encode()])
     gain = effect + shared + 0.005 * rng.normal()
     steps = s.eval_steps
@@ -47,7 +50,7 @@ def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) 
 def write(folder: Path, name: str, effects: dict[str, float] | None = None, seeds: int | None = None,
           only: tuple[str, ...] | None = None) -> list[dict]:
     "Write the rows of a study and return them: `only` these arms, the first `seeds`, arms with their `effects`."
-    asked = studies.described(name)
+    asked = analysis.describe_study(name)
     rows = [row(name, arm, seed, (effects or {}).get(arm, 0.1)) for arm in only or asked["arms"]
             for seed in asked["seeds"][:seeds]]
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from chunk_grpo import chunks as chunking
-from chunk_grpo import settings as setting
-from chunk_grpo.checkpoint import append_line, write_json
-from chunk_grpo.evaluate import summarise
+from chunk_grpo.core import settings as setting
+from chunk_grpo.core.files import append_json_line, write_json
+from chunk_grpo.evaluation.evaluate import summarise_evaluation
+from chunk_grpo.method import chunks as chunking
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "green", "blue", "orange", "purple", "black")
@@ -61,7 +61,7 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
     for arm, lift in lifts.items():
         (folder / arm).mkdir(parents=True)
         for p in range(prompts):
-            name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
+            name, kind = f"{arm}/{p:models/qwen_image}.png", CATEGORIES[p % len(CATEGORIES)]
             picture(rng, s.eval_resolution).save(folder / name)
             scores = {reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
                       for reward in setting.evaluated_rewards(s)}
@@ -72,21 +72,30 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
                 there = {k: rng.integers(0, 2, 2).tolist() for k in scores if k == "pocket-geneval"}
                 records[-1]["objects"] = there
     for record in records:
-        append_line(folder / "scores.jsonl", record)
-    write_json(folder / "summary.json", {"n_prompts": prompts, "images_per_prompt": 1, "steps": s.eval_steps,
-                                         "split": s.hybrid_split, "seed": s.eval_seed, "rewards": summarise(records)})
+        append_json_line(folder / "scores.jsonl", record)
+    write_json(
+        folder / "summary.json",
+        {
+            "n_prompts": prompts,
+            "images_per_prompt": 1,
+            "steps": s.eval_steps,
+            "split": s.hybrid_split,
+            "seed": s.eval_seed,
+            "rewards": summarise_evaluation(records),
+        },
+    )
 
 
 def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
           evaluated: bool = True, status: str = "finished", upto: int | None = None, **drawn) -> Path:
     "Write a whole run folder and return it; what was drawn in the evaluation may be said."
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
-    s, rng = setting.load("pocket/demo", whole), np.random.default_rng(seed)
+    s, rng = setting.load_settings("pocket/demo", whole), np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    sizes = chunking.from_setting(s.chunks, s.transitions).sizes
-    append_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
+    sizes = chunking.chunks_from_setting(s.chunks, s.transitions).sizes
+    append_json_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
     for iteration in range(1, (upto or s.iterations) + 1):
-        append_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))
+        append_json_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))
     steps = np.arange(s.steps)
     write_json(folder / "profile.json", {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps,
         "sigmas": np.linspace(1, 0, s.steps + 1).tolist(), "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),

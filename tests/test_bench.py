@@ -10,8 +10,8 @@ import pytest
 from commands import command, environment, run
 from stub_judge import serve
 
-from chunk_grpo import bench, bench_score, dpg, evaluate
-from chunk_grpo.checkpoint import read_json, read_lines
+from chunk_grpo.core.files import read_json, read_json_lines
+from chunk_grpo.evaluation import benchmark_images, benchmark_scores, dpg, evaluate
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     assert 12 < len(there) < 36 and there.items() <= whole.items()
     run(*words, "--processes", "2", "--no-report")
     assert images(folder) == whole
-    assert [r["scores"] for r in read_lines(folder / "scores.jsonl")] == [
+    assert [r["scores"] for r in read_json_lines(folder / "scores.jsonl")] == [
         json.loads(line)["scores"] for line in table.splitlines()]
     assert read_json(folder / "summary.json")["rewards"] == summary["rewards"]
     said = run(*words, "eval_seed=3", code=2)
@@ -105,11 +105,15 @@ def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
 def test_arms_are_the_evaluations(trained):
     "A benchmark of the held-out prompts shows what the evaluation of the run shows."
     where = trained / "run"
-    s, arms = bench.prepared(where, bench.task("pocket:heldout"), trained / "held", ())
-    assert arms == evaluate.arms_of(s)
+    s, arms = benchmark_images.prepare_benchmark(
+        where, benchmark_images.load_benchmark_task("pocket:heldout"), trained / "held", ()
+    )
+    assert arms == evaluate.evaluation_arms(s)
     with pytest.raises(Exception, match="learning_rate"):
-        bench.prepared(where, bench.task("pocket:heldout"), trained / "held", ["learning_rate=1"])
-    assert bench_score.paper_rows("geneval")[0]["overall"] == 0.66
+        benchmark_images.prepare_benchmark(
+            where, benchmark_images.load_benchmark_task("pocket:heldout"), trained / "held", ["learning_rate=1"]
+        )
+    assert benchmark_scores.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 
 
 def test_dpg_asks_a_judge_about_a_runs_images(trained):
@@ -117,7 +121,7 @@ def test_dpg_asks_a_judge_about_a_runs_images(trained):
     table = trained / "dpg_bench.csv"
     texts = enumerate(("a red circle", "two stars"))
     rows = [(f"item{n}", text, 1, "0", "entity - x (y)", f"Is it {text}?") for n, text in texts]
-    pd.DataFrame(rows, columns=dpg.COLUMNS).to_csv(table, index=False)
+    pd.DataFrame(rows, columns=dpg.DPG_COLUMNS).to_csv(table, index=False)
     words = ["evaluate", trained / "run", "--bench", "dpg", "--source", table, "--no-report"]
     assert "judge" in run(*words, code=2) and not (trained / "run" / "benchmarks" / "dpg").exists()
     with serve(lambda text, grey: "yes" if "star" in text else "no") as stub:

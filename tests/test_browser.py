@@ -5,7 +5,7 @@ import shutil
 import pytest
 import synthetic
 
-from chunk_grpo import runs
+from chunk_grpo.reporting.reports import write_run_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.browser,
@@ -33,7 +33,7 @@ def page():
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     "The report of an invented run."
-    return runs.report(synthetic.write(tmp_path_factory.mktemp("report") / "run"))
+    return write_run_report(synthetic.write(tmp_path_factory.mktemp("report") / "run"))
 
 
 def test_report_opens_offline_with_all_figures(page, report):

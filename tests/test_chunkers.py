@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from ruptures import Dynp
 
 from chunk_grpo import InputError
-from chunk_grpo.chunkers import adaptive, fixed, optimal, paper_rule, shape
-from chunk_grpo.dynamics import chunks_from_profile
-from chunk_grpo.profiles import departure, variance_shares
+from chunk_grpo.measurements.profiles import profile_departure, variance_shares
+from chunk_grpo.method.chunk_search import (
+    adaptive_chunks,
+    centered_log_profile,
+    fixed_chunks,
+    optimal_chunks,
+    paper_rule_chunks,
+)
+from chunk_grpo.method.dynamics import chunks_from_profile
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 value_ = st.floats(1e-4, 10.0)
@@ -20,15 +26,17 @@ level_ = st.builds(lambda value, n: [value] * n, value_, st.integers(1, 60))  # 
 slope_ = st.builds(lambda ratio, n: [0.5 * ratio**i for i in range(n)], st.floats(0.8, 1.25), st.integers(1, 60))
 profile_ = st.one_of(drawn_, level_, slope_).map(lambda values: torch.tensor(values, dtype=torch.float64))
 CHUNKERS = {
-    "fixed steps": lambda p: fixed(p, "steps"),
-    "fixed list": lambda p: fixed(p, ",".join("1" * len(p))),
-    "paper's rule": paper_rule,
-    "paper's rule, tilted": lambda p: paper_rule(p, p * torch.linspace(1, 1.3, len(p), dtype=torch.float64), 3, 0.2),
-    "optimal, 4": lambda p: optimal(p, 4),
-    "optimal, penalty": lambda p: optimal(p, penalty=0.02),
-    "adaptive, 1": lambda p: adaptive(p[None], 1)[0],
-    "adaptive, 2": lambda p: adaptive(p[None])[0],
-    "adaptive, 4": lambda p: adaptive(p[None], 4)[0],
+    "fixed steps": lambda p: fixed_chunks(p, "steps"),
+    "fixed list": lambda p: fixed_chunks(p, ",".join("1" * len(p))),
+    "paper's rule": paper_rule_chunks,
+    "paper's rule, tilted": lambda p: paper_rule_chunks(
+        p, p * torch.linspace(1, 1.3, len(p), dtype=torch.float64), 3, 0.2
+    ),
+    "optimal, 4": lambda p: optimal_chunks(p, 4),
+    "optimal, penalty": lambda p: optimal_chunks(p, penalty=0.02),
+    "adaptive, 1": lambda p: adaptive_chunks(p[None], 1)[0],
+    "adaptive, 2": lambda p: adaptive_chunks(p[None])[0],
+    "adaptive, 4": lambda p: adaptive_chunks(p[None], 4)[0],
 }
 
 
@@ -46,19 +54,19 @@ def test_chunks_cover_any_profile_whatever_its_scale(name, profile, factor):
 @quick
 @given(profile_, st.integers(1, 5))
 def test_the_papers_rule_makes_no_more_chunks_than_asked(profile, middle):
-    assert len(paper_rule(profile, middle=middle)) <= middle + 2
+    assert len(paper_rule_chunks(profile, middle=middle)) <= middle + 2
 
 
 @quick
 @given(profile_, st.integers(1, 12))
 def test_a_given_number_of_chunks_is_made(profile, count):
-    assert len(optimal(profile, count)) == min(count, len(profile))
+    assert len(optimal_chunks(profile, count)) == min(count, len(profile))
 
 
 @quick
 @given(st.lists(value_, min_size=1, max_size=14), st.floats(1e-3, 0.5))
 def test_no_cut_is_cheaper_than_the_penalised_one(values, penalty):
-    y = shape(torch.tensor(values))
+    y = centered_log_profile(torch.tensor(values))
     total = float((y - y.mean()).square().sum())
 
     def cost(sizes):
@@ -69,19 +77,19 @@ def test_no_cut_is_cheaper_than_the_penalised_one(values, penalty):
     for count in range(1, len(y) + 1):
         ends = [0, *Dynp(model="l2", min_size=1, jump=1).fit(y.numpy()).predict(count - 1)]
         best.append(cost([b - a for a, b in zip(ends, ends[1:], strict=False)]))
-    assert cost(optimal(torch.tensor(values), penalty=penalty).sizes) <= min(best) + 1e-9
+    assert cost(optimal_chunks(torch.tensor(values), penalty=penalty).sizes) <= min(best) + 1e-9
 
 
 @quick
 @given(profile_, st.floats(0.001, 0.4))
 def test_a_higher_penalty_makes_no_more_chunks(profile, penalty):
-    assert len(optimal(profile, penalty=2 * penalty)) <= len(optimal(profile, penalty=penalty))
+    assert len(optimal_chunks(profile, penalty=2 * penalty)) <= len(optimal_chunks(profile, penalty=penalty))
 
 
 @quick
 @given(profile_, st.integers(1, 9))
 def test_adaptive_sizes_lie_between_the_smallest_and_its_double(profile, size):
-    sizes = adaptive(profile[None], size)[0].sizes
+    sizes = adaptive_chunks(profile[None], size)[0].sizes
     assert max(sizes) <= 2 * size - 1 if len(profile) >= size else sizes == (len(profile),)
     assert min(sizes) >= min(size, len(profile))
 
@@ -90,7 +98,7 @@ def test_adaptive_sizes_lie_between_the_smallest_and_its_double(profile, size):
 @given(st.integers(0, 2**31), st.integers(1, 30))
 def test_a_trajectory_is_cut_by_its_own_distances_only(seed, n):
     distance = torch.rand(5, n, generator=torch.Generator().manual_seed(seed)) + 0.01
-    assert adaptive(distance) == [adaptive(row[None])[0] for row in distance]
+    assert adaptive_chunks(distance) == [adaptive_chunks(row[None])[0] for row in distance]
 
 
 def own_sizes(values, count):
@@ -112,13 +120,19 @@ def own_sizes(values, count):
 def test_the_librarys_cut_is_the_best(seed, n, count):
     profile = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.05
     expected = own_sizes(profile.log().tolist(), min(count, n))
-    assert list(chunks_from_profile(profile, count).sizes) == list(optimal(profile, count).sizes) == expected
+    assert list(chunks_from_profile(profile, count).sizes) == list(optimal_chunks(profile, count).sizes) == expected
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda bad: fixed(bad, "whole"), "profile: got"), (paper_rule, "base_profile: got"),
-    (lambda bad: paper_rule(torch.ones(2), bad), "trained_profile: got"), (lambda bad: optimal(bad, 2), "profile: got"),
-    (lambda bad: adaptive(bad[None]), "distance: got")])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda bad: fixed_chunks(bad, "whole"), "profile: got"),
+        (paper_rule_chunks, "base_profile: got"),
+        (lambda bad: paper_rule_chunks(torch.ones(2), bad), "trained_profile: got"),
+        (lambda bad: optimal_chunks(bad, 2), "profile: got"),
+        (lambda bad: adaptive_chunks(bad[None]), "distance: got"),
+    ],
+)
 @pytest.mark.parametrize("bad", [[0.1, 0.0], [0.1, -1.0], [0.1, math.nan], [math.inf, 0.1], []])
 def test_bad_profiles_are_refused(make, words, bad):
     with pytest.raises(InputError, match=words) as caught:
@@ -127,20 +141,20 @@ def test_bad_profiles_are_refused(make, words, bad):
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda p: fixed(p, "2,3"), "`chunks` must add up to the 6 transitions"),
-    (lambda p: fixed(p, "2,x"), "`chunks` must be sizes"),
-    (lambda p: fixed(p, "profile"), "`chunks` can be profile only"),
-    (lambda p: paper_rule(p, p[:5]), "trained_profile: got 5 values, allowed are the base's 6"),
-    (lambda p: paper_rule(p, middle=0), "middle: got 0, allowed is a whole number of chunks from 1"),
-    (lambda p: paper_rule(p, half=0.0), "half: got 0.0, allowed is above 0 and at most 1"),
-    (lambda p: optimal(p), "max_chunks: got None with penalty None, allowed is one of the two"),
-    (lambda p: optimal(p, 2, 0.1), "max_chunks: got 2 with penalty 0.1, allowed is one of the two"),
-    (lambda p: optimal(p, 0), "max_chunks: got 0, allowed is a whole number from 1"),
-    (lambda p: optimal(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
-    (lambda p: optimal(p, penalty=math.nan), "penalty: got nan, allowed is a number above 0"),
-    (lambda p: adaptive(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),
-    (lambda p: adaptive(p[None], 0), "min_size: got 0, allowed is a whole number from 1"),
-    (lambda p: adaptive(p[None], 1.5), "min_size: got 1.5, allowed is a whole number from 1")])
+    (lambda p: fixed_chunks(p, "2,3"), "`chunks` must add up to the 6 transitions"),
+    (lambda p: fixed_chunks(p, "2,x"), "`chunks` must be sizes"),
+    (lambda p: fixed_chunks(p, "profile"), "`chunks` can be profile only"),
+    (lambda p: paper_rule_chunks(p, p[:5]), "trained_profile: got 5 values, allowed are the base's 6"),
+    (lambda p: paper_rule_chunks(p, middle=0), "middle: got 0, allowed is a whole number of chunks from 1"),
+    (lambda p: paper_rule_chunks(p, half=0.0), "half: got 0.0, allowed is above 0 and at most 1"),
+    (lambda p: optimal_chunks(p), "max_chunks: got None with penalty None, allowed is one of the two"),
+    (lambda p: optimal_chunks(p, 2, 0.1), "max_chunks: got 2 with penalty 0.1, allowed is one of the two"),
+    (lambda p: optimal_chunks(p, 0), "max_chunks: got 0, allowed is a whole number from 1"),
+    (lambda p: optimal_chunks(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
+    (lambda p: optimal_chunks(p, penalty=math.nan), "penalty: got nan, allowed is a number above 0"),
+    (lambda p: adaptive_chunks(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),
+    (lambda p: adaptive_chunks(p[None], 0), "min_size: got 0, allowed is a whole number from 1"),
+    (lambda p: adaptive_chunks(p[None], 1.5), "min_size: got 1.5, allowed is a whole number from 1")])
 def test_bad_settings_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make(torch.tensor([0.7, 0.8, 0.5, 0.4, 0.3, 0.3]))
@@ -172,6 +186,6 @@ def test_each_share_is_all_where_nothing_else_differs():
 @given(st.integers(0, 2**31), st.floats(0.2, 5.0))
 def test_a_common_factor_is_its_logarithm_everywhere(seed, factor):
     base = torch.rand(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
-    mean, error = departure(base, factor * base)
+    mean, error = profile_departure(base, factor * base)
     torch.testing.assert_close(mean, torch.full((6,), math.log(factor), dtype=torch.float64))
     assert float(error.max()) < 1e-12

@@ -12,7 +12,11 @@ from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
 
-from chunk_grpo import InputError, cli, notebooks, runs, settings
+from chunk_grpo import InputError
+from chunk_grpo.cli import main
+from chunk_grpo.core import settings
+from chunk_grpo.reporting import notebooks
+from chunk_grpo.runs import runs
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -50,7 +54,7 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capf
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["chunk-grpo", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     said, error = capfd.readouterr()
     assert ended.value.code == 2 and said == ""
     assert error.startswith("chunk-grpo: ") and error.count("\n") == 1
@@ -65,17 +69,17 @@ def test_the_command_itself_ends_with_2(tmp_path):
 
 def note(run):
     "A run.json that says little more than the settings."
-    whole = settings.load("pocket/tiny").model_dump(mode="json")
+    whole = settings.load_settings("pocket/tiny").model_dump(mode="json")
     (run / "run.json").write_text(json.dumps({"settings": whole, "status": "finished"}))
 
 
 def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     note(tmp_path / "run")
-    monkeypatch.setattr(runs, "page", lambda *_, **__: pytest.fail("a report was started"))
+    monkeypatch.setattr(runs, "write_report", lambda *_, **__: pytest.fail("a report was started"))
     for words, part in (([], "`--run` must be a finished run"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
                         (["eta=0"], "`eta`")):
-        answer = CliRunner().invoke(cli.app, ["profile", *words, "--run", str(tmp_path / "run")])
+        answer = CliRunner().invoke(main.app, ["profile", *words, "--run", str(tmp_path / "run")])
         assert isinstance(answer.exception, InputError) and part in str(answer.exception), answer.exception
 
 
@@ -84,14 +88,14 @@ def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
     note(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     given = []
-    monkeypatch.setattr(runs, "page", lambda name, out, /, **values: given.append((name, out, values)))
+    monkeypatch.setattr(runs, "write_report", lambda name, out, /, **values: given.append((name, out, values)))
     for words in (["pocket/tiny"], ["seed=4", "--run", "run", "--prompts", "3", "--images", "1", "--steps", "10,50",
                                     "--json", "p.json", "--out", "p.html"]):
-        answer = CliRunner().invoke(cli.app, ["profile", *words], catch_exceptions=False)
+        answer = CliRunner().invoke(main.app, ["profile", *words], catch_exceptions=False)
         assert answer.exit_code == 0, answer.output
     (name, out, plain), (_, chosen, values) = given
     assert (name, str(out), str(chosen)) == ("profile", "profile.html", "p.html")
-    known = notebooks.parameters("profile")
+    known = notebooks.report_parameters("profile")
     assert plain == {key: p["default"] for key, p in known.items()}  # without options the report's own defaults
     assert values == {"settings": "", "overrides": ["seed=4"], "run": "run", "prompts": 3, "images": 1,
                       "step_counts": [10, 50], "out": "p.json"}
@@ -101,31 +105,33 @@ def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
     ["train"], ["fly"], ["plan", "pocket/tiny", "--processes", "two"], ["plan", "--fast"],
     ["profile", "pocket/tiny", "--prompts", "two"]])
 def test_wrong_usage_is_exit_code_2(arguments):
-    answer = CliRunner().invoke(cli.app, arguments)
+    answer = CliRunner().invoke(main.app, arguments)
     assert answer.exit_code == 2 and "Usage" in answer.output
 
 
 def test_help_names_every_command():
-    answer = CliRunner().invoke(cli.app, ["--help"])
+    answer = CliRunner().invoke(main.app, ["--help"])
     assert answer.exit_code == 0
     for name in ("plan", "train", "evaluate", "profile", "compare", "report", "doctor"):
         line = next(line for line in answer.output.splitlines() if line.split()[:1] == [name])
         assert line.endswith(".") and not line.endswith("..."), "the summary is cut off"
-        assert CliRunner().invoke(cli.app, [name, "--help"]).exit_code == 0
+        assert CliRunner().invoke(main.app, [name, "--help"]).exit_code == 0
 
 
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
-    code = ("import sys; from chunk_grpo import InputError, cli, settings\n"
-            "try: settings.load('pocket/demo', ['learnin_rate=1'])\n"
-            "except InputError: sys.exit(3 + ('torch' in sys.modules))")
+    code = (
+        "import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main; from chunk_grpo.core import settings\n"
+        "try: settings.load('pocket/demo', ['learnin_rate=1'])\n"
+        "except InputError: sys.exit(3 + ('torch' in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 
 
-@pytest.mark.parametrize("preset", settings.presets())
+@pytest.mark.parametrize("preset", settings.list_presets())
 def test_plan_counts_every_preset(preset):
-    answer = CliRunner().invoke(cli.app, ["plan", preset, "--rate", "1"])
+    answer = CliRunner().invoke(main.app, ["plan", preset, "--rate", "1"])
     assert answer.exit_code == 0, answer.output
-    s = settings.load(preset)
+    s = settings.load_settings(preset)
     images = s.prompts_per_iteration * s.images_per_prompt
     assert f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images" in answer.output
     assert f"{s.iterations:,} iterations, {images * s.iterations:,} images" in answer.output
@@ -133,7 +139,7 @@ def test_plan_counts_every_preset(preset):
 
 
 def test_plan_of_an_unknown_model_has_counts_only():
-    answer = CliRunner().invoke(cli.app, ["plan", "paper/chunk", "model=some/model"])
+    answer = CliRunner().invoke(main.app, ["plan", "paper/chunk", "model=some/model"])
     assert answer.exit_code == 0 and "images an iteration" in answer.output and "cannot be estimated" in answer.output
 
 

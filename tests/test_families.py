@@ -10,11 +10,19 @@ import torch
 from commands import run
 from diffusers import DiffusionPipeline
 
-from chunk_grpo import InputError, inputs, policy, weights
-from chunk_grpo.chunks import from_setting
-from chunk_grpo.rollout import ode, rollout
-from chunk_grpo.sd3 import pack
-from chunk_grpo.update import Replay, accumulate, choose_chunks, floor, lay_out, replay_all
+from chunk_grpo import InputError
+from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.models import inputs, policy, trainable
+from chunk_grpo.models.sd3 import latents_to_tokens
+from chunk_grpo.training.rollout import sample_ode, sample_trajectories
+from chunk_grpo.training.update import (
+    ReplayContext,
+    accumulate_gradients,
+    all_log_probs,
+    build_update_batch,
+    ratio_floor,
+    sample_chunks,
+)
 
 NAMES = list(tiny_families.BUILDERS)
 PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]  # of different lengths
@@ -44,7 +52,7 @@ def cache(tmp_path_factory):
 
 def load(folder, **more):
     "A frozen policy."
-    return policy.load(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, **more)
+    return policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, **more)
 
 
 def generators():
@@ -54,7 +62,7 @@ def generators():
 
 def tokens(latents):
     "A pipeline's latents as ours."
-    return pack(latents) if latents.ndim == 4 else latents
+    return latents_to_tokens(latents) if latents.ndim == 4 else latents
 
 
 class Watched:
@@ -96,7 +104,7 @@ def pair(request, family):
     "A policy and its pipeline's own call, with and without classifier-free guidance."
     name, folder = family
     told = OFF.get(name, {}) if request.param == 1 else ON[name]
-    return load(folder, true_guidance=request.param), Watched(folder, **told)
+    return load(folder, true_cfg_scale=request.param), Watched(folder, **told)
 
 
 def test_encode_gives_the_pipelines_embeddings(family):
@@ -142,7 +150,7 @@ def test_sampling_is_the_pipelines_call(pair):
     grid = model.sigmas(STEPS)
     torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
     noise = torch.stack([model.noise(g) for g in generators()])
-    ours = ode(model, model.encode(PROMPTS), noise, grid)
+    ours = sample_ode(model, model.encode(PROMPTS), noise, grid)
     torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
     assert theirs.images.std() > 0.01
     torch.testing.assert_close(model.decode(ours), theirs.images, rtol=0, atol=1e-5)
@@ -167,18 +175,18 @@ def drawn(model):
     keys = [(0, 0, p, g) for p in range(2) for g in range(2)]
     grid, row = policy.sigmas(6, 3.0), torch.tensor([0, 0, 1, 1])
     rows = model.encode(PROMPTS)
-    paths = rollout(model, rows, row, keys, grid, "flow", 0.7)
-    chunks = from_setting("2,3", 5)
-    work = lay_out(torch.arange(4), choose_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=20)
-    return Replay(model, rows, paths, grid), work
+    paths = sample_trajectories(model, rows, row, keys, grid, "flow", 0.7)
+    chunks = chunks_from_setting("2,3", 5)
+    work = build_update_batch(torch.arange(4), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=20)
+    return ReplayContext(model, rows, paths, grid), work
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
 def test_ratio_is_one_before_the_first_update(family, scale):
     "The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."
-    what, work = drawn(load(family[1], true_guidance=scale))
+    what, work = drawn(load(family[1], true_cfg_scale=scale))
     old = what.trajectories.logp[work.sample, work.index]
-    assert floor(replay_all(what, work), old, work) < 1e-5
+    assert ratio_floor(all_log_probs(what, work), old, work) < 1e-5
     assert old.std() > 0
 
 
@@ -186,31 +194,41 @@ def test_ratio_is_one_before_the_first_update(family, scale):
 def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale, tmp_path):
     "One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."
     _, folder = family
-    base = load(folder, true_guidance=scale)
-    trained = [weights.load(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, true_guidance=scale,
-                            lora_rank=rank, lora_targets=weights.LORA_TARGETS) for _ in range(2)]
+    base = load(folder, true_cfg_scale=scale)
+    trained = [
+        trainable.load_trainable_policy(
+            str(folder),
+            resolution=SIDE,
+            max_tokens=TOKENS,
+            guidance=2.5,
+            true_cfg_scale=scale,
+            lora_rank=rank,
+            lora_targets=trainable.LORA_TARGETS,
+        )
+        for _ in range(2)
+    ]
     model, again = trained
     what, work = drawn(model)
     x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])
     before = base.velocity(x, sigma, what.conditioning).detach()
     torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
 
-    old, advantage = replay_all(what, work), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    old, advantage = all_log_probs(what, work), torch.tensor([1.0, -1.0, -1.0, 1.0])
     optimizer = torch.optim.AdamW(model.trained, lr=1e-2 if rank else 1e-3)  # an adapter starts at nothing
-    first = accumulate(what, work, advantage, 10.0, old)
+    first = accumulate_gradients(what, work, advantage, 10.0, old)
     optimizer.step()
     optimizer.zero_grad()
-    second = accumulate(what, work, advantage, 10.0, old)
+    second = accumulate_gradients(what, work, advantage, 10.0, old)
     assert abs(first.objective) < 1e-6 and second.objective > 1e-4
 
     after = model.velocity(x, sigma, what.conditioning).detach()
     assert (after - before).abs().max() > 1e-4
-    with torch.no_grad(), weights.base_weights(model):
+    with torch.no_grad(), trainable.base_weights(model):
         torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
     assert torch.equal(model.velocity(x, sigma, what.conditioning).detach(), after)
 
-    weights.save(model, tmp_path / "final")
-    weights.restore(again, tmp_path / "final")
+    trainable.save_trained_weights(model, tmp_path / "final")
+    trainable.load_trained_weights(again, tmp_path / "final")
     assert torch.equal(again.velocity(x, sigma, what.conditioning).detach(), after)
     if rank:
         pipe = DiffusionPipeline.from_pretrained(folder)
@@ -224,7 +242,7 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_bfloat16(family, stored):
     "A forward in bfloat16, of weights stored either way, is near the one in float32."
-    given = {"true_guidance": 3.0}
+    given = {"true_cfg_scale": 3.0}
     model, half = load(family[1], **given), load(family[1], **given, dtype="bfloat16", weights=stored)
     rows, sigma = model.encode(PROMPTS), torch.tensor([0.875, 0.25])  # which bfloat16 has too
     x = torch.stack([model.noise(g) for g in generators()])
@@ -239,7 +257,9 @@ def test_gradient_checkpointing_changes_nothing(family):
     "The same gradient."
     grads = []
     for checkpointing in (False, True):
-        model = weights.load(str(family[1]), resolution=SIDE, max_tokens=TOKENS, gradient_checkpointing=checkpointing)
+        model = trainable.load_trainable_policy(
+            str(family[1]), resolution=SIDE, max_tokens=TOKENS, gradient_checkpointing=checkpointing
+        )
         x = torch.stack([model.noise(g) for g in generators()])
         model.velocity(x, torch.tensor([0.9, 0.3]), model.encode(PROMPTS)).square().mean().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.trained if p.grad is not None]))
@@ -251,23 +271,23 @@ def test_what_cannot_be_is_said(family):
     _, folder = family
     model = load(folder)
     with pytest.raises(InputError, match="resolution: 72 is not allowed"):
-        model.at(72) if model.patch * model.factor == 16 else model.at(72 + 1)
+        model.set_resolution(72) if model.patch * model.vae_scale_factor == 16 else model.set_resolution(72 + 1)
     assert model.resolution == SIDE
     with pytest.raises(InputError, match="max_tokens: 5000 is too many"):
-        policy.load(str(folder), resolution=SIDE, max_tokens=5000)
+        policy.load_policy(str(folder), resolution=SIDE, max_tokens=5000)
 
 
 def test_a_distilled_klein_is_not_guided(tmp_path):
     tiny_families.klein(tmp_path / "klein", distilled=True)
-    assert load(tmp_path / "klein").true_guidance == 1
-    with pytest.raises(InputError, match="true_guidance: got 3, but the model is distilled"):
-        load(tmp_path / "klein", true_guidance=3.0)
+    assert load(tmp_path / "klein").true_cfg_scale == 1
+    with pytest.raises(InputError, match="true_cfg_scale: got 3, but the model is distilled"):
+        load(tmp_path / "klein", true_cfg_scale=3.0)
 
 
 def test_no_pipeline_is_imported_before_its_model():
     "The package, its policies' module and the settings know every family by name only."
-    names = ["chunk_grpo.sd3", "chunk_grpo.flux2", "diffusers.pipelines.qwenimage.pipeline_qwenimage"]
-    text = f"import sys, chunk_grpo.policy, chunk_grpo.settings; print([n for n in {names} if n in sys.modules])"
+    names = ["chunk_grpo.models.sd3", "chunk_grpo.models.flux2", "diffusers.pipelines.qwenimage.pipeline_qwenimage"]
+    text = f"import sys, chunk_grpo.models.policy, chunk_grpo.core.settings; print([n for n in {names} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert len(inputs.FAMILIES) == 5
@@ -277,7 +297,7 @@ def test_a_run_from_the_command_line(tmp_path):
     "SD3 with guidance and LoRA: trained, evaluated, and its weights load into diffusers."
     folder = tiny_families.build("sd3", tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
-    words = {"model": str(folder), "prompts": str(tmp_path / "prompts.txt"), "true_guidance": 3.0, "lora_rank": 2}
+    words = {"model": str(folder), "prompts": str(tmp_path / "prompts.txt"), "true_cfg_scale": 3.0, "lora_rank": 2}
     words |= {"eval_prompts": words["prompts"], "resolution": 64, "eval_resolution": 64, "max_tokens": 8,
               "dtype": "float32", "iterations": 1, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 6,
               "chunks": "2,3", "eval_steps": 3, "hybrid_split": 2, "threads": 1, "reward": "tiny_rewards:red"}

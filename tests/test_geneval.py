@@ -14,9 +14,10 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from chunk_grpo import InputError, geneval, geneval_score
-from chunk_grpo.detector import Found
-from chunk_grpo.geneval import COLOURS, NAMES, TAGS
+from chunk_grpo import InputError
+from chunk_grpo.evaluation import geneval, geneval_score
+from chunk_grpo.evaluation.geneval import COCO_CLASSES, GENEVAL_COLOURS, GENEVAL_TAGS
+from chunk_grpo.evaluation.geneval_detector import DetectedObject
 
 SEEN = """a photo of a bench|a photo of a cow|a photo of two clocks|a photo of a pink car|a photo of four benchs
 a photo of a dog right of a teddy bear|a photo of a purple wine glass and a black apple|a photo of two toothbrushs
@@ -41,51 +42,51 @@ def drawn_prompts(seed: int) -> list[str]:
         return {"class": name, "count": 1, **more}
 
     for i in rng.choice(80, size=80, replace=False):
-        add("single_object", [one(NAMES[i])], article(NAMES[i]))
+        add("single_object", [one(COCO_CLASSES[i])], article(COCO_CLASSES[i]))
     for _ in range(100):
-        a, b = (NAMES[i] for i in rng.choice(80, size=2, replace=False))
+        a, b = (COCO_CLASSES[i] for i in rng.choice(80, size=2, replace=False))
         add("two_object", [one(a), one(b)], f"{article(a)} and {article(b)}")
     for _ in range(100):
-        name, count = NAMES[rng.choice(80)], int(rng.integers(2, 5))
+        name, count = COCO_CLASSES[rng.choice(80)], int(rng.integers(2, 5))
         words = {2: "two", 3: "three", 4: "four"}[count] + f" {name}" + ("es" if name[-1] == "s" else "s")
         add("counting", [{"class": name, "count": count}], words, exclude=[{"class": name, "count": count + 1}])
     for _ in range(100):
-        name, colour = NAMES[1 + rng.choice(79)], COLOURS[rng.choice(10)]
+        name, colour = COCO_CLASSES[1 + rng.choice(79)], GENEVAL_COLOURS[rng.choice(10)]
         add("colors", [one(name, color=colour)], f"{article(colour)} {name}")
     for _ in range(100):
-        a, b = (NAMES[i] for i in rng.choice(80, size=2, replace=False))
+        a, b = (COCO_CLASSES[i] for i in rng.choice(80, size=2, replace=False))
         where = geneval.POSITIONS[rng.choice(4)]
         add("position", [one(b), one(a, position=[where, 0])], f"{article(a)} {where} {article(b)}")
     for _ in range(100):
-        a, b = (NAMES[1 + i] for i in rng.choice(79, size=2, replace=False))
-        c, d = (COLOURS[i] for i in rng.choice(10, size=2, replace=False))
+        a, b = (COCO_CLASSES[1 + i] for i in rng.choice(79, size=2, replace=False))
+        c, d = (GENEVAL_COLOURS[i] for i in rng.choice(10, size=2, replace=False))
         add("color_attr", [one(a, color=c), one(b, color=d)], f"{article(c)} {a} and {article(d)} {b}")
     return list(dict.fromkeys(out))
 
 
 def test_shipped_prompts_are_those_of_the_published_seed():
-    lines = geneval.PROMPTS.read_text(encoding="utf-8").splitlines()
+    lines = geneval.GENEVAL_METADATA_FILE.read_text(encoding="utf-8").splitlines()
     assert lines == drawn_prompts(43) and lines != drawn_prompts(42)
-    records = geneval.prompts()
-    assert Counter(r["tag"] for r in records) == dict(zip(TAGS, (80, 99, 80, 94, 100, 100), strict=True))
+    records = geneval.read_geneval_prompts()
+    assert Counter(r["tag"] for r in records) == dict(zip(GENEVAL_TAGS, (80, 99, 80, 94, 100, 100), strict=True))
     texts = {r["prompt"] for r in records}
     assert not {text for line in SEEN.splitlines() for text in line.split("|")} - texts  # as others published them
-    assert (geneval.PROMPTS.parent / "LICENSE").read_text().count("Copyright (c) 2023 Dhruba Ghosh") == 1
+    assert (geneval.GENEVAL_METADATA_FILE.parent / "LICENSE").read_text().count("Copyright (c) 2023 Dhruba Ghosh") == 1
 
 
 def test_own_prompts_are_checked_line_by_line(tmp_path):
-    good = json.dumps(geneval.prompts()[0])
+    good = json.dumps(geneval.read_geneval_prompts()[0])
     (tmp_path / "own.jsonl").write_text(f"{good}\n{{\n")
     with pytest.raises(InputError, match="prompts: line 2 of .*own.jsonl is no JSON; one object a line is needed"):
-        geneval.prompts(tmp_path / "own.jsonl")
+        geneval.read_geneval_prompts(tmp_path / "own.jsonl")
     (tmp_path / "own.jsonl").write_text(f"{good}\n")
-    assert geneval.prompts(tmp_path / "own.jsonl") == geneval.prompts()[:1]
+    assert geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]
     with pytest.raises(InputError, match="none.jsonl is no file"):
-        geneval.prompts(tmp_path / "none.jsonl")
+        geneval.read_geneval_prompts(tmp_path / "none.jsonl")
 
 
 def thing(name, x, y, score=0.95, size=20):
-    return Found(NAMES.index(name), float(np.float32(score)), (x, y, x + size, y + size))
+    return DetectedObject(COCO_CLASSES.index(name), float(np.float32(score)), (x, y, x + size, y + size))
 
 
 def scene(record, spoil=False):
@@ -108,43 +109,46 @@ def painted(paint):
     return lambda mine, name: [paint[one.box] for one in mine]
 
 
-@pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.parametrize("tag", GENEVAL_TAGS)
 def test_every_prompt_can_be_met_and_missed(tag):
-    for record in (r for r in geneval.prompts() if r["tag"] == tag):
+    for record in (r for r in geneval.read_geneval_prompts() if r["tag"] == tag):
         for spoil in (False, True):
             found, paint = scene(record, spoil)
-            answer = geneval.verdict(geneval.keep(found, tag), record, painted(paint))
+            answer = geneval.geneval_verdict(geneval.select_objects(found, tag), record, painted(paint))
             assert answer[0] is not spoil and bool(answer[1]) is spoil, (record, answer)
 
 
 @pytest.mark.parametrize("tag,edge", [("single_object", 0.3), ("position", 0.3), ("counting", 0.9)])
 def test_a_score_must_be_above_the_threshold(tag, edge):
     above = float(np.nextafter(np.float32(edge), np.float32(1)))
-    assert geneval.keep([thing("dog", 0, 0, edge)], tag) == {}
-    assert list(geneval.keep([thing("dog", 0, 0, above)], tag)) == ["dog"]
+    assert geneval.select_objects([thing("dog", 0, 0, edge)], tag) == {}
+    assert list(geneval.select_objects([thing("dog", 0, 0, above)], tag)) == ["dog"]
 
 
 def test_no_more_than_sixteen_objects_are_counted():
     record = {"tag": "counting", "prompt": "", "include": [{"class": "dog", "count": 16}],
               "exclude": [{"class": "dog", "count": 17}]}
     crowd = [thing("dog", 30 * i, 0) for i in range(40)]
-    assert geneval.verdict(geneval.keep(crowd, "counting"), record, None) == (True, "")
+    assert geneval.geneval_verdict(geneval.select_objects(crowd, "counting"), record, None) == (True, "")
     record["exclude"][0]["count"] = 16
-    assert geneval.verdict(geneval.keep(crowd, "counting"), record, None) == (False, "expected dog<16, found 16")
+    assert geneval.geneval_verdict(geneval.select_objects(crowd, "counting"), record, None) == (
+        False,
+        "expected dog<16, found 16",
+    )
 
 
 def test_overlapping_boxes_are_one_only_where_asked():
     pair = [thing("dog", 0, 0, 0.9), thing("dog", 2, 2, 0.8), thing("cat", 0, 0, 0.7)]
-    assert {k: len(v) for k, v in geneval.keep(pair, "colors").items()} == {"cat": 1, "dog": 2}
-    shared = geneval.overlap(pair[0].box, pair[1].box)
+    assert {k: len(v) for k, v in geneval.select_objects(pair, "colors").items()} == {"cat": 1, "dog": 2}
+    shared = geneval.compute_iou(pair[0].box, pair[1].box)
     for limit, left in [(shared, 1), (np.nextafter(shared, 1), 2)]:
-        assert len(geneval.keep(pair, "colors", geneval.Rule(overlap=limit))["dog"]) == left
+        assert len(geneval.select_objects(pair, "colors", geneval.GenEvalRule(overlap=limit))["dog"]) == left
 
 
 def see(image):
     "A detector that reads what was drawn: (class, place) in the first pixels."
     rows = np.asarray(image)[0]
-    return [thing(NAMES[r], float(g), float(b)) for r, g, b in rows.tolist() if (r, g, b) != (255, 255, 255)]
+    return [thing(COCO_CLASSES[r], float(g), float(b)) for r, g, b in rows.tolist() if (r, g, b) != (255, 255, 255)]
 
 
 def see_slowly(image):
@@ -154,20 +158,20 @@ def see_slowly(image):
 
 def colours(image, objects, name):
     "The colour of the drawn object is its row's number."
-    return [COLOURS[int(one.box[1]) % 10] for one in objects]
+    return [GENEVAL_COLOURS[int(one.box[1]) % 10] for one in objects]
 
 
 def drawn_folder(folder):
     "Two images for each of twelve prompts, the first right."
     for p, i in enumerate(range(0, 553, 50)):
-        record = geneval.prompts()[i]
+        record = geneval.read_geneval_prompts()[i]
         found, paint = scene(record)
         for n in range(2):
             image = Image.new("RGB", (32, 8), (255, 255, 255))
             for k, one in enumerate(found[n:]):
-                x, y = one.box[0] + 100, one.box[1] // 10 * 10 + 100 + COLOURS.index(paint[one.box])
+                x, y = one.box[0] + 100, one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box])
                 image.putpixel((k, 0), (one.label, int(x), int(y)))
-            geneval_score.write(folder, p, n, record, image)
+            geneval_score.write_geneval_image(folder, p, n, record, image)
     return folder
 
 
@@ -182,10 +186,14 @@ def summary_script(path):
 
 def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    lines = geneval_score.score(folder, tmp_path / "results.jsonl", see, colours, "drawn")
-    theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval_score.summarise(lines)
+    lines = geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval_score.summarise_geneval(lines)
     assert theirs["images"] == ours["images"] == 24 and theirs["prompts"] == ours["prompts"] == 12
-    assert theirs["tasks"] == {tag: task["accuracy"] for tag, task in ours["tasks"].items()} == dict.fromkeys(TAGS, 0.5)
+    assert (
+        theirs["tasks"]
+        == {tag: task["accuracy"] for tag, task in ours["tasks"].items()}
+        == dict.fromkeys(GENEVAL_TAGS, 0.5)
+    )
     assert theirs["overall"] == ours["overall"]["accuracy"]
     assert (theirs["correct_images"], theirs["correct_prompts"]) == (ours["correct_images"], ours["correct_prompts"])
     for line in lines:
@@ -198,14 +206,14 @@ KILLED = """
 import sys
 sys.path[:0] = sys.argv[3:]
 import test_geneval
-from chunk_grpo.geneval_score import score
+from chunk_grpo.evaluation.geneval_score import score
 score(sys.argv[1], sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
 """
 
 
 def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    geneval_score.score(folder, tmp_path / "whole.jsonl", see, colours, "drawn")
+    geneval_score.score_geneval_images(folder, tmp_path / "whole.jsonl", see, colours, "drawn")
     killed = tmp_path / "killed.jsonl"
     here = Path(__file__).resolve().parent
     child = subprocess.Popen([sys.executable, "-c", KILLED, folder, killed, here, here.parent])
@@ -220,23 +228,30 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     with open(killed, "ab") as handle:
         handle.write(b'{"filename": "cut o')  # as if the kill had come while a line was written
     looked = []
-    geneval_score.score(folder, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
+    geneval_score.score_geneval_images(folder, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
     assert killed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(looked) == 24 - before
-    assert geneval_score.score(folder, killed, None, None, "drawn") == geneval_score.score(
-        folder, tmp_path / "whole.jsonl", None, None, "drawn")  # nothing is left to do
+    assert geneval_score.score_geneval_images(
+        folder, killed, None, None, "drawn"
+    ) == geneval_score.score_geneval_images(
+        folder, tmp_path / "whole.jsonl", None, None, "drawn"
+    )  # nothing is left to do
     with pytest.raises(InputError, match="verdicts by 'drawn', not by 'official: x'"):
-        geneval_score.score(folder, killed, see, colours, "official: x")
+        geneval_score.score_geneval_images(folder, killed, see, colours, "official: x")
 
 
 def test_more_images_of_a_prompt_can_be_added(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    geneval_score.score(folder, tmp_path / "results.jsonl", see, colours, "drawn")
-    assert geneval_score.lacking(folder, 12, samples=3) == [(p, 2) for p in range(12)]
-    geneval_score.write(folder, 5, 2, geneval.prompts()[250], Image.new("RGB", (32, 8), (255, 255, 255)))
-    lines = geneval_score.score(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    assert geneval_score.missing_geneval_images(folder, 12, samples=3) == [(p, 2) for p in range(12)]
+    geneval_score.write_geneval_image(
+        folder, 5, 2, geneval.read_geneval_prompts()[250], Image.new("RGB", (32, 8), (255, 255, 255))
+    )
+    lines = geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
     assert len(lines) == 25 and lines[12]["filename"].endswith("00005/samples/00002.png")
-    assert geneval_score.summarise(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25
+    assert (
+        geneval_score.summarise_geneval(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25
+    )
 
 
 def test_bootstrap_covers_the_truth():
@@ -245,6 +260,6 @@ def test_bootstrap_covers_the_truth():
         chances = rng.beta(1, 1, 60)  # true accuracy one half
         lines = [{"tag": "colors", "metadata": str(p), "correct": bool(rng.random() < c), "scorer": ""}
                  for p, c in enumerate(chances) for _ in range(4)]
-        task = geneval_score.summarise(lines, draws=400)["tasks"]["colors"]
+        task = geneval_score.summarise_geneval(lines, draws=400)["tasks"]["colors"]
         hit += task["lo"] <= 0.5 <= task["hi"]
     assert hit >= 50  # of 60 intervals of 95 %; fewer than 50 has a chance of 2e-4

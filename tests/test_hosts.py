@@ -14,7 +14,10 @@ import pytest
 from commands import command, environment, run
 from small_runs import metrics, wait_for, write
 
-from chunk_grpo import InputError, cli, folder, hosts, process, runs, settings
+from chunk_grpo import InputError
+from chunk_grpo.cli import main
+from chunk_grpo.core import settings
+from chunk_grpo.runs import hosts, launch, run_folder, runs
 
 EXAMPLES = Path(__file__).parents[1] / "runs" / "hosts"
 SLOW = "reward=tiny_rewards:slow_red"  # time to be killed in
@@ -48,7 +51,9 @@ def family(*children):
 
 def kill(processes, rank):
     "SIGKILL for the trainer with this rank."
-    (trainer,) = [p for p in processes if "chunk_grpo.trainer" in p.cmdline() and p.environ().get("RANK") == str(rank)]
+    (trainer,) = [
+        p for p in processes if "chunk_grpo.training.trainer" in p.cmdline() and p.environ().get("RANK") == str(rank)
+    ]
     trainer.send_signal(signal.SIGKILL)
 
 
@@ -113,10 +118,10 @@ def test_a_rank_that_raises_ends_both_machines(world, two, tmp_path):
 def stand_in(tmp_path, monkeypatch):
     "Two machines, each a call in a thread, with a few lines of Python as their trainers; both end at once."
     (tmp_path / "prompts.txt").write_text("a red star\ntwo dogs\n")
-    monkeypatch.setattr(folder, "identity", lambda s: {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64})
-    monkeypatch.setattr(folder, "space", lambda s: 1)
+    monkeypatch.setattr(run_folder, "content_hashes", lambda s: {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64})
+    monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 1)
     prompts = str(tmp_path / "prompts.txt")
-    s = settings.load("pocket/tiny", {"prompts": prompts, "eval_prompts": prompts})
+    s = settings.load_settings("pocket/tiny", {"prompts": prompts, "eval_prompts": prompts})
     both = [hosts.Hosts(nodes=2, processes=1, rendezvous="here:1", node=node) for node in (0, 1)]
 
     def train(node):
@@ -127,7 +132,7 @@ def stand_in(tmp_path, monkeypatch):
     def begin(*codes):
         head = "import os, signal, sys, time\n"
         words = lambda run, processes, program, h: [sys.executable, "-c", head + codes[h.node], str(run)]  # noqa: E731
-        monkeypatch.setattr(process, "command", words)
+        monkeypatch.setattr(launch, "training_command", words)
         beside = threading.Thread(target=train, args=(0,))
         beside.start()
         train(1)  # here, since signals come to the main thread
@@ -143,7 +148,7 @@ def test_an_interrupt_on_one_machine_ends_both(stand_in, tmp_path):
     assert isinstance(one, KeyboardInterrupt) and isinstance(zero, runs.TrainingFailed)
     note = json.loads((tmp_path / "run" / "run.json").read_text())
     assert note["status"] == "interrupted" and "train-1.log): it was interrupted" in note["error"]
-    assert not folder.busy(tmp_path / "run")
+    assert not run_folder.is_training(tmp_path / "run")
 
 
 def test_input_that_is_refused_by_all_leaves_no_folder(stand_in, tmp_path):
@@ -166,7 +171,7 @@ def test_wrong_hosts_are_one_sentence(world, tmp_path, monkeypatch, capfd, text,
     line = ["train", world / "s.yaml", "--out", tmp_path / "run", "--hosts", tmp_path / "hosts.yaml", *more]
     monkeypatch.setattr(sys, "argv", ["chunk-grpo", *map(str, line)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     error = capfd.readouterr().err
     assert ended.value.code == 2 and words in error and len(error.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
@@ -177,10 +182,10 @@ JOB = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8", "FIR
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_examples_load(file):
-    found = hosts.load(file, JOB, "gpu-b")
-    assert (found.nodes, found.node, found.processes, hosts.where(found)) == (2, 1, 8, ("gpu-a", 29500))
-    settings.check_processes(settings.load("paper/chunk"), found.total)
-    assert f"hosts/{file.stem}" not in settings.presets()
+    found = hosts.load_hosts(file, JOB, "gpu-b")
+    assert (found.nodes, found.node, found.processes, hosts.rendezvous_address(found)) == (2, 1, 8, ("gpu-a", 29500))
+    settings.check_processes(settings.load_settings("paper/chunk"), found.total)
+    assert f"hosts/{file.stem}" not in settings.list_presets()
 
 
 def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):

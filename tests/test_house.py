@@ -13,7 +13,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from chunk_grpo import design, settings
+from chunk_grpo.core import settings
+from chunk_grpo.studies import design
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
@@ -81,7 +82,9 @@ def test_readme_is_the_index():
 
 def test_readme_links_lead_somewhere():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith(("http://", "https://"))]
+    links = [
+        link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith(("http://", "https://"))
+    ]
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
 
@@ -153,7 +156,7 @@ def test_exported_code_needs_no_development_package():
 
 
 def test_settings_files_are_shipped():
-    assert {name.split("/")[0] for name in settings.presets()} == {"pocket", "paper"}
+    assert {name.split("/")[0] for name in settings.list_presets()} == {"pocket", "paper"}
 
 
 @pytest.mark.slow
@@ -167,10 +170,10 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.presets()}
+    expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.list_presets()}
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
     home = "chunk_grpo/presets/pocket/studies"
-    expected |= {f"{home}/{name}/{file}.yaml" for name in design.names() for file in ("base", "study")}
+    expected |= {f"{home}/{name}/{file}.yaml" for name in design.list_studies() for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names
     assert any(name.endswith(".safetensors") for name in names)
@@ -178,10 +181,12 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
     subprocess.run(command, check=True)
-    code = ("import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo import settings; pocket.verify();"
-            "print(json.dumps([chunk_grpo.__file__, settings.presets(), settings.load('pocket/demo').model]))")
+    code = (
+        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings; pocket.verify();"
+        "print(json.dumps([chunk_grpo.__file__, settings.presets(), settings.load('pocket/demo').model]))"
+    )
     environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     file, presets, model = json.loads(done.stdout)
-    assert file.startswith(str(target)) and presets == settings.presets() and model == "pocket"
+    assert file.startswith(str(target)) and presets == settings.list_presets() and model == "pocket"

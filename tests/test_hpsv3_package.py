@@ -8,7 +8,9 @@ import released
 import torch
 import yaml
 
-from chunk_grpo import InputError, environments, rewards
+from chunk_grpo import InputError
+from chunk_grpo.reward_serving import environments
+from chunk_grpo.rewards import rewards
 
 pytestmark = pytest.mark.package
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.package
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     "The package and the thin scorer on one tiny checkpoint in the released layout."
-    place = environments.home("hpsv3")
+    place = environments.environment_dir("hpsv3")
     if not (place / "ready.json").is_file():
         pytest.fail("the environment hpsv3 has not been made: chunk-grpo reward-env hpsv3")
     folder = tmp_path_factory.mktemp("hpsv3")
@@ -26,8 +28,8 @@ def both(tmp_path_factory):
               "deepspeed": None, "bf16": False, "torch_dtype": "float32"}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(yaml.safe_load(own.read_text()) | chosen))
     files = {"checkpoint": str(weights / "HPSv3.safetensors"), "config": str(folder / "tiny.yaml")}
-    package = rewards.load("hpsv3", backend="package", device="cpu", **files)
-    yield package, rewards.load("hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu")
+    package = rewards.load_reward("hpsv3", backend="package", device="cpu", **files)
+    yield package, rewards.load_reward("hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu")
     package.close()
 
 

@@ -14,7 +14,8 @@ import pytest
 import tiny_mmdet as tiny
 import torch
 
-from chunk_grpo import InputError, detector, mask2former
+from chunk_grpo import InputError
+from chunk_grpo.evaluation import geneval_detector, mask2former
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_mmdet.json").read_text())
 
@@ -40,9 +41,9 @@ def distance(model) -> float:
 @pytest.mark.parametrize("layout", ["mmdet 2.x", "mmdet 3.x"])
 def test_converted_logits_are_mmdets(tmp_path, state, layout):
     given = tiny.older(state) if layout == "mmdet 2.x" else state
-    note = mask2former.convert(tiny.save(tmp_path, given), tmp_path / "detector")
+    note = mask2former.convert_mmdet_checkpoint(tiny.save(tmp_path, given), tmp_path / "detector")
     assert note["layout"] == layout and note["official"] is False
-    model, label = mask2former.load(tmp_path / "detector")
+    model, label = mask2former.load_mask2former(tmp_path / "detector")
     assert distance(model) < 1e-5
     assert label == f"not official: detector.pth, sha256 {note['sha256'][:16]}"
 
@@ -69,24 +70,24 @@ def swapped_names(one, other):
     swapped_names("level_embed", "pixel_decoder.level_encoding"), swapped_names("mask_embed.0", "mask_embed.2"),
 ], ids=["merging", "qkv", "self", "cross", "attentions", "norms", "queries", "levels", "mask"])
 def test_golden_logits_would_show_a_wrong_layout(state, spoil):
-    assert distance(mask2former.build(spoil(state))) > 1e-3
+    assert distance(mask2former.build_mask2former(spoil(state))) > 1e-3
 
 
 def test_objects_are_mmdets():
     classes, masks = tiny.drawn()
-    found = detector.read(classes, masks, **tiny.GIVEN, least=0.01)
+    found = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, least=0.01)
     assert len(found) == len(GOLDEN["objects"]) > 10
     for ours, theirs in zip(found, GOLDEN["objects"], strict=True):
         assert ours.label == theirs["label"] and list(ours.box) == theirs["box"]
         assert ours.score == pytest.approx(theirs["score"], abs=1e-6)
         assert ours.mask.shape == tiny.GIVEN["original"] and ours.mask.sum() == theirs["pixels"]
-    few = detector.read(classes, masks, **tiny.GIVEN, least=0.3)
+    few = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, least=0.3)
     assert few == [one for one in found if one.score > 0.3] != found
 
 
 @pytest.mark.parametrize("old,new", tiny.SIZES)
 def test_resized_pixels_are_opencvs(old, new):
-    ours = detector.resize(tiny.noise(*old), new[1], new[0])
+    ours = geneval_detector.resize_like_opencv(tiny.noise(*old), new[1], new[0])
     key = "{}x{} {}x{}".format(*old, *new)
     assert hashlib.sha256(ours.tobytes()).hexdigest() == GOLDEN["resized"][key]
 
@@ -94,7 +95,7 @@ def test_resized_pixels_are_opencvs(old, new):
 def test_wrong_files_are_told(tmp_path, state):
     def convert(content, name):
         torch.save(content, tmp_path / name)
-        return mask2former.convert(tmp_path / name, tmp_path / "out")
+        return mask2former.convert_mmdet_checkpoint(tmp_path / name, tmp_path / "out")
 
     with pytest.raises(InputError, match="2 weights are unknown, first backbone.norm8.weight, backbone.norm8.bias;"):
         convert(state | {"backbone.norm8.weight": torch.ones(2), "backbone.norm8.bias": torch.ones(2)}, "a.pth")
@@ -109,12 +110,12 @@ def test_wrong_files_are_told(tmp_path, state):
         convert([1, 2], "e.pth")
     (tmp_path / "f.pth").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(InputError, match="f.pth cannot be read as weights alone"):
-        mask2former.convert(tmp_path / "f.pth", tmp_path / "out")
+        mask2former.convert_mmdet_checkpoint(tmp_path / "f.pth", tmp_path / "out")
     assert not (tmp_path / "out").exists(), "a failed conversion leaves nothing"
 
 
 def test_a_detector_of_other_classes_is_refused(tmp_path, state):
     other = {k: v[:21] if "cls_embed" in k else v for k, v in state.items()}
-    mask2former.convert(tiny.save(tmp_path, other), tmp_path / "detector")
+    mask2former.convert_mmdet_checkpoint(tiny.save(tmp_path, other), tmp_path / "detector")
     with pytest.raises(InputError, match="knows 20 classes; the 80 of COCO are needed"):
-        mask2former.load(tmp_path / "detector")
+        mask2former.load_mask2former(tmp_path / "detector")

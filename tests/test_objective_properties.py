@@ -6,15 +6,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chunk_grpo import InputError
-from chunk_grpo.chunks import Chunks, batches, fits, from_setting, segments, step_weights
-from chunk_grpo.objective import (
+from chunk_grpo.method.chunks import (
+    Chunks,
+    chunks_from_setting,
+    fits_in_batch,
+    flatten_chunks,
+    split_into_batches,
+    step_weights,
+)
+from chunk_grpo.method.objective import (
     chunk_ratio,
     clipped_objective,
     group_advantages,
     is_clipped,
     logp_coefficient,
     segment_ratio,
-    two_pass,
+    two_pass_backward,
 )
 
 partitions = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(lambda sizes: Chunks(tuple(sizes)))
@@ -37,7 +44,7 @@ def ragged(seed, chunks, samples):
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, len(chunks) + 1, (), generator=generator))
     chosen = torch.stack([torch.randperm(len(chunks), generator=generator)[:count] for _ in range(samples)])
-    _, _, segment = segments(chunks, chosen)
+    _, _, segment = flatten_chunks(chunks, chosen)
     return segment[torch.randperm(len(segment), generator=generator)]
 
 
@@ -47,14 +54,14 @@ def ragged(seed, chunks, samples):
 @drawn(partitions)
 def test_text_and_back(chunks):
     assert Chunks.parse(str(chunks)) == chunks
-    assert from_setting(f" {str(chunks).replace(',', ' , ')} ", chunks.transitions) == chunks
+    assert chunks_from_setting(f" {str(chunks).replace(',', ' , ')} ", chunks.transitions) == chunks
 
 
 @drawn(partitions)
 def test_a_partition_holds_every_transition_once(chunks):
     places = list(range(chunks.transitions))
     assert [i for part in chunks.slices for i in places[part]] == places
-    assert all(i in places[chunks.slices[chunks.of(i)]] for i in places)
+    assert all(i in places[chunks.slices[chunks.chunk_of(i)]] for i in places)
     assert len(chunks) == len(chunks.slices) == len(chunks.sizes)
 
 
@@ -69,7 +76,7 @@ def test_chunks_weigh_alike(chunks):
 @drawn(texts, st.integers(1, 40))
 def test_any_text_is_chunks_or_one_sentence(text, transitions):
     try:
-        chunks = from_setting(text, transitions)
+        chunks = chunks_from_setting(text, transitions)
     except InputError as error:
         assert str(error).startswith("`chunks` ") and "got " in str(error) and "\n" not in str(error)
     else:
@@ -92,19 +99,19 @@ def test_segments_are_three_loops(chunks, seed, samples):
     chosen = torch.randint(len(chunks), (samples, 3), generator=generator)
     expected = [(b, i, 3 * b + p) for b in range(samples) for p in range(3)
                 for i in range(chunks.transitions)[chunks.slices[chosen[b, p]]]]
-    assert list(zip(*(v.tolist() for v in segments(chunks, chosen)), strict=True)) == expected
+    assert list(zip(*(v.tolist() for v in flatten_chunks(chunks, chosen)), strict=True)) == expected
 
 
 @drawn(partitions, seeds, st.integers(1, 6), st.integers(1, 20))
 def test_batches_cover_once_and_keep_items_whole(chunks, seed, samples, limit):
     segment = ragged(seed, chunks, samples)
-    parts = batches(segment, limit)
+    parts = split_into_batches(segment, limit)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(segment)))
     assert all(1 <= len(part) <= limit for part in parts)
     sizes = segment.bincount()
     homes = [{n for n, part in enumerate(parts) if (segment[part] == item).any()} for item in range(len(sizes))]
     assert all(len(home) == 1 for home, size in zip(homes, sizes.tolist(), strict=True) if size <= limit)
-    assert fits(segment, limit) == all(len(home) == 1 for home in homes) == bool((sizes <= limit).all())
+    assert fits_in_batch(segment, limit) == all(len(home) == 1 for home in homes) == bool((sizes <= limit).all())
 
 
 # objective
@@ -122,7 +129,7 @@ def test_the_ratio_is_exactly_one_where_nothing_changed(chunks, seed, dtype):
 @drawn(partitions, seeds)
 def test_flat_and_rectangular_ratios_agree(chunks, seed):
     new, old = randn(seed, 3, chunks.transitions), randn(seed + 1, 3, chunks.transitions)
-    sample, index, segment = segments(chunks, torch.arange(len(chunks)).expand(3, -1))
+    sample, index, segment = flatten_chunks(chunks, torch.arange(len(chunks)).expand(3, -1))
     order = torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))
     flat = segment_ratio(new[sample, index][order], old[sample, index][order], segment[order])
     torch.testing.assert_close(flat.reshape(3, -1), chunk_ratio(new, old, chunks), rtol=1e-12, atol=0)
@@ -142,7 +149,7 @@ def test_two_passes_are_autograd(chunks, seed, clip_range, limit):
     objective = clipped_objective(segment_ratio(logp_of(everything), old, segment)[:, None], advantage, clip_range)
     (expected,) = torch.autograd.grad(-0.5 * objective, theta)
     parts = everything[torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))].split(limit)
-    value, ratio, new = two_pass(logp_of, list(parts), old, advantage, segment, clip_range, scale=0.5)
+    value, ratio, new = two_pass_backward(logp_of, list(parts), old, advantage, segment, clip_range, scale=0.5)
     torch.testing.assert_close(theta.grad, expected, rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(value, objective.detach(), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(new, logp_of(everything).detach(), rtol=1e-12, atol=1e-15)
@@ -209,8 +216,8 @@ def test_wrong_shapes_are_said_in_words():
         lambda: segment_ratio(torch.ones(3), torch.ones(3), segment.float()),
         lambda: chunk_ratio(torch.ones(2, 3), torch.ones(2, 3), Chunks((2, 2))),
         lambda: clipped_objective(torch.ones(2, 3), torch.ones(3), 0.1),
-        lambda: two_pass(lambda m: torch.ones(len(m)), [], torch.ones(3), adv, segment, 0.1),
-        lambda: two_pass(lambda m: torch.ones(len(m)), [torch.arange(4)], torch.ones(3), adv, segment, 0.1),
+        lambda: two_pass_backward(lambda m: torch.ones(len(m)), [], torch.ones(3), adv, segment, 0.1),
+        lambda: two_pass_backward(lambda m: torch.ones(len(m)), [torch.arange(4)], torch.ones(3), adv, segment, 0.1),
         lambda: group_advantages(torch.tensor([[1.0, float("inf")]])),
     ):
         with pytest.raises(InputError, match="got .* allowed "):

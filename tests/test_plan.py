@@ -13,7 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from chunk_grpo import InputError, activations, budget, cli, cost, counted, plan, settings, weights
+from chunk_grpo import InputError
+from chunk_grpo.cli import main
+from chunk_grpo.core import settings
+from chunk_grpo.models import trainable
+from chunk_grpo.planning import activation_memory, cost, memory_budget, model_cost, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("study.yaml", "base.yaml")  # parts of studies; machines stand in runs/hosts
@@ -26,33 +30,33 @@ SIDE, TOKENS = 64, 16
     ("2,3,4,7", (5, 8.0, 11)), ("steps", (8, 8.0, 8)), ("whole", (16, 16.0, 16)), ("equal:4", (8, 8.0, 8)),
     ("profile", (1, 8.0, 16))])
 def test_transitions_of_an_image(chunks, expected):
-    assert plan.transitions_per_image(settings.load({"chunks": chunks})) == expected
+    assert plan.transitions_per_image(settings.load_settings({"chunks": chunks})) == expected
 
 
 def test_counts_name_everything_once():
-    names = [name for name, _ in plan.counts(settings.Settings(), 8)]
+    names = [name for name, _ in plan.describe_counts(settings.Settings(), 8)]
     assert len(set(names)) == len(names)
-    text = dict(plan.counts(settings.Settings(), 8))
+    text = dict(plan.describe_counts(settings.Settings(), 8))
     assert text["images a process"].startswith("24,")
     with pytest.raises(InputError, match="number of processes"):
-        plan.counts(settings.Settings(), 5)
+        plan.describe_counts(settings.Settings(), 5)
 
 
 def test_a_broken_model_folder_is_named(tmp_path):
-    for look in (cost.geometry, counted.find):
+    for look in (cost.find_flux_geometry, model_cost.find_cost_model):
         with pytest.raises(InputError, match="config.json"):
             look(str(tmp_path))
     for part in ("transformer", "vae"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}")
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    for look in (cost.geometry, counted.find):
+    for look in (cost.find_flux_geometry, model_cost.find_cost_model):
         with pytest.raises(InputError, match="config.json"):
             look(str(tmp_path))
     (tmp_path / "vae" / "config.json").write_text("{")
     (tmp_path / "model_index.json").write_text('{"_class_name": "ZImagePipeline"}')
     with pytest.raises(InputError, match="config.json"):
-        counted.find(str(tmp_path))
+        model_cost.find_cost_model(str(tmp_path))
 
 
 @pytest.fixture(scope="module", params=list(tiny_families.BUILDERS))
@@ -61,7 +65,7 @@ def family(request, tmp_path_factory):
     return str(tiny_families.build(request.param, tmp_path_factory.mktemp(request.param) / "model"))
 
 
-def full_rows(model, network: counted.Network) -> dict[str, torch.Tensor]:
+def full_rows(model, network: model_cost.ModelConfig) -> dict[str, torch.Tensor]:
     "Two rows of conditioning whose prompts are as long as they may be."
     config, length = model.transformer.config, TOKENS + network.more_tokens
     width = config.get("joint_attention_dim") or config.get("cap_feat_dim")
@@ -72,45 +76,67 @@ def full_rows(model, network: counted.Network) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     "Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."
-    found, network = counted.find(family), counted.network(family)
-    real = weights.load(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
+    found, network = model_cost.find_cost_model(family), model_cost.find_model_config(family)
+    real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
-    assert counted.parameters(found) == sum(p.numel() for p in base)
-    assert counted.trained_parameters(found, rank, weights.LORA_TARGETS) == sum(p.numel() for p in real.trained)
+    assert model_cost.count_parameters(found) == sum(p.numel() for p in base)
+    assert model_cost.count_trained_parameters(found, rank, trainable.LORA_TARGETS) == sum(
+        p.numel() for p in real.trained
+    )
 
     rows = full_rows(real, network)
     x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
-    assert counted.latent_values(found, SIDE) == x[0].numel()
+    assert model_cost.latent_numel(found, SIDE) == x[0].numel()
     if not rank:
         with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it counts this
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
-        assert 2 * counted.forward_flops(found, SIDE, TOKENS) == counter.get_total_flops()
+        assert 2 * model_cost.forward_flops(found, SIDE, TOKENS) == counter.get_total_flops()
 
-    with activations.counting(real) as kept:
+    with activation_memory.track_saved_tensors(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
-    s = settings.load({"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank,
-                       "update_batch": 2, "gradient_checkpointing": False})
-    assert activations.kept_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
+    s = settings.load_settings(
+        {
+            "model": family,
+            "resolution": SIDE,
+            "max_tokens": TOKENS,
+            "dtype": "float32",
+            "lora_rank": rank,
+            "update_batch": 2,
+            "gradient_checkpointing": False,
+        }
+    )
+    assert activation_memory.batch_activation_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
 
 
 def test_the_formula_of_flux_is_near_what_is_counted():
     "For the model of the paper; on a model as narrow as the pocket's it is coarser."
     for model, tolerance in (("black-forest-labs/FLUX.1-dev", 0.06), ("pocket", 0.25)):
         for changes in ({"lora_rank": 16}, {"gradient_checkpointing": False}):
-            s = settings.load("pocket/tiny", {"model": model, "resolution": 256, "lora_rank": 0, **changes})
-            pair = activations.kept_bytes(counted.find(model), s), activations.kept_bytes(counted.network(model), s)
+            s = settings.load_settings("pocket/tiny", {"model": model, "resolution": 256, "lora_rank": 0, **changes})
+            pair = (
+                activation_memory.batch_activation_bytes(model_cost.find_cost_model(model), s),
+                activation_memory.batch_activation_bytes(model_cost.find_model_config(model), s),
+            )
             assert pair[0] == pytest.approx(pair[1], rel=tolerance), (model, changes)
 
 
 @pytest.mark.parametrize("model", [
-    name if "FLUX" in name else pytest.param(name, marks=pytest.mark.slow) for name in counted.KNOWN])
+    name if "FLUX" in name else pytest.param(name, marks=pytest.mark.slow) for name in model_cost.KNOWN_MODEL_CONFIGS])
 def test_every_known_model_has_a_whole_plan(model):
     "On a device that has no room for some of them."
-    s = settings.load({"model": model, "resolution": 512, "eval_resolution": 512, "max_tokens": 128, "lora_rank": 16,
-                       "update_batch": 1})
-    names = [name for name, _ in plan.estimates(s, 1e15)]
+    s = settings.load_settings(
+        {
+            "model": model,
+            "resolution": 512,
+            "eval_resolution": 512,
+            "max_tokens": 128,
+            "lora_rank": 16,
+            "update_batch": 1,
+        }
+    )
+    names = [name for name, _ in plan.describe_estimates(s, 1e15)]
     assert {"parameters", "one forward", "memory a process"} <= set(names)
-    text = dict(plan.on_device(s, "a100-80", budget.device("a100-80")))
+    text = dict(plan.describe_on_device(s, "a100-80", memory_budget.find_device("a100-80")))
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
@@ -123,27 +149,39 @@ def test_every_known_model_has_a_whole_plan(model):
     ({"latents_on": "host"}, 1, "trajectories", 0),
     ({"prompts_per_iteration": 32}, 1, "trajectories", 2),
     ({"lora_rank": 16}, 1, "base weights kept aside", 0),
-    ({"true_guidance": 3.0}, 1, "activations", 2),
+    ({"true_cfg_scale": 3.0}, 1, "activations", 2),
     ({"update_batch": 8}, 1, "activations", 2)])
 def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
-    m, base = counted.find("black-forest-labs/FLUX.1-dev"), settings.load({"dtype": "float32"})
-    before, after = budget.memory(base, m), budget.memory(settings.load(base, changes), m, processes)
+    m, base = model_cost.find_cost_model("black-forest-labs/FLUX.1-dev"), settings.load_settings({"dtype": "float32"})
+    before, after = (
+        memory_budget.training_memory(base, m),
+        memory_budget.training_memory(settings.load_settings(base, changes), m, processes),
+    )
     assert after[part] == pytest.approx(before[part] * factor)
 
 
 def test_update_memory_is_used_and_not_exceeded():
-    m, base = counted.find("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_guidance": 2.0}
+    m, base = model_cost.find_cost_model("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_cfg_scale": 2.0}
     for gigabytes in (8, 30, 60.5):
-        s = activations.fitted(m, settings.load({**base, "update_memory": gigabytes}))
-        more = settings.load(s, {"update_batch": s.update_batch + 1})
-        assert activations.kept_bytes(m, s) <= gigabytes * 1e9 < activations.kept_bytes(m, more)
-    assert activations.fitted(m, settings.load({**base, "update_memory": 0.001})).update_batch == 1
+        s = activation_memory.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
+        more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
+        assert (
+            activation_memory.batch_activation_bytes(m, s)
+            <= gigabytes * 1e9
+            < activation_memory.batch_activation_bytes(m, more)
+        )
+    assert (
+        activation_memory.fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch
+        == 1
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_settings_file_has_a_plan(file):
     assert yaml.safe_load(file.read_text())
-    rows = dict(plan.counts(settings.load(file)) + plan.estimates(settings.load(file), 1e15))
+    rows = dict(
+        plan.describe_counts(settings.load_settings(file)) + plan.describe_estimates(settings.load_settings(file), 1e15)
+    )
     assert "images an iteration" in rows and "memory a process" in rows
 
 
@@ -152,22 +190,22 @@ def test_every_settings_file_has_a_plan(file):
     ("eight-gpu-full", "a100-80", 8)])
 def test_presets_fit_what_they_are_for(preset, device, processes):
     words = ["plan", f"paper/{preset}", "--device", device, "--processes", str(processes)]
-    answer = CliRunner().invoke(cli.app, words)
+    answer = CliRunner().invoke(main.app, words)
     assert answer.exit_code == 0, answer.output
     assert f"{device}" in answer.output and " fits, " in answer.output and "not measured on" in answer.output
 
 
 def test_what_does_not_fit_is_said():
-    answer = CliRunner().invoke(cli.app, ["plan", "paper/chunk", "--device", "h800", "--processes", "8"])
+    answer = CliRunner().invoke(main.app, ["plan", "paper/chunk", "--device", "h800", "--processes", "8"])
     assert answer.exit_code == 0 and "does not fit, 27" in answer.output and "of 80 GB" in answer.output
 
 
 def test_a_share_makes_it_longer():
-    m = counted.find("black-forest-labs/FLUX.1-dev")
-    s, where = settings.load({"lora_rank": 16}), budget.device("h100")
+    m = model_cost.find_cost_model("black-forest-labs/FLUX.1-dev")
+    s, where = settings.load_settings({"lora_rank": 16}), memory_budget.find_device("h100")
     half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
-    text = dict(plan.on_device(s, "h100", where, 0.3))
+    text = dict(plan.describe_on_device(s, "h100", where, 0.3))
     assert "30% of 989 TFLOP/s, assumed" in text["time an iteration"]
 
 
@@ -184,7 +222,7 @@ def test_wrong_options_are_said_in_a_sentence(words, parts):
 
 def test_a_runs_seconds_stand_beside_the_prediction():
     for words in (["--run", DEMO], ["pocket/demo", "ema=0.9", "--run", DEMO]):
-        answer = CliRunner().invoke(cli.app, ["plan", *map(str, words), "--rate", "0.1"])
+        answer = CliRunner().invoke(main.app, ["plan", *map(str, words), "--rate", "0.1"])
         assert answer.exit_code == 0, answer.output
         said = {line.split()[0]: line for line in answer.output.splitlines() if " measured " in line}
         assert {"rollout", "update", "evaluate"} <= set(said)
@@ -195,7 +233,7 @@ def test_a_runs_seconds_stand_beside_the_prediction():
 
 def test_a_plan_of_flux_loads_no_network(tmp_path):
     "The plan of the paper's model is a matter of a formula."
-    code = ("import sys; from chunk_grpo import plan, settings\n"
+    code = ("import sys; from chunk_grpo.planning import plan; from chunk_grpo.core import settings\n"
             "plan.estimates(settings.load('paper/chunk'), 1e15)\n"
             "sys.exit(3 + ('diffusers' in sys.modules))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3

@@ -1,4 +1,4 @@
-"""What the lessons of notebooks 13 to 13e leave out: the shipped files, an offline call in a fresh process, seeds."""
+"""What the lessons of notebooks pocket/pocket to pocket/base leave out: the shipped files, an offline call in a fresh process, seeds."""
 
 import json
 import os
@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from chunk_grpo import InputError, pocket, rewards
+from chunk_grpo import InputError, pocket
 from chunk_grpo.pocket import clip, geneval
-from chunk_grpo.pocket.captions import CATEGORIES, hard_negatives, parse, split
-from chunk_grpo.pocket.world import lay, paint
+from chunk_grpo.pocket.captions import POCKET_CATEGORIES, hard_negatives, parse_caption, split_prompts
+from chunk_grpo.pocket.world import render_scene, sample_scene
+from chunk_grpo.rewards import rewards
 
 OFFLINE = """
 import socket
@@ -50,52 +51,57 @@ def one_thread():
 def scenes():
     "Three hundred fresh scenes of both prompt lists, their pictures and prompts."
     rng = np.random.default_rng(2026)
-    prompts = [str(p) for p in rng.choice(pocket.prompts("train") + pocket.prompts("heldout"), 300)]
-    drawn = [lay(p, rng) for p in prompts]
-    return rng, prompts, [paint(s) for s in drawn]
+    prompts = [
+        str(p) for p in rng.choice(pocket.read_pocket_prompts("train") + pocket.read_pocket_prompts("heldout"), 300)
+    ]
+    drawn = [sample_scene(p, rng) for p in prompts]
+    return rng, prompts, [render_scene(s) for s in drawn]
 
 
 def test_diffusers_alone_draws_an_image_without_network():
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, pocket.path(), str(pocket.MAX_TOKENS)], capture_output=True, text=True, env=env
+        [sys.executable, "-c", OFFLINE, pocket.pocket_model_path(), str(pocket.MAX_TOKENS)],
+        capture_output=True,
+        text=True,
+        env=env,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_every_shipped_file_is_as_measured_and_small():
-    manifest = pocket.manifest()
-    assert pocket.verify() == len(manifest["sha256"])
+    manifest = pocket.read_pocket_manifest()
+    assert pocket.verify_pocket_files() == len(manifest["sha256"])
     on_disk = {
-        f.relative_to(pocket.FOLDER).as_posix()
-        for part in ("base", "clip", "prompts") for f in (pocket.FOLDER / part).rglob("*") if f.is_file()
+        f.relative_to(pocket.POCKET_DIR).as_posix()
+        for part in ("base", "clip", "prompts") for f in (pocket.POCKET_DIR / part).rglob("*") if f.is_file()
     }
     assert on_disk == set(manifest["sha256"])
-    assert sum((pocket.FOLDER / name).stat().st_size for name in on_disk) == manifest["bytes"] < 20e6
+    assert sum((pocket.POCKET_DIR / name).stat().st_size for name in on_disk) == manifest["bytes"] < 20e6
 
 
 def test_no_shipped_file_names_the_machine_it_was_made_on():
-    for name in pocket.manifest()["sha256"]:
+    for name in pocket.read_pocket_manifest()["sha256"]:
         if name.endswith(".json"):
-            content = json.loads((pocket.FOLDER / name).read_text())
+            content = json.loads((pocket.POCKET_DIR / name).read_text())
             assert "_name_or_path" not in content or not content["_name_or_path"].startswith("/"), name
 
 
 def test_prompt_lists_are_disjoint_and_balanced():
-    train, heldout = pocket.prompts("train"), pocket.prompts("heldout")
-    assert (train, heldout) == split()
+    train, heldout = pocket.read_pocket_prompts("train"), pocket.read_pocket_prompts("heldout")
+    assert (train, heldout) == split_prompts()
     assert not set(train) & set(heldout)
     assert len(set(train)) == len(train) and len(set(heldout)) == len(heldout)
-    assert [sum(parse(p).category == c for p in heldout) for c in CATEGORIES] == [24] * 6
-    combined = {parse(p) for p in train if parse(p).category != "single_object"}
-    assert not combined & {parse(p) for p in heldout}
+    assert [sum(parse_caption(p).category == c for p in heldout) for c in POCKET_CATEGORIES] == [24] * 6
+    combined = {parse_caption(p) for p in train if parse_caption(p).category != "single_object"}
+    assert not combined & {parse_caption(p) for p in heldout}
     with pytest.raises(InputError, match="train or heldout"):
-        pocket.prompts("validation")
+        pocket.read_pocket_prompts("validation")
 
 
 def test_checker_on_fresh_scenes(scenes):
     rng, prompts, images = scenes
-    check = geneval.load()
+    check = geneval.load_pocket_geneval()
     assert check(images, prompts).mean() >= 0.98
     assert check(images, list(rng.permutation(prompts))).mean() < 0.10
     assert check(images, [str(rng.choice(hard_negatives(p))) for p in prompts]).mean() < 0.01
@@ -103,10 +109,10 @@ def test_checker_on_fresh_scenes(scenes):
 
 def test_what_passes_shows_every_object(scenes):
     rng, prompts, images = scenes
-    check = geneval.load()
+    check = geneval.load_pocket_geneval()
     for asked, low, high in ((prompts, 0.99, 1), (list(rng.permutation(prompts)), 0.1, 0.5)):
         verdicts, objects = check(images, asked), check.objects(images, asked)
-        assert [len(row) for row in objects] == [len(parse(p).objects) for p in asked]
+        assert [len(row) for row in objects] == [len(parse_caption(p).objects) for p in asked]
         assert all(all(row) for row, passed in zip(objects, verdicts, strict=True) if passed)
         assert low <= np.mean(sum(objects, [])) <= high
 
@@ -114,10 +120,10 @@ def test_what_passes_shows_every_object(scenes):
 @pytest.mark.parametrize("caption", ["a red star", "two stars", "a star and a ring", "a ring above a star"])
 def test_checker_refuses_what_is_not_quite_it(caption):
     rng = np.random.default_rng(1)
-    scene = lay(caption, rng)
-    check = geneval.load()
-    array = np.asarray(paint(scene)).copy()
-    assert check([paint(scene)], [caption]) == 1
+    scene = sample_scene(caption, rng)
+    check = geneval.load_pocket_geneval()
+    array = np.asarray(render_scene(scene)).copy()
+    assert check([render_scene(scene)], [caption]) == 1
     array[2:8, 2:8] = (40, 165, 60)  # one more patch of colour
     assert check(torch.from_numpy(array).permute(2, 0, 1)[None], [caption]) == 0
     grey = np.full_like(array, 225)
@@ -126,9 +132,9 @@ def test_checker_refuses_what_is_not_quite_it(caption):
 
 def test_clip_ranks_true_over_one_word_changed():
     rng = np.random.default_rng(7)
-    prompts = pocket.prompts("heldout") * 3
-    images = [paint(lay(p, rng)) for p in prompts]
-    reward = clip.load()
+    prompts = pocket.read_pocket_prompts("heldout") * 3
+    images = [render_scene(sample_scene(p, rng)) for p in prompts]
+    reward = clip.load_pocket_clip()
     false = [str(rng.choice(hard_negatives(p))) for p in prompts]
     assert (reward(images, prompts) > reward(images, false)).float().mean() >= 0.95
 
@@ -137,7 +143,7 @@ def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
     _, prompts, images = scenes
     bytes_ = torch.stack([torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]])
     for name in ("pocket-clip", "pocket-geneval"):
-        reward = rewards.load(name)
+        reward = rewards.load_reward(name)
         scores = [reward(kind, prompts[:20]) for kind in (images[:20], bytes_, bytes_ / 255)]
         for score in scores:
             assert score.shape == (20,) and score.dtype == torch.float32
@@ -145,7 +151,7 @@ def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
 
 
 def test_manifest_states_the_quality_of_the_base():
-    quality = pocket.manifest()["quality"]
+    quality = pocket.read_pocket_manifest()["quality"]
     for sampler in ("ode", "sde"):
         assert 0.4 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
         assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images

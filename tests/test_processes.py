@@ -14,14 +14,14 @@ from small_runs import alike, metrics, wait_for
 
 DRAW = """
 import sys, torch
-from chunk_grpo import settings
-from chunk_grpo.iteration import draw, look, set_up
-from chunk_grpo.rollout import initial_noise
+from chunk_grpo.core import settings
+from chunk_grpo.training.iteration import draw, look, set_up
+from chunk_grpo.training.rollout import initial_noise
 state = set_up(look(settings.load(sys.argv[1]), sys.argv[2]))
 what, advantage, scores = draw(state)
 paths = what.trajectories
 torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
-           f"{sys.argv[2]}/{state.acc.num_processes}.{state.acc.process_index}.pt")
+           f"{sys.argv[2]}/{state.accelerator.num_processes}.{state.accelerator.process_index}.pt")
 """
 
 
@@ -75,7 +75,9 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
     family, dead = psutil.Process(child.pid).children(recursive=True), before - 1
-    (rank,) = [p for p in family if "chunk_grpo.trainer" in p.cmdline() and p.environ().get("RANK") == str(dead)]
+    (rank,) = [
+        p for p in family if "chunk_grpo.training.trainer" in p.cmdline() and p.environ().get("RANK") == str(dead)
+    ]
     rank.send_signal(signal.SIGKILL)
     said = child.communicate(timeout=120)[1].decode()
     why = f"rank {dead} was killed by SIGKILL"

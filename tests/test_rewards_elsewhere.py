@@ -6,8 +6,10 @@ import psutil
 import pytest
 from tiny_flux import build
 
-from chunk_grpo import rewards, settings, trainer
-from chunk_grpo.checkpoint import write_json
+from chunk_grpo.core import settings
+from chunk_grpo.core.files import write_json
+from chunk_grpo.rewards import rewards
+from chunk_grpo.training import trainer
 
 POCKET = {
     "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:heldout", "resolution": 64,
@@ -54,10 +56,12 @@ def weights(folder) -> dict[str, bytes]:
 def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     "Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."
     pytest.importorskip("fastapi")
-    from chunk_grpo import server
+    from chunk_grpo.reward_serving import server
     near, far = tmp_path / "near", tmp_path / "far"
     assert train(near, POCKET) == 0
-    with server.running(server.create("pocket-geneval", rewards.load("pocket-geneval"))) as url:
+    with server.serve_in_thread(
+        server.create_scoring_app("pocket-geneval", rewards.load_reward("pocket-geneval"))
+    ) as url:
         options = {"pocket-clip": {"worker": True}, "pocket-geneval": {"url": url}}
         assert train(far, POCKET | {"reward_options": options}) == 0
     assert len(metrics(near)) == 3 and {"eval_pocket-clip", "eval_pocket-geneval"} <= metrics(near)[-1].keys()

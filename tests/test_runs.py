@@ -13,8 +13,12 @@ import nbformat
 import pytest
 import synthetic
 
-from chunk_grpo import InputError, folder, notebooks, process, runs
-from chunk_grpo import settings as setting
+from chunk_grpo import InputError
+from chunk_grpo.core import settings as setting
+from chunk_grpo.core.subprocesses import terminate_process_group
+from chunk_grpo.reporting import notebooks
+from chunk_grpo.reporting.reports import compare_runs, write_run_report
+from chunk_grpo.runs import launch, run_folder, runs
 
 HEAD = "import json, os, pathlib, signal, sys, time\nrun = pathlib.Path(sys.argv[1])\n"
 NOTE = "def note(**x): (run/'run.json').write_text(json.dumps({**json.loads((run/'run.json').read_text()), **x}))\n"
@@ -26,9 +30,9 @@ def settings(tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
-    monkeypatch.setattr(folder, "identity", lambda s: real)
-    monkeypatch.setattr(folder, "space", lambda s: 1)
-    return setting.load("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
+    monkeypatch.setattr(run_folder, "content_hashes", lambda s: real)
+    monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 1)
+    return setting.load_settings("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def trainer(monkeypatch):
     "Puts a few lines of Python in the place of the trainer."
     def put(code: str):
         words = [sys.executable, "-c", HEAD + NOTE + code]
-        monkeypatch.setattr(process, "command", lambda run, *_: [*words, str(run)])
+        monkeypatch.setattr(launch, "training_command", lambda run, *_: [*words, str(run)])
     return put
 
 
@@ -86,7 +90,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         runs.create(settings, out)
         resume, s = True, settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(folder, "space", lambda s: 10**18)
+        monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 10**18)
     else:
         processes = 3
     words = {"other files": "is not empty", "a file": "is a file", "nothing to resume": "there is none",
@@ -107,7 +111,7 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
         values = {"prompts": str(tmp_path / "a.txt"), "eval_prompts": str(tmp_path / "a.txt"),
                   "model": str(tmp_path / "model"), name: str(tmp_path / value)}
         with pytest.raises(InputError, match=words):
-            runs.create(setting.load("pocket/tiny", values), tmp_path / "run")
+            runs.create(setting.load_settings("pocket/tiny", values), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
 
@@ -135,18 +139,18 @@ def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
     out = runs.create(settings, tmp_path / "run")
     trainer("time.sleep(60)")
-    child = process.start(out)
+    child = launch.start_training(out)
     try:
         with pytest.raises(InputError, match="is being trained by another process"):
             runs.train(settings, out, resume=True)
     finally:
-        process.stop(child)
-    assert not folder.busy(out)
+        terminate_process_group(child)
+    assert not run_folder.is_training(out)
 
 
 PARENT = """
 import sys
-from chunk_grpo import process, runs
+from chunk_grpo.runs import launch, runs
 process.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
 runs.create = lambda s, out, *rest: out
 class S: iterations = 3
@@ -202,23 +206,23 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
 ])
 def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
     with pytest.raises(InputError, match=re.escape(words)):
-        notebooks.execute("train", tmp_path / "out.ipynb", **values)
+        notebooks.execute_report("train", tmp_path / "out.ipynb", **values)
     assert not list(tmp_path.iterdir())
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert notebooks.reports() == ["bench", "compare", "evaluate", "profile", "tables", "train"]
-    for name in notebooks.reports():
-        cells = nbformat.read(notebooks.notebook(name), 4).cells
+    assert notebooks.list_reports() == ["bench", "compare", "evaluate", "profile", "tables", "train"]
+    for name in notebooks.list_reports():
+        cells = nbformat.read(notebooks.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
         assert not any(cell.get("outputs") for cell in cells)
 
 
 def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
     run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=2)
-    folder.mark(run, error="ValueError: <b>lost</b>")
+    run_folder.update_run_json(run, error="ValueError: <b>lost</b>")
     monkeypatch.chdir(tmp_path)
-    page = runs.report("run").read_text()
+    page = write_run_report("run").read_text()
     assert "This run is not finished but failed, after iteration 2 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;" in page
     assert "The run has not been evaluated." in page and page.count("<img") >= 5
     assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
@@ -230,27 +234,27 @@ def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
     for row in summary["rewards"].values():
         assert row.pop("preserved") is None
     (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
-    page = runs.report(old, "evaluate").read_text()
+    page = write_run_report(old, "evaluate").read_text()
     assert "Hybrid inference, where the base takes over at step 12" in page and "saw preserved" not in page
 
     new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
     arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
     (new / "evaluation" / "summary.json").write_text(json.dumps(runs.evaluation(new) | {"arms": arms}))
-    page = runs.report(new, "evaluate").read_text()
+    page = write_run_report(new, "evaluate").read_text()
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page
-    assert len(runs.compare([old, new])) == 2 * len(summary["rewards"])
-    assert runs.report(new).is_file()
+    assert len(compare_runs([old, new])) == 2 * len(summary["rewards"])
+    assert write_run_report(new).is_file()
 
 
 def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
     a, b = synthetic.write(tmp_path / "a"), synthetic.write(tmp_path / "b", seed=1, gain=0.05)
     steps = synthetic.write(tmp_path / "c", {"chunks": "steps"})
-    table = runs.compare([a, b, steps])
+    table = compare_runs([a, b, steps])
     assert table[table.reward == "pocket-clip"].group.tolist() == ["chunk", "chunk", "steps"]
     assert (table.transitions == 45 * 1152).all() and (table.lo < table.delta).all() and (table.delta < table.hi).all()
     with pytest.raises(InputError, match="must be evaluated"):
-        runs.compare([a, synthetic.write(tmp_path / "d", evaluated=False)])
+        compare_runs([a, synthetic.write(tmp_path / "d", evaluated=False)])
 
 
 def test_the_environment_of_the_trainer_is_the_parents(settings, trainer, tmp_path):

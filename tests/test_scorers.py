@@ -14,7 +14,9 @@ from PIL import Image
 from transformers import CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from chunk_grpo import InputError, hpsv3, imagereward, instruction, pictures, rewards, scorers
+from chunk_grpo import InputError
+from chunk_grpo.rewards import hpsv3, hpsv3_prompt, image_reward, rewards, scorers
+from chunk_grpo.rewards import images as image_ops
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("clip", "pickscore", "imagereward", "hpsv3")
@@ -25,14 +27,14 @@ SPEC.loader.exec_module(golden)
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    "The options of `rewards.load` by name, for checkpoints on disk."
+    "The options of `rewards.load_reward` by name, for checkpoints on disk."
     return golden.stored(tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(scope="module")
 def loaded(options):
     "The scorers by name."
-    return {name: rewards.load(name, **options[name]) for name in NAMES}
+    return {name: rewards.load_reward(name, **options[name]) for name in NAMES}
 
 
 def official(name: str) -> tuple[dict, list[Image.Image], list[str]]:
@@ -99,24 +101,24 @@ def test_batches_forms_and_order_do_not_matter(name, loaded):
 
 def test_resize_is_pillows_in_every_size():
     for i, (width, height) in enumerate(released.SIZES):
-        for size in ((224, 224), instruction.fitted(height, width), (17, 400)):
+        for size in ((224, 224), hpsv3_prompt.smart_resize(height, width), (17, 400)):
             image = released.picture(i, width, height)
             theirs = image.resize((size[1], height), Image.BICUBIC).resize((size[1], size[0]), Image.BICUBIC)
-            ours = pictures.as_pil(pictures.resize(pictures.as_tensor([image]), size))[0]
+            ours = image_ops.images_to_pil(image_ops.resize_like_pillow(image_ops.images_to_tensor([image]), size))[0]
             assert np.array_equal(np.asarray(ours), np.asarray(theirs)), (width, height, size)
 
 
 def test_what_a_float_resize_would_cost(loaded):
     "The score moves by far more than the bound of the parity when the picture is not rounded as Pillow rounds it."
     reward, image = loaded["imagereward"], released.picture(5, 640, 480)
-    x = pictures.as_tensor([image])
+    x = image_ops.images_to_tensor([image])
     raw = torch.nn.functional.interpolate(x, (224, 298), mode="bicubic", antialias=True).clamp(0, 1)
-    exact = pictures.resize(x, (224, 298))
-    pair = [pictures.normalise(pictures.crop(v, 224, even=True)) for v in (exact, raw)]
+    exact = image_ops.resize_like_pillow(x, (224, 298))
+    pair = [image_ops.normalize_images(image_ops.center_crop(v, 224, even=True)) for v in (exact, raw)]
     with torch.inference_mode():
         seen = [reward.vision(pixel_values=v).last_hidden_state for v in pair]
     difference = (seen[0] - seen[1]).abs().max() / seen[0].abs().max()
-    assert torch.equal(pair[0], pictures.framed([image], reward.frame)) and difference > 1e-4
+    assert torch.equal(pair[0], image_ops.transform_images([image], reward.frame)) and difference > 1e-4
 
 
 def test_rows_and_columns_as_positions_change_hpsv3(loaded):
@@ -149,7 +151,7 @@ def test_code_in_a_pt_file_is_refused_and_not_run(tmp_path, monkeypatch):
     torch.save({"mlp.layers.0.weight": Code()}, folder / "ImageReward.pt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="holds code"):
-        imagereward.imagereward(str(folder), device="cpu")
+        image_reward.load_imagereward(str(folder), device="cpu")
     assert not (tmp_path / "harm").exists() and not list(folder.glob("*.safetensors"))
 
 
@@ -157,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_converted_in_the_cache(tmp_path, mon
     folder = released.imagereward(tmp_path / "weights")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    imagereward.imagereward(str(folder), device="cpu")
+    image_reward.load_imagereward(str(folder), device="cpu")
     assert not list(folder.glob("*.safetensors")) and len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -172,16 +174,16 @@ def test_a_missing_file_is_named(name, file, options, tmp_path):
     changed = options[name] | {"weights": str(tmp_path / "copy")}
     changed |= {"base": str(tmp_path / "copy/base")} if name == "hpsv3" else {}
     with pytest.raises(InputError, match=Path(file).name):
-        rewards.load(name, **changed)
+        rewards.load_reward(name, **changed)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp_path):
     monkeypatch.setattr(scorers, "hf_hub_download", offline)
     with pytest.raises(InputError, match="offline nothing is.*allowed is a folder or a hub id such as"):
-        rewards.load(name, device="cpu")
+        rewards.load_reward(name, device="cpu")
     with pytest.raises(InputError, match="unexpected keyword argument 'wieghts'.*allowed are weights"):
-        rewards.load(name, wieghts=str(tmp_path))
+        rewards.load_reward(name, wieghts=str(tmp_path))
 
 
 def offline(*words, **options):
@@ -198,12 +200,12 @@ def test_a_clip_that_lacks_weights_is_refused(options, tmp_path):
     del tensors["visual_projection.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="lacks 1 weights of a CLIP model .visual_projection.weight"):
-        rewards.load("clip", weights=str(tmp_path / "copy"), device="cpu")
+        rewards.load_reward("clip", weights=str(tmp_path / "copy"), device="cpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_selfcheck_finds_a_whole_scorer_that_was_never_trained(name, loaded):
-    module = importlib.import_module(rewards.NAMES[name].partition(":")[0])
+    module = importlib.import_module(rewards.REWARD_LOADERS[name].partition(":")[0])
     checks = module.selfcheck(loaded[name])
     assert list(checks.values())[:3] == [True, True, True] and all(type(holds) is bool for holds in checks.values())
 
@@ -211,25 +213,27 @@ def test_selfcheck_finds_a_whole_scorer_that_was_never_trained(name, loaded):
 def test_fitted_sizes_are_the_model_s_own():
     for width, height in ((w, h) for w in range(20, 2100, 97) for h in range(20, 2100, 131)):
         if max(width, height) <= 200 * min(width, height):
-            h, w = instruction.fitted(height, width)
+            h, w = hpsv3_prompt.smart_resize(height, width)
             assert h % 28 == w % 28 == 0 < min(h, w)
             long, short = max(h, w), min(h, w)
-            assert 0.5 < h * w / instruction.AREA < 1 + (long + short + 28) * 28 / instruction.AREA
+            assert 0.5 < h * w / hpsv3_prompt.TARGET_PIXELS < 1 + (long + short + 28) * 28 / hpsv3_prompt.TARGET_PIXELS
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_gpu_scores_are_those_of_the_cpu(name, loaded, options):
     images, prompts = golden.asked()
-    other = rewards.load(name, **options[name] | {"device": "cuda", "dtype": "float32"})
+    other = rewards.load_reward(name, **options[name] | {"device": "cuda", "dtype": "float32"})
     torch.testing.assert_close(other(images, prompts), loaded[name](images, prompts), rtol=1e-3, atol=1e-3)
     for i, size in enumerate(released.SIZES):
-        x = pictures.as_tensor([released.picture(i, *size)])
-        assert torch.equal(pictures.resize(x.cuda(), (224, 224)).cpu(), pictures.resize(x, (224, 224)))
+        x = image_ops.images_to_tensor([released.picture(i, *size)])
+        assert torch.equal(
+            image_ops.resize_like_pillow(x.cuda(), (224, 224)).cpu(), image_ops.resize_like_pillow(x, (224, 224))
+        )
 
 
 def test_bfloat16_keeps_the_head_exact(options, loaded):
     images, prompts = golden.asked()
-    half = hpsv3.hpsv3(**options["hpsv3"] | {"dtype": "bfloat16"})
+    half = hpsv3.load_hpsv3(**options["hpsv3"] | {"dtype": "bfloat16"})
     assert half.head[0].weight.dtype == torch.float32
     assert 0 < (half(images[:2], prompts[:2]) - loaded["hpsv3"](images[:2], prompts[:2])).abs().max() < 0.1

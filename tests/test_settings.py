@@ -8,8 +8,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_grpo import InputError, fields, paper, replication, settings
-from chunk_grpo.chunks import from_setting
+from chunk_grpo import InputError
+from chunk_grpo.core import fields, settings
+from chunk_grpo.evaluation import paper
+from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.studies import replication
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = settings.Settings.model_fields
@@ -18,7 +21,7 @@ FIELDS = settings.Settings.model_fields
 def refused(values: dict, overrides=()) -> str:
     "The sentence for wrong settings."
     with pytest.raises(InputError) as caught:
-        settings.load(values, overrides)
+        settings.load_settings(values, overrides)
     text = str(caught.value)
     assert "\n" not in text and not text.endswith(".")
     return text
@@ -95,9 +98,9 @@ def test_overrides_are_checked(overrides, parts):
 
 def test_exponents_are_numbers_in_every_way_they_are_written():
     for text in ("1e-3", "1E-3", "1.e-3", "1.0e-3", "0.001", "10e-4", "+1e-3"):
-        assert settings.load(yaml.safe_load(f"learning_rate: {text}")).learning_rate == 1e-3
-        assert settings.load({}, [f"learning_rate={text}"]).learning_rate == 1e-3
-    assert settings.load({"reward": {"hpsv3": "1e-1"}}).reward == {"hpsv3": 0.1}
+        assert settings.load_settings(yaml.safe_load(f"learning_rate: {text}")).learning_rate == 1e-3
+        assert settings.load_settings({}, [f"learning_rate={text}"]).learning_rate == 1e-3
+    assert settings.load_settings({"reward": {"hpsv3": "1e-1"}}).reward == {"hpsv3": 0.1}
 
 
 def test_files_are_read_or_refused_in_words(tmp_path):
@@ -106,48 +109,48 @@ def test_files_are_read_or_refused_in_words(tmp_path):
                        ("- a\n- b\n", "name: value"), ("", "name: value"), ("steps: 9\n  shift: 2\n", "YAML")):
         file.write_text(text)
         with pytest.raises(InputError, match=part):
-            settings.load(file)
+            settings.load_settings(file)
     file.write_bytes(b"\xff\xfe\x00steps")
     with pytest.raises(InputError, match="readable"):
-        settings.load(file)
+        settings.load_settings(file)
     with pytest.raises(InputError, match="did you mean pocket/demo"):
-        settings.load("pocket/dem")
+        settings.load_settings("pocket/dem")
     with pytest.raises(InputError, match="neither"):
-        settings.load(tmp_path)
+        settings.load_settings(tmp_path)
     file.write_text("steps: 9\nchunks: equal:2\n")
-    assert settings.load(str(file), {"steps": 5}).steps == 5
+    assert settings.load_settings(str(file), {"steps": 5}).steps == 5
 
 
 def test_settings_are_frozen_and_come_back_from_yaml_and_json():
-    s = settings.load("pocket/demo", ["seed=3", "reward={pocket-clip: 2}"])
+    s = settings.load_settings("pocket/demo", ["seed=3", "reward={pocket-clip: 2}"])
     with pytest.raises(ValueError, match="frozen"):
         s.seed = 4
-    assert settings.load(yaml.safe_load(settings.dump(s))) == s
-    assert settings.load(json.loads(json.dumps(s.model_dump(mode="json")))) == s
-    assert [row["name"] for row in settings.table(s)] == list(FIELDS)
+    assert settings.load_settings(yaml.safe_load(settings.dump_settings(s))) == s
+    assert settings.load_settings(json.loads(json.dumps(s.model_dump(mode="json")))) == s
+    assert [row["name"] for row in settings.settings_table(s)] == list(FIELDS)
 
 
 @given(st.builds(dict, learning_rate=st.floats(1e-9, 1), eta=st.floats(0.01, 1), seed=st.integers(0, 2**40),
                  prompts=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)))
 def test_every_value_survives_a_round_trip(values):
-    s = settings.load(values)
-    assert settings.load(yaml.safe_load(settings.dump(s))) == s
+    s = settings.load_settings(values)
+    assert settings.load_settings(yaml.safe_load(settings.dump_settings(s))) == s
 
 
 def test_every_field_has_unit_source_and_meaning():
     for name, field in FIELDS.items():
         assert set(field.json_schema_extra) - {"takes"} == {"unit", "source"}, name
         assert field.json_schema_extra["source"], name
-        assert field.description and fields.allowed(settings.Settings, name), name
+        assert field.description and fields.describe_field(settings.Settings, name), name
 
 
 def test_resume_refuses_another_run():
     old = settings.Settings()
-    settings.check_resume(old, settings.load({"iterations": 151, "eval_every": 1, "checkpoint_every": 3}))
+    settings.check_resume(old, settings.load_settings({"iterations": 151, "eval_every": 1, "checkpoint_every": 3}))
     for changed, part in (({"iterations": 149}, "raised"), ({"learning_rate": 2e-5}, "`learning_rate`"),
                           ({"iterations": 149, "eta": 0.3}, "`eta`"), ({"threads": 1}, "`threads`")):
         with pytest.raises(InputError, match=part):
-            settings.check_resume(old, settings.load(changed))
+            settings.check_resume(old, settings.load_settings(changed))
 
 
 def test_processes_share_the_prompts():
@@ -172,10 +175,10 @@ def test_defaults_are_the_papers():
 @pytest.mark.parametrize("name, differs", [
     ("chunk", {}), ("chunk-ws", {"chunk_weighting": "dynamics"}), ("dance", {"chunks": "steps"})])
 def test_paper_files_write_the_papers_values_out(name, differs):
-    written = settings.read(f"paper/{name}")
+    written = settings.read_settings_file(f"paper/{name}")
     assert not set(PAPER) - set(written)
-    s = settings.load(written)
-    assert {n: b for n, (_, b) in settings.difference(settings.Settings(), s).items()} == differs
+    s = settings.load_settings(written)
+    assert {n: b for n, (_, b) in settings.diff_settings(settings.Settings(), s).items()} == differs
 
 
 REWARDS = {"Table 1": "hpsv3", "Table 3": "hpsv3", "Table 4": "pickscore", "Table 5": "clip"}
@@ -184,41 +187,46 @@ REWARDS = {"Table 1": "hpsv3", "Table 3": "hpsv3", "Table 4": "pickscore", "Tabl
 def test_every_row_of_the_papers_tables_has_its_file():
     "Of Tables 1, 3, 4 and 5, but for methods of others: one file each, and no other setting changed than the row says."
     found = {}
-    for name in settings.presets():
+    for name in settings.list_presets():
         if name.startswith("paper/table"):
-            s, table = settings.load(name), f"Table {name[len('paper/table')]}"
-            cut = replication.cut(from_setting(s.chunks, s.transitions).sizes)
+            s, table = settings.load_settings(name), f"Table {name[len('paper/table')]}"
+            cut = replication.format_chunk_sizes(chunks_from_setting(s.chunks, s.transitions).sizes)
             method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
             row = method + " +ws" * (s.chunk_weighting == "dynamics")
             if table == "Table 3":
                 row += "" if cut == "step" else " w/ td" if cut == "2,3,4,7" else " w/o td"
                 row = (row, s.steps, cut)
             found.setdefault(table, []).append(row)
-            assert set(settings.difference(settings.Settings(), s)) <= {"chunks", "chunk_weighting", "reward", "steps"}
+            assert set(settings.diff_settings(settings.Settings(), s)) <= {
+                "chunks",
+                "chunk_weighting",
+                "reward",
+                "steps",
+            }
             assert s.reward == REWARDS[table]
-    for key, table in paper.TABLES.items():
+    for key, table in paper.PAPER_TABLES.items():
         if table in REWARDS:
-            rows = [r for r in paper.rows(key) if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
+            rows = [r for r in paper.paper_table_rows(key) if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
             wanted = [(r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"] for r in rows]
             assert sorted(found[table]) == sorted(wanted)
 
 
 def test_pocket_files_differ_only_where_they_say():
-    demo = settings.load("pocket/demo")
-    steps, weighted = settings.load("pocket/steps"), settings.load("pocket/chunk-ws")
-    assert settings.difference(demo, steps) == {
+    demo = settings.load_settings("pocket/demo")
+    steps, weighted = settings.load_settings("pocket/steps"), settings.load_settings("pocket/chunk-ws")
+    assert settings.diff_settings(demo, steps) == {
         "chunks": ("2,3,4,3", "steps"), "train_chunks": ("1,2,3", "1,2,3,4,5,6,7,8,9")}
-    assert settings.difference(demo, weighted) == {"chunk_weighting": ("uniform", "dynamics")}
+    assert settings.diff_settings(demo, weighted) == {"chunk_weighting": ("uniform", "dynamics")}
     defaults = settings.Settings()
     for name in ("demo", "tiny"):
-        same = [n for n, v in settings.load(f"pocket/{name}").model_dump().items()
-                if n in settings.read(f"pocket/{name}") and v == getattr(defaults, n)]
+        same = [n for n, v in settings.load_settings(f"pocket/{name}").model_dump().items()
+                if n in settings.read_settings_file(f"pocket/{name}") and v == getattr(defaults, n)]
         assert not same, f"pocket/{name} writes defaults out: {same}"
 
 
 def test_all_presets_load():
-    names = settings.presets()
+    names = settings.list_presets()
     expected = {"pocket/demo", "pocket/tiny", "pocket/steps", "pocket/chunk-ws", "paper/chunk", "paper/chunk-ws"}
     assert expected | {"paper/dance"} <= set(names)
     for name in names:
-        assert settings.load(name) == settings.load(ROOT / "runs" / f"{name}.yaml")
+        assert settings.load_settings(name) == settings.load_settings(ROOT / "runs" / f"{name}.yaml")

@@ -11,19 +11,21 @@ import tiny_flux
 import torch
 from commands import call, run
 
-from chunk_grpo import InputError, sized, speed, weights, workload
-from chunk_grpo.chunks import Chunks
-from chunk_grpo.iteration import measure_floor
-from chunk_grpo.rollout import rollout
-from chunk_grpo.schedule import sigmas
-from chunk_grpo.update import Replay, accumulate, lay_out
+from chunk_grpo import InputError
+from chunk_grpo.measurements import sized, speed, workload
+from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.models import trainable
+from chunk_grpo.training.iteration import measure_ratio_floor
+from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.update import ReplayContext, accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
 LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
           "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
           "guidance_embeds": True}
-LEVELS = sized.AUTOENCODER | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+LEVELS = sized.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 SIZE = {"resolution": 64, "max_tokens": 16}
 
 
@@ -45,9 +47,9 @@ def test_bench_says_what_an_iteration_takes(tmp_path):
 
 
 def test_bench_without_the_reference_order():
-    s = workload.choose("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
-    result = speed.run(s, 1, with_reference=False)
-    assert result["gradient_error"] is None and "gradients" not in "\n".join(speed.lines(result))
+    s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
+    result = speed.measure_iteration(s, 1, with_reference=False)
+    assert result["gradient_error"] is None and "gradients" not in "\n".join(speed.speed_lines(result))
 
 
 def test_a_wrong_model_is_one_sentence():
@@ -59,47 +61,47 @@ def test_a_wrong_model_is_one_sentence():
 @pytest.mark.parametrize("change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")])
 def test_settings_that_cannot_be_measured(change, sentence):
     with pytest.raises(InputError, match=sentence):
-        workload.choose("pocket", [change])
+        workload.load_workload_settings("pocket", [change])
 
 
 @pytest.mark.parametrize("changes", [[], ["lora_rank=0", "dtype=float32"], ["gradient_checkpointing=true"]])
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
-    s = workload.choose("flux-size", [*small, *FEW, *changes])
-    result = speed.run(s, 1, transformer=LAYERS, autoencoder=LEVELS)
-    assert "reward" not in result["phases"] and result["gradient_error"] <= speed.TOLERANCE[s.dtype]
+    s = workload.load_workload_settings("flux-size", [*small, *FEW, *changes])
+    result = speed.measure_iteration(s, 1, transformer=LAYERS, autoencoder=LEVELS)
+    assert "reward" not in result["phases"] and result["gradient_error"] <= speed.GRADIENT_TOLERANCE[s.dtype]
     assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
     assert bool(result["recomputed_flop"]) == s.gradient_checkpointing
-    assert ("computes" in "\n".join(speed.lines(result))) == s.gradient_checkpointing
+    assert ("computes" in "\n".join(speed.speed_lines(result))) == s.gradient_checkpointing
     assert (result["trained"] == result["parameters"]) == (s.lora_rank == 0)
 
 
 def test_two_passes_take_the_memory_of_one_transition():
-    s = workload.choose("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
-    one, two, whole = speed.two_pass_memory(workload.prepare(s)).values()
+    s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
+    one, two, whole = speed.measure_two_pass_memory(workload.prepare_workload(s)).values()
     assert abs(two / one - 1) < 0.1 and whole > 4 * one
 
 
 def test_attention_kernels(tiny):
-    plain, other = (weights.load(tiny, **SIZE, attention=name) for name in ("native", "math"))
+    plain, other = (trainable.load_trainable_policy(tiny, **SIZE, attention=name) for name in ("native", "math"))
     x, sigma = torch.randn(2, plain.tokens, 16), torch.tensor([0.9, 0.3])
     rows = plain.encode(["a red star", "two cats"])
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):  # what math does not ask for
         torch.testing.assert_close(other.velocity(x, sigma, rows), plain.velocity(x, sigma, rows), rtol=0, atol=1e-5)
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="`attention` must be native or .*; got 'cudnn'"):
-            weights.load(tiny, **SIZE, attention="cudnn")
+            trainable.load_trainable_policy(tiny, **SIZE, attention="cudnn")
 
 
 def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
-    monkeypatch.setattr(weights.shutil, "which", lambda name: None)
+    monkeypatch.setattr(trainable.shutil, "which", lambda name: None)
     with pytest.raises(InputError, match="`compile` must be off on a machine without a C\\+\\+ compiler"):
-        weights.load(tiny, **SIZE, compile=True)
+        trainable.load_trainable_policy(tiny, **SIZE, compile=True)
 
 
 def test_compiled_blocks_give_the_same_numbers(tiny):
     "Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."
-    pair = [weights.load(tiny, **SIZE, lora_rank=4, compile=on) for on in (False, True)]
+    pair = [trainable.load_trainable_policy(tiny, **SIZE, lora_rank=4, compile=on) for on in (False, True)]
     for policy in pair:
         torch.manual_seed(0)
         for p in policy.trained:
@@ -109,7 +111,7 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     found = []
     for policy in pair:  # with graph, as all forwards that an update compares
         moved = policy.velocity(x, sigma, rows).detach()
-        with weights.base_weights(policy):
+        with trainable.base_weights(policy):
             base = policy.velocity(x, sigma, rows).detach()
         found.append((moved, base, policy.velocity(x, sigma, rows).detach()))
     assert (found[0][0] - found[0][1]).abs().max() > 1e-3
@@ -119,15 +121,15 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
 
     keys, row, grid, chunks = [(0, 0, 0, g) for g in range(4)], torch.zeros(4, dtype=torch.long), sigmas(6, 3.0), "2,3"
     given = pair[0].encode(["a red star"])
-    paths = rollout(pair[0], given, row, keys, grid, batch=4)
+    paths = sample_trajectories(pair[0], given, row, keys, grid, batch=4)
     chosen = torch.tensor([[0], [1], [1], [1]])
-    work = lay_out(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
+    work = build_update_batch(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
     assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert measure_floor(Replay(pair[1], given, paths, grid), work)[0] == 0.0
+    assert measure_ratio_floor(ReplayContext(pair[1], given, paths, grid), work)[0] == 0.0
     gradients, advantage = [], torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:
-        accumulate(Replay(policy, given, paths, grid), work, advantage, 1e-3)
+        accumulate_gradients(ReplayContext(policy, given, paths, grid), work, advantage, 1e-3)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before  # nothing was compiled again
@@ -144,7 +146,7 @@ def test_a_compiled_run_trains(tmp_path):
 RUNNER = """
 import sys
 from pathlib import Path
-from chunk_grpo import settings
+from chunk_grpo.core import settings
 shipped = settings.PRESETS
 class Kept(type(shipped)):
     "The shipped presets, but for what is kept of measurements."

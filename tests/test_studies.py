@@ -10,17 +10,18 @@ import pytest
 from scipy import stats
 from study_rows import row, write
 
-from chunk_grpo import InputError, answers, claims, design, studies, study_views
+from chunk_grpo import InputError
+from chunk_grpo.studies import analysis, claims, design, figures, measures
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "nbs/studies").glob("*.ipynb"))
-NAMES = design.names()
+NAMES = design.list_studies()
 REWARD = "incompressibility"  # what most studies train on
 RUNNER = """
 import sys
 from pathlib import Path
 from nbdev.test import test_nb
-from chunk_grpo import studies
+from chunk_grpo.studies import analysis
 if sys.argv[1]:
     studies.KEPT = Path(sys.argv[1])
 failed = [page for page in sys.argv[2:] if not test_nb(page)[0]]
@@ -39,7 +40,7 @@ def run_pages(folder: str | Path) -> None:
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     "A folder that is read in place of the kept rows."
-    monkeypatch.setattr(studies, "KEPT", tmp_path)
+    monkeypatch.setattr(analysis, "STUDY_ROWS_FOLDER", tmp_path)
     return tmp_path
 
 
@@ -60,7 +61,7 @@ def test_pages_run_with_rows(tmp_path):
 @pytest.mark.parametrize("which", ["reference with one seed", "others", "two arms with one seed"])
 def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
     for name in NAMES:
-        asked = studies.described(name)
+        asked = analysis.describe_study(name)
         others = [arm for arm in asked["arms"] if arm != asked["reference"]]
         only = {"others": others[:2], "two arms with one seed": [asked["reference"], others[0]]}.get(which)
         write(tmp_path, name, seeds=None if which == "others" else 1, only=tuple(only or [asked["reference"]]))
@@ -73,13 +74,15 @@ def test_pages_run_with_what_is_kept():
 
 def test_what_is_kept_answers_every_claim():
     for name in NAMES:
-        assert studies.missing(studies.rows(name), studies.described(name)).startswith("Every arm has its")
-    assert all(line["verdict"] != "open" for line in claims.lines(claims.claims(), complete=True))
+        assert analysis.missing_runs_note(analysis.load_study_rows(name), analysis.describe_study(name)).startswith(
+            "Every arm has its"
+        )
+    assert all(line["verdict"] != "open" for line in claims.claim_rows(claims.all_claims(), complete=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_rows_are_of_the_study(name):
-    asked, rows = studies.described(name), studies.rows(name)
+    asked, rows = analysis.describe_study(name), analysis.load_study_rows(name)
     for one in rows:
         assert one["arm"] in asked["arms"] and one["study"] == name
         assert one["settings"].items() >= {"seed": one["seed"]}.items()
@@ -87,39 +90,39 @@ def test_kept_rows_are_of_the_study(name):
         lengths = {len(scores) for arm in one["scores"].values() for scores in arm.values()}
         assert len(lengths) == 1 and lengths.pop() > 1
         assert len(one["curve"]["iteration"]) == one["settings"]["iterations"]
-    studies.differing(rows)  # InputError where the runs of an arm differ in more than the seed
+    analysis.differing_settings(rows)  # InputError where the runs of an arm differ in more than the seed
 
 
 def test_rows_come_in_the_order_of_the_description(kept):
     rows = write(kept, "explain", seeds=2)
     file = kept / "explain.jsonl"
     file.write_text("".join(sorted(file.read_text().splitlines(keepends=True), reverse=True)))
-    assert studies.rows("explain") == rows
+    assert analysis.load_study_rows("explain") == rows
     file.write_text(file.read_text() + json.dumps(rows[0]) + "\n")
     with pytest.raises(InputError, match="the arm steps with seed 0 more than once"):
-        studies.rows("explain")
+        analysis.load_study_rows("explain")
 
 
 def test_paired_is_a_t_test_on_the_same_seeds():
     rows = [row("explain", arm, seed, effect) for arm, effect in (("steps", 0.1), ("chunks", 0.13))
             for seed in range(5)]
-    values = studies.gains(rows, REWARD)
-    found = studies.paired(rows, REWARD, "steps").loc["chunks"]
+    values = analysis.gains_by_seed(rows, REWARD)
+    found = analysis.paired_intervals(rows, REWARD, "steps").loc["chunks"]
     expected = stats.ttest_rel(values["chunks"], values["steps"])
     low, high = expected.confidence_interval()
     assert (found.lo, found.hi, found.p) == pytest.approx((low, high, expected.pvalue))
     assert found.lo < 0.03 < found.hi
-    assert studies.paired(rows[:-1], REWARD, "steps").n["chunks"] == 4
+    assert analysis.paired_intervals(rows[:-1], REWARD, "steps").n["chunks"] == 4
     with pytest.raises(InputError, match="reference: got 'reweighted', allowed is an arm with runs: steps, chunks"):
-        studies.paired(rows, REWARD, "reweighted")
+        analysis.paired_intervals(rows, REWARD, "reweighted")
     with pytest.raises(InputError, match="reward: got 'hpsv3'"):
-        studies.gains(rows, "hpsv3")
+        analysis.gains_by_seed(rows, "hpsv3")
 
 
 def test_a_claim_follows_its_rows(kept):
     "The same claim holds, does not hold, and cannot be told, as the invented effect says."
     def verdict():
-        return next(line for line in claims.lines(claims.claims()) if line["claim"] == "Chunks beat steps")
+        return next(line for line in claims.claim_rows(claims.all_claims()) if line["claim"] == "Chunks beat steps")
 
     assert verdict()["verdict"] == "open"
     said = {}
@@ -133,52 +136,54 @@ def test_a_claim_follows_its_rows(kept):
 
 def test_a_complete_table_refuses_open_claims(kept):
     with pytest.raises(InputError, match="complete: got [0-9]+ open claims, allowed is none: .*Chunks beat steps"):
-        claims.lines(claims.claims(), complete=True)
-    text = claims.markdown(claims.lines(claims.claims()), "nbs/")
-    assert text.count("\n") == len(claims.claims()) + 1 and "](nbs/studies/chunk-setting.ipynb) |" in text
+        claims.claim_rows(claims.all_claims(), complete=True)
+    text = claims.claims_markdown(claims.claim_rows(claims.all_claims()), "nbs/")
+    assert text.count("\n") == len(claims.all_claims()) + 1 and "](nbs/studies/chunk-setting.ipynb) |" in text
 
 
 def test_claims_of_every_study_are_measured_where_rows_are_whole(kept):
     for name in NAMES:
         write(kept, name)
-    assert not [line["claim"] for line in claims.lines(claims.claims(), complete=True) if line["verdict"] == "open"]
+    assert not [
+        line["claim"] for line in claims.claim_rows(claims.all_claims(), complete=True) if line["verdict"] == "open"
+    ]
 
 
 def test_hybrid_and_transfer_are_on_rewards_that_were_not_trained_on(kept):
-    assert "pocket-geneval" not in studies.trained_on(write(kept, "hybrid")[0])
+    assert "pocket-geneval" not in analysis.training_rewards(write(kept, "hybrid")[0])
     write(kept, "rewards")
-    assert answers.hybrid()["unit"] == "pocket-geneval"
-    assert answers.transfer("clip", "geneval")["unit"] == "pocket-geneval"
-    assert answers.transfer("geneval", "clip")["unit"] == "pocket-clip"
-    assert answers.hybrid()["hi"] < 0  # an invented gain grows with the trained steps, so a split costs
+    assert measures.hybrid_effect()["unit"] == "pocket-geneval"
+    assert measures.reward_transfer("clip", "geneval")["unit"] == "pocket-geneval"
+    assert measures.reward_transfer("geneval", "clip")["unit"] == "pocket-clip"
+    assert measures.hybrid_effect()["hi"] < 0  # an invented gain grows with the trained steps, so a split costs
 
 
 def test_pages_of_claims_exist():
-    assert not [claim.page for claim in claims.claims() if not (ROOT / "nbs" / claim.page).is_file()]
+    assert not [claim.page for claim in claims.all_claims() if not (ROOT / "nbs" / claim.page).is_file()]
 
 
 def test_runs_of_an_arm_differ_in_the_seed_alone():
     rows = [row("explain", "steps", 0), row("explain", "steps", 1)]
-    assert studies.differing(rows) == [{"arm": "steps"}]
+    assert analysis.differing_settings(rows) == [{"arm": "steps"}]
     rows[1]["settings"]["eta"] = 0.3
     with pytest.raises(InputError, match="the runs of the arm steps differ in eta"):
-        studies.differing(rows)
+        analysis.differing_settings(rows)
 
 
 def test_shares_of_what_was_preserved_need_something_to_preserve():
     one = row("weighting", "uniform", 0)
     entry = one["preserved"]["plain"]["pocket-geneval"]["objects"]
-    assert study_views.share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
-    assert study_views.share([one], "pocket-clip").isna().all(axis=None)
+    assert figures.changed_share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
+    assert figures.changed_share([one], "pocket-clip").isna().all(axis=None)
     entry["right"] = entry["lost"] = 0
-    assert study_views.share([one], "pocket-geneval").isna().all(axis=None)
+    assert figures.changed_share([one], "pocket-geneval").isna().all(axis=None)
 
 
 def test_a_kept_row_has_what_an_invented_one_has():
     invented = row("explain", "steps", 0)
     for name in NAMES:
-        for one in studies.rows(name):
+        for one in analysis.load_study_rows(name):
             assert one.keys() >= invented.keys()
             assert one["curve"].keys() >= {"iteration", "grad_norm", "ratio_dev", "clip_fraction"}
-            assert set(studies.trained_on(one)) <= one["curve"].keys()
-            assert study_views.split_of(one, "plain") > 0
+            assert set(analysis.training_rewards(one)) <= one["curve"].keys()
+            assert figures.split_step(one, "plain") > 0

@@ -9,7 +9,7 @@ import small_study
 from commands import call, run
 from small_study import STUDY, begin, rows, trainers, wait_for
 
-from chunk_grpo import design, study
+from chunk_grpo.studies import design, scheduler
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
     lines = (through / "results.jsonl").read_text().splitlines()
     changed = json.loads(lines[0])
     changed["settings"]["learning_rate"] *= 2
-    assert design.finished(design.trials(home)[0], out, [changed]) is None
+    assert design.find_finished_row(design.expand_trials(home)[0], out, [changed]) is None
 
 
 def test_arms_share_prompts_and_noise(through):
@@ -78,7 +78,7 @@ def test_arms_share_prompts_and_noise(through):
 
 
 def test_only_one_call_works_on_a_study(home, through):
-    with study.alone(through):
+    with scheduler.study_lock(through):
         done = call("study", home, "--out", through)
     assert done.returncode == 2 and "is being run by another process" in done.stderr
 
@@ -103,8 +103,8 @@ def test_bad_studies_are_one_sentence(home, tmp_path, old, new, parts):
     assert [path.name for path in tmp_path.iterdir()] == ["bad"]
 
 
-@pytest.mark.parametrize("name", design.names())
+@pytest.mark.parametrize("name", design.list_studies())
 def test_shipped_studies_are_sound(name):
-    given = design.load(name)
+    given = design.load_study(name)
     assert given.seeds >= (5 if name in ("explain", "chunk-setting") else 3)
-    assert len(design.trials(name)) == given.seeds * len(given.arms)
+    assert len(design.expand_trials(name)) == given.seeds * len(given.arms)

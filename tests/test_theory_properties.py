@@ -8,22 +8,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunk_grpo import InputError
-from chunk_grpo.chunks import Chunks
-from chunk_grpo.dynamics import (
-    DISTANCES,
+from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.method.dynamics import (
+    DISTANCE_KINDS,
     chunk_count,
     chunk_weights,
     chunks_from_profile,
-    draw_chunks,
     gaussian_profile,
     relative_distance,
+    sample_without_replacement,
 )
-from chunk_grpo.sampler import KINDS, LARGEST_ETA, coefficients, kl, log_prob, step, transition
-from chunk_grpo.schedule import (
-    endpoints,
+from chunk_grpo.method.sampler import (
+    MAX_ETA,
+    SAMPLER_KINDS,
+    log_prob,
+    sampler_step,
+    transition_coefficients,
+    transition_kl,
+    transition_mean_std,
+)
+from chunk_grpo.method.schedule import (
     gaussian_velocity,
-    index_at,
+    index_for_sigma,
     interpolate,
+    predict_endpoints,
     shift_sigmas,
     sigmas,
     velocity_target,
@@ -68,7 +76,7 @@ def test_shifts_multiply(first, second, steps):
 @given(seed_, st.floats(0, 1))
 def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
     data, noise = normal(seed, 3, 4), normal(seed + 1, 3, 4)
-    ends = endpoints(interpolate(data, noise, t), velocity_target(data, noise), t)
+    ends = predict_endpoints(interpolate(data, noise, t), velocity_target(data, noise), t)
     torch.testing.assert_close(ends, (data, noise))
 
 
@@ -76,13 +84,13 @@ def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
 @given(steps_, shift_, st.floats(1e-6, 1.0))
 def test_every_noise_level_lies_in_one_transition(steps, shift, sigma):
     levels = sigmas(steps, shift, torch.float64)
-    index = index_at(levels, sigma)
+    index = index_for_sigma(levels, sigma)
     assert levels[index] >= sigma > levels[index + 1]
 
 
 def test_a_transition_owns_the_level_it_starts_at():
     levels = sigmas(17, 3.0, torch.float64)
-    assert [index_at(levels, level) for level in levels[:-1].tolist()] == list(range(17))
+    assert [index_for_sigma(levels, level) for level in levels[:-1].tolist()] == list(range(17))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
@@ -95,15 +103,15 @@ def test_bad_steps_are_refused(steps):
 
 
 @quick
-@given(steps_, shift_, eta_, st.sampled_from(KINDS), seed_)
+@given(steps_, shift_, eta_, st.sampled_from(SAMPLER_KINDS), seed_)
 def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
     levels = sigmas(steps, shift, torch.float64)
     index = torch.randint(0, steps, (5,), generator=torch.Generator().manual_seed(seed))
     x, v = normal(seed, 5, 2, 3), normal(seed + 1, 5, 2, 3)
-    mean, std = transition(v, x, levels, index, kind, eta)
+    mean, std = transition_mean_std(v, x, levels, index, kind, eta)
     assert mean.shape == x.shape and std.shape == (5, 1, 1)
     for i, one in enumerate(index.tolist()):
-        one_mean, one_std = transition(v[i : i + 1], x[i : i + 1], levels, one, kind, eta)
+        one_mean, one_std = transition_mean_std(v[i : i + 1], x[i : i + 1], levels, one, kind, eta)
         assert one_std.ndim == 0 and torch.equal(one_mean[0], mean[i]) and torch.equal(one_std, std[i, 0, 0])
 
 
@@ -112,8 +120,8 @@ def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
 def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
     levels = sigmas(steps, shift, torch.float64)
     x, v, noise = (normal(seed + k, 3, *shape) for k in range(3))
-    mean, std = transition(v, x, levels, seed % (steps - 1), kind, eta)
-    after = step(v, x, levels, seed % (steps - 1), noise, kind, eta)
+    mean, std = transition_mean_std(v, x, levels, seed % (steps - 1), kind, eta)
+    after = sampler_step(v, x, levels, seed % (steps - 1), noise, kind, eta)
     wide = torch.full_like(std, math.sqrt(0.5)) if kind == "cps" else std
     expected = torch.distributions.Normal(mean, wide).log_prob(after).flatten(1).mean(1)
     expected = expected + 0.5 * math.log(math.pi) * (kind == "cps")
@@ -122,31 +130,35 @@ def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
 
 
 @quick
-@given(st.sampled_from(KINDS), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), eta_, seed_)
+@given(st.sampled_from(SAMPLER_KINDS), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), eta_, seed_)
 def test_low_precision_comes_out_as_float32(kind, dtype, eta, seed):
     x, v = normal(seed, 2, 3, dtype=dtype), normal(seed + 1, 2, 3, dtype=dtype)
-    mean, std = transition(v, x, sigmas(9), 2, kind, eta)
+    mean, std = transition_mean_std(v, x, sigmas(9), 2, kind, eta)
     assert mean.dtype == std.dtype == torch.float32
-    torch.testing.assert_close(mean, transition(v.float(), x.float(), sigmas(9), 2, kind, eta)[0], rtol=0, atol=0)
-    assert step(v, x, sigmas(9), 2, x, kind, eta).dtype == torch.float32
-    assert transition(v.double(), x, sigmas(9), 2, kind, eta)[0].dtype == torch.float64
+    torch.testing.assert_close(
+        mean, transition_mean_std(v.float(), x.float(), sigmas(9), 2, kind, eta)[0], rtol=0, atol=0
+    )
+    assert sampler_step(v, x, sigmas(9), 2, x, kind, eta).dtype == torch.float32
+    assert transition_mean_std(v.double(), x, sigmas(9), 2, kind, eta)[0].dtype == torch.float64
     if kind != "ode":
-        assert log_prob(x, mean, std, kind).dtype == kl(mean, mean, std, kind).dtype == torch.float32
+        assert log_prob(x, mean, std, kind).dtype == transition_kl(mean, mean, std, kind).dtype == torch.float32
 
 
 @quick
-@given(steps_, shift_, st.sampled_from(KINDS))
+@given(steps_, shift_, st.sampled_from(SAMPLER_KINDS))
 def test_without_noise_every_sampler_is_the_ode(steps, shift, kind):
     levels = sigmas(steps, shift, torch.float64)
     index = torch.arange(steps)
-    torch.testing.assert_close(coefficients(levels, index, kind, 0.0), coefficients(levels, index, "ode", 0.0))
+    torch.testing.assert_close(
+        transition_coefficients(levels, index, kind, 0.0), transition_coefficients(levels, index, "ode", 0.0)
+    )
 
 
 @quick
-@given(steps_, shift_, eta_, st.sampled_from(KINDS))
+@given(steps_, shift_, eta_, st.sampled_from(SAMPLER_KINDS))
 def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, shift, eta, kind):
     levels = sigmas(steps, shift, torch.float64)
-    a, b, std = coefficients(levels, torch.arange(steps), kind, eta)
+    a, b, std = transition_coefficients(levels, torch.arange(steps), kind, eta)
     assert (a[-1], b[-1], std[-1]) == (1, -levels[-2], 0)
     assert (std[:-1] > 0).all() if kind != "ode" else (std == 0).all()
     if kind == "flow":
@@ -161,7 +173,7 @@ def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, sh
 def test_many_steps_keep_the_variance_of_gaussian_data(kind, scale):
     """x_{i+1} = g x_i + std eps on Gaussian data, so the final variance follows exactly; it must be the data's."""
     levels = sigmas(4000, 3.0, torch.float64)
-    a, b, std = coefficients(levels, torch.arange(4000), kind, 0.5)
+    a, b, std = transition_coefficients(levels, torch.arange(4000), kind, 0.5)
     gain = a + b * gaussian_velocity(torch.ones(4000, dtype=torch.float64), levels[:-1], 0.0, scale)
     variance = 1.0
     for g, s in zip(gain.tolist(), std.tolist(), strict=True):
@@ -173,44 +185,44 @@ def test_many_steps_keep_the_variance_of_gaussian_data(kind, scale):
 @given(seed_, st.floats(0.01, 2.0), st.sampled_from(RANDOM_KINDS))
 def test_kl_is_symmetric_and_zero_only_for_equal_means(seed, std, kind):
     p, q, std = normal(seed, 3, 4), normal(seed + 1, 3, 4), torch.tensor(std)
-    torch.testing.assert_close(kl(p, q, std, kind), kl(q, p, std, kind))
-    assert (kl(p, q, std, kind) > 0).all() and (kl(p, p, std, kind) == 0).all()
+    torch.testing.assert_close(transition_kl(p, q, std, kind), transition_kl(q, p, std, kind))
+    assert (transition_kl(p, q, std, kind) > 0).all() and (transition_kl(p, p, std, kind) == 0).all()
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replaying_a_stored_step_gives_ratio_one(kind, dtype):
     x, v = normal(1, 4, 64, dtype=dtype), normal(2, 4, 64, dtype=dtype)
-    stored = step(v, x, sigmas(17), 3, normal(3, 4, 64), kind, 0.3).to(dtype)
-    old, new = (log_prob(stored, *transition(v, x, sigmas(17), 3, kind, 0.3), kind) for _ in range(2))
+    stored = sampler_step(v, x, sigmas(17), 3, normal(3, 4, 64), kind, 0.3).to(dtype)
+    old, new = (log_prob(stored, *transition_mean_std(v, x, sigmas(17), 3, kind, 0.3), kind) for _ in range(2))
     assert torch.equal((new - old).exp(), torch.ones(4))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLER_KINDS)
 @pytest.mark.parametrize("index", [-1, 9, torch.tensor([0, 9]), torch.tensor([0.5]), torch.tensor([[1]])])
 def test_transitions_outside_of_the_schedule_are_refused(kind, index):
     with pytest.raises(InputError, match="index: got"):
-        coefficients(sigmas(9), index, kind, 0.3)
+        transition_coefficients(sigmas(9), index, kind, 0.3)
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
 @pytest.mark.parametrize("eta", [-0.1, 1.5, math.inf, math.nan])
 def test_eta_out_of_range_is_refused(kind, eta):
-    assert eta != 1.5 or LARGEST_ETA[kind] < 1.5
+    assert eta != 1.5 or MAX_ETA[kind] < 1.5
     with pytest.raises(InputError, match=f"allowed for sampler {kind}"):
-        coefficients(sigmas(9), 0, kind, eta)
+        transition_coefficients(sigmas(9), 0, kind, eta)
 
 
 def test_unknown_sampler_is_refused():
     with pytest.raises(InputError, match="allowed is one of flow, dance, cps, ode"):
-        coefficients(sigmas(9), 0, "euler", 0.3)
+        transition_coefficients(sigmas(9), 0, "euler", 0.3)
 
 
 # dynamics
 
 
 @quick
-@given(seed_, st.sampled_from(DISTANCES), st.floats(0.01, 100))
+@given(seed_, st.sampled_from(DISTANCE_KINDS), st.floats(0.01, 100))
 def test_distance_does_not_see_the_scale(seed, kind, factor):
     latents = normal(seed, 2, 5, 3, 2)
     distance = relative_distance(latents, kind)
@@ -234,7 +246,7 @@ def test_a_chunk_weighs_by_its_mean_distance():
 
 def test_first_draws_follow_the_weights():
     weights, n = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 40_000
-    seen = draw_chunks(weights.expand(n, 4), 1, uniform(0, n, 4)).flatten().bincount(minlength=4) / n
+    seen = sample_without_replacement(weights.expand(n, 4), 1, uniform(0, n, 4)).flatten().bincount(minlength=4) / n
     assert ((seen - weights).abs() <= 4 * (weights * (1 - weights) / n).sqrt()).all()
 
 
@@ -245,7 +257,7 @@ def test_draws_never_repeat_and_never_take_what_has_no_weight(seed, K, data):
     if K > 1:
         weights[:, data.draw(st.integers(0, K - 1))] = 0
     count = data.draw(st.integers(1, max(1, K - 1)))
-    drawn = draw_chunks(weights, count, uniform(seed + 1, 50, K))
+    drawn = sample_without_replacement(weights, count, uniform(seed + 1, 50, K))
     assert drawn.shape == (50, count) and drawn.dtype == torch.long
     assert (drawn.diff(dim=1) > 0).all() and 0 <= drawn.min() and drawn.max() < K
     assert (weights.gather(1, drawn) > 0).all()
@@ -255,14 +267,14 @@ def test_draws_never_repeat_and_never_take_what_has_no_weight(seed, K, data):
 @given(seed_, st.integers(2, 8))
 def test_a_trajectory_draws_by_its_own_uniforms_only(seed, K):
     weights, uniforms = uniform(seed, 6, K) + 0.01, uniform(seed + 1, 6, K)
-    together = draw_chunks(weights, K // 2, uniforms)
-    alone = torch.cat([draw_chunks(weights[i : i + 1], K // 2, uniforms[i : i + 1]) for i in range(6)])
+    together = sample_without_replacement(weights, K // 2, uniforms)
+    alone = torch.cat([sample_without_replacement(weights[i : i + 1], K // 2, uniforms[i : i + 1]) for i in range(6)])
     assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("edge", [0.0, 1.0])
 def test_draws_survive_the_ends_of_the_uniforms(edge):
-    drawn = draw_chunks(torch.tensor([[0.0, 0.5, 0.5]]), 2, torch.full((1, 3), edge))
+    drawn = sample_without_replacement(torch.tensor([[0.0, 0.5, 0.5]]), 2, torch.full((1, 3), edge))
     assert drawn.tolist() == [[1, 2]]
 
 
@@ -288,13 +300,13 @@ def test_at_least_one_chunk_is_drawn(K, fraction):
     assert 1 <= chunk_count(K, fraction) <= K
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAMPLER_KINDS)
 def test_the_closed_profile_is_the_measured_one(kind):
     """A wide Gaussian trajectory has the profile of the closed form, to the one percent of its finite width."""
     levels, eta = sigmas(9, 3.0, torch.float64), 0.5
     x = [normal(0, 8, 20_000)]
     for i in range(9):
         v = gaussian_velocity(x[-1], levels[i], 0.0, 0.6)
-        x.append(step(v, x[-1], levels, i, normal(i + 1, 8, 20_000), kind, eta))
+        x.append(sampler_step(v, x[-1], levels, i, normal(i + 1, 8, 20_000), kind, eta))
     measured = relative_distance(torch.stack(x, 1)).mean(0)
     torch.testing.assert_close(measured, gaussian_profile(levels, kind, eta, 0.6), rtol=0.01, atol=0)

@@ -160,13 +160,13 @@ def test_the_miniature_is_the_pipeline(world):
     "Embedded guidance and dynamic shift: our ODE is the pipeline's own call, from the same seed."
     from diffusers import FluxPipeline
 
-    from chunk_grpo import policy
-    from chunk_grpo.rollout import ode
-    from chunk_grpo.schedule import sigmas
+    from chunk_grpo.method.schedule import sigmas
+    from chunk_grpo.models import policy
+    from chunk_grpo.training.rollout import sample_ode
 
-    model = policy.load(str(world / "model"), resolution=64, max_tokens=8, guidance=2.5)
+    model = policy.load_policy(str(world / "model"), resolution=64, max_tokens=8, guidance=2.5)
     noise = model.noise(torch.Generator().manual_seed(3))[None]
-    ours = model.decode(ode(model, model.encode(["a red star"]), noise, sigmas(6, policy.native_shift(model))))
+    ours = model.decode(sample_ode(model, model.encode(["a red star"]), noise, sigmas(6, policy.native_shift(model))))
     pipe = FluxPipeline.from_pretrained(world / "model")
     size = {"height": 64, "width": 64, "max_sequence_length": 8, "guidance_scale": 2.5}
     generator = torch.Generator().manual_seed(3)

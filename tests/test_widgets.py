@@ -17,7 +17,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunk_grpo import InputError, chunks, frames, pocket, settings, weights, widgets
+from chunk_grpo import InputError, pocket
+from chunk_grpo.core import settings
+from chunk_grpo.measurements import frames
+from chunk_grpo.method import chunks
+from chunk_grpo.models import trainable
+from chunk_grpo.reporting import widgets
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -34,17 +39,17 @@ def parts(editor):
 
 @given(SIZES)
 def test_boundaries_and_sizes_are_inverse(cut):
-    places = widgets.boundaries(cut)
+    places = widgets.chunk_boundaries(cut)
     assert len(places) == len(cut) - 1
-    assert widgets.cut(places, cut.transitions) == cut
+    assert widgets.chunks_from_boundaries(places, cut.transitions) == cut
 
 
 @given(SIZES.filter(lambda cut: len(cut) > 1), st.data())
 def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
     index = data.draw(st.integers(0, len(cut) - 2))
     to = data.draw(st.integers(index + 1, cut.transitions - len(cut) + 1 + index))
-    before, after = widgets.boundaries(cut), widgets.push(widgets.boundaries(cut), index, to)
-    moved = widgets.cut(after, cut.transitions)  # InputError where a chunk were empty
+    before, after = widgets.chunk_boundaries(cut), widgets.move_boundary(widgets.chunk_boundaries(cut), index, to)
+    moved = widgets.chunks_from_boundaries(after, cut.transitions)  # InputError where a chunk were empty
     assert len(moved) == len(cut) and moved.transitions == cut.transitions and after[index] == to
     away = [a != b for a, b in zip(before, after, strict=True)]
     assert not any(away[:index]) or not any(away[index + 1 :])  # only on the side that it moved to
@@ -52,9 +57,9 @@ def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
 
 @pytest.mark.parametrize("text", ["2,3,4", "", "2,,3", "0,16", "4;12", "equal:5", "-1,17", "2,3,4,7,1", "stepz"])
 def test_words_are_those_of_the_settings(text):
-    found, words = widgets.read(text, PROFILE)
+    found, words = widgets.parse_chunks_text(text, PROFILE)
     with pytest.raises(InputError) as error:
-        chunks.from_setting(text, 16)
+        chunks.chunks_from_setting(text, 16)
     assert found is None and words == str(error.value) and "chunks" in words
 
 
@@ -63,13 +68,13 @@ def test_words_are_those_of_the_settings(text):
 def test_line_gives_these_chunks(text, sizes):
     editor = widgets.chunk_editor(MEASURED, text)
     line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
-    s = settings.load("paper/chunk", yaml.safe_load(line))
-    assert str(chunks.from_setting(s.chunks, s.transitions)) == str(editor.value) == sizes
+    s = settings.load_settings("paper/chunk", yaml.safe_load(line))
+    assert str(chunks.chunks_from_setting(s.chunks, s.transitions)) == str(editor.value) == sizes
 
 
 def test_weights_of_a_cut():
     cut = chunks.Chunks.parse("2,3,4,7")
-    rows = widgets.weights_of(cut, PROFILE)
+    rows = widgets.chunk_weight_rows(cut, PROFILE)
     each, drawn = ([float(row[name]) for row in rows] for name in list(rows[0])[2:4])
     assert each == pytest.approx([16 / (4 * size) for size in cut.sizes], abs=6e-4)
     means = [float(PROFILE[part].mean()) for part in cut.slices]
@@ -116,28 +121,34 @@ def test_editor_refuses_what_it_cannot_begin_with():
 def invented():
     "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
     images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
-    return frames.Frames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
+    return frames.TrajectoryFrames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
 
 
 def test_scrubber_shows_base_beside_trained(invented):
-    scrub = widgets.scrubber(invented)
+    scrub = widgets.trajectory_scrubber(invented)
     prompt, place, words, images = scrub.children
     prompt.value, place.value = 1, 3
     assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
-    assert images.value == widgets.gallery([(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
-                                            for v, view in enumerate(widgets.VIEWS)], ("base", "trained"), 192)
+    assert images.value == widgets.gallery_html(
+        [
+            (view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
+            for v, view in enumerate(widgets.TRAJECTORY_VIEWS)
+        ],
+        ("base", "trained"),
+        192,
+    )
 
 
 def test_both_leave_a_page_without_a_kernel(invented):
-    for widget, pictures in ((widgets.chunk_editor(MEASURED), 1), (widgets.scrubber(invented), 2 * 4 * 5)):
+    for widget, pictures in ((widgets.chunk_editor(MEASURED), 1), (widgets.trajectory_scrubber(invented), 2 * 4 * 5)):
         page = widget._repr_mimebundle_()["text/html"]
         alts = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)"', page)
         assert len(alts) == pictures and "<script" not in page and "<two>" not in page
 
 
 def test_frames_of_weights_that_were_not_trained_are_the_base():
-    policy = weights.load("pocket", resolution=pocket.SIZE, max_tokens=pocket.MAX_TOKENS)
-    made = frames.frames(policy, ["a star"], steps=3, sampler="ode", side=32)
+    policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
+    made = frames.render_frames(policy, ["a star"], steps=3, sampler="ode", side=32)
     assert made.images.shape == (2, 2, 1, 4, 32, 32, 3) and len(made.sigmas) == 4
     assert (made.images[0] == made.images[1]).all()
 
@@ -145,7 +156,7 @@ def test_frames_of_weights_that_were_not_trained_are_the_base():
 @pytest.fixture
 def lab(tmp_path):
     "JupyterLab with settings of its own on a notebook of one cell; the address of the notebook."
-    code = ("import numpy as np\nfrom chunk_grpo import widgets\n"
+    code = ("import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
             f"widgets.chunk_editor({MEASURED!r})")
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     book = nbformat.v4.new_notebook(metadata=kernel, cells=[nbformat.v4.new_code_cell(code)])

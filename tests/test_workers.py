@@ -16,20 +16,25 @@ import pytest
 import torch
 from PIL import Image
 
-from chunk_grpo import InputError, background, remote, rewards, wire, worker
-from chunk_grpo.pocket import prompts as pocket_prompts
+from chunk_grpo import InputError
+from chunk_grpo.pocket import read_pocket_prompts as pocket_prompts
+from chunk_grpo.reward_serving import client as remote_client
+from chunk_grpo.reward_serving import protocol, worker
+from chunk_grpo.rewards import async_scoring, rewards
 
 HERE = Path(__file__).resolve().parent
 IMAGES = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 PROMPTS = pocket_prompts("heldout")[:5]
-PICTURES = [Image.fromarray(x) for x in wire.as_bytes(IMAGES).permute(0, 2, 3, 1).numpy()]
+PICTURES = [Image.fromarray(x) for x in protocol.quantize_to_uint8(IMAGES).permute(0, 2, 3, 1).numpy()]
 RED = torch.tensor(faulty_rewards.red(PICTURES))
 
 
-def faulty(name: str, file=None, **limits) -> worker.Worker:
+def faulty(name: str, file=None, **limits) -> worker.RewardWorker:
     "A worker with a loader of `faulty_rewards`, as in another environment: light, since it brings no torch."
     options, limits = {"file": str(file)} if file else None, {"pause": 0.01} | limits
-    return worker.load(f"{HERE / 'faulty_rewards.py'}:{name}", options, python=sys.executable, **limits)
+    return worker.load_reward_in_worker(
+        f"{HERE / 'faulty_rewards.py'}:{name}", options, python=sys.executable, **limits
+    )
 
 
 def alive(pid: int) -> bool:
@@ -60,20 +65,20 @@ def fault(tmp_path):
 @pytest.fixture
 def server():
     pytest.importorskip("fastapi")
-    from chunk_grpo import server
+    from chunk_grpo.reward_serving import server
     return server
 
 
 def test_bit_for_bit_here_in_a_worker_and_over_http(server):
-    clip = rewards.load("pocket-clip")
+    clip = rewards.load_reward("pocket-clip")
     expected = clip(IMAGES, PROMPTS)
-    child = worker.load("pocket-clip")
+    child = worker.load_reward_in_worker("pocket-clip")
     assert torch.equal(child(IMAGES, PROMPTS), expected)
-    assert torch.equal(rewards.score("pocket-clip", child, IMAGES, PROMPTS), expected)
+    assert torch.equal(rewards.score_images("pocket-clip", child, IMAGES, PROMPTS), expected)
     with server.running(server.create("pocket-clip", clip)) as url:
-        assert torch.equal(remote.load(url)(IMAGES, PROMPTS), expected)
+        assert torch.equal(remote_client.load_remote_reward(url)(IMAGES, PROMPTS), expected)
     with server.running(server.create("pocket-clip", child)) as url:  # a worker behind a server
-        assert torch.equal(remote.load(url)(IMAGES, PROMPTS), expected)
+        assert torch.equal(remote_client.load_remote_reward(url)(IMAGES, PROMPTS), expected)
     child.close()
 
 
@@ -97,7 +102,7 @@ def test_a_child_that_hangs_is_ended_with_what_it_started(fault):
 
 def test_a_reward_that_stays_away(fault):
     child = faulty("dying", file := fault(99), retries=1)
-    with pytest.raises(wire.RewardUnavailable, match=r"after 2 tries \(the last: it was killed by SIGKILL\)"):
+    with pytest.raises(protocol.RewardUnavailable, match=r"after 2 tries \(the last: it was killed by SIGKILL\)"):
         child(PICTURES, PROMPTS)
     assert len(file.read_text().splitlines()) == 97
     file.write_text("")
@@ -109,17 +114,17 @@ def test_a_loader_that_dies_is_tried_again(fault):
     child = faulty("late", fault(1))
     assert torch.equal(child(PICTURES, PROMPTS), RED)
     child.close()
-    with pytest.raises(wire.RewardUnavailable, match="after 1 tries .*it exited with status 9"):
+    with pytest.raises(protocol.RewardUnavailable, match="after 1 tries .*it exited with status 9"):
         faulty("late", fault(9), retries=0)
 
 
 def test_pauses_double_and_end_at_a_minute(monkeypatch):
     slept = []
     monkeypatch.setattr(worker.time, "sleep", slept.append)
-    child = worker.Worker("r", [], {}, retries=9)
+    child = worker.RewardWorker("r", [], {}, retries=9)
     def ask():
-        raise worker.Gone("no")
-    with pytest.raises(wire.RewardUnavailable):
+        raise worker.WorkerDied("no")
+    with pytest.raises(protocol.RewardUnavailable):
         child.insist(ask)
     assert slept == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
@@ -141,7 +146,7 @@ def test_wrong_scores_are_errors_at_once(name, said):
     child = faulty(name)
     with pytest.raises(InputError) as error:
         child(PICTURES, PROMPTS)
-    assert said in str(error.value) and not isinstance(error.value, wire.RewardUnavailable)
+    assert said in str(error.value) and not isinstance(error.value, protocol.RewardUnavailable)
     assert child.number == 1 and child.child.poll() is None  # it was not started again, and lives
     child.close()
 
@@ -162,9 +167,11 @@ WRONG = {
 }
 
 
-def other(kind: str) -> worker.Worker:
+def other(kind: str) -> worker.RewardWorker:
     "A worker whose program answers wrongly."
-    return worker.Worker("r", [sys.executable, HERE / "faulty_rewards.py", kind], worker.surroundings(True), pause=0.01)
+    return worker.RewardWorker(
+        "r", [sys.executable, HERE / "faulty_rewards.py", kind], worker.child_env(True), pause=0.01
+    )
 
 
 @pytest.mark.parametrize("kind", ["number", "ids", "garbage"])
@@ -194,7 +201,7 @@ def test_order_is_restored_by_ids():
 
 
 def test_refusals_before_a_child_is_started():
-    child = worker.Worker("r", ["/no/such/program"], {})
+    child = worker.RewardWorker("r", ["/no/such/program"], {})
     with pytest.raises(InputError, match="5 images came with 4 prompts"):
         child(PICTURES, PROMPTS[:4])
     with pytest.raises(InputError, match="not finite"):
@@ -205,7 +212,7 @@ def test_refusals_before_a_child_is_started():
 
 PARENT = """
 import sys
-from chunk_grpo import worker
+from chunk_grpo.reward_serving import worker
 from PIL import Image
 child = worker.load(sys.argv[1], {"file": sys.argv[2]}, python=sys.executable)
 print(child.child.pid, flush=True)
@@ -229,7 +236,7 @@ def test_a_child_does_not_outlive_its_parent(fault):
 
 def test_a_worker_restarted_in_a_thread_outlives_the_thread(fault):
     child = faulty("dying", fault(1))
-    thread = background.Background()
+    thread = async_scoring.BackgroundScorer()
     assert torch.equal(thread.later("dying", child, PICTURES, PROMPTS).result(60), RED)
     thread.close()
     pid = child.child.pid
@@ -300,7 +307,7 @@ def endpoint():
     def client(faults, **changes):
         server.faults[:] = faults
         given = {"timeout": 20.0, "pause": 0.01, "retries": 2} | changes
-        return remote.load(f"http://127.0.0.1:{server.server_port}", **given)
+        return remote_client.load_remote_reward(f"http://127.0.0.1:{server.server_port}", **given)
 
     yield client, server
     server.shutdown()
@@ -323,16 +330,18 @@ def test_what_would_fail_again_is_said_at_once(endpoint, fault, said):
     client, server = endpoint
     with pytest.raises(InputError) as error:
         client([fault])(IMAGES, PROMPTS)
-    assert said in str(error.value) and not isinstance(error.value, wire.RewardUnavailable)
+    assert said in str(error.value) and not isinstance(error.value, protocol.RewardUnavailable)
     assert len(server.seen) == 1
 
 
 def test_a_server_that_stays_away(endpoint):
     client, server = endpoint
-    with pytest.raises(wire.RewardUnavailable, match=r"stayed away after 3 tries \(the last: status 500, out of order"):
+    with pytest.raises(
+        protocol.RewardUnavailable, match=r"stayed away after 3 tries \(the last: status 500, out of order"
+    ):
         client([500] * 9)(IMAGES, PROMPTS)
     assert len(server.seen) == 3
-    with pytest.raises(wire.RewardUnavailable, match="the last: ReadTimeout"):
+    with pytest.raises(protocol.RewardUnavailable, match="the last: ReadTimeout"):
         client(["slow"] * 9, timeout=0.1, retries=1)(IMAGES, PROMPTS)
 
 
@@ -365,23 +374,23 @@ def test_clients_that_share_a_batch_get_their_own_scores(server):
         return images[:, 0].mean((1, 2))
     parts = [slice(0, 2), slice(2, 5)]
     with server.running(server.create("red", reward, batch_wait_ms=300)) as url, ThreadPoolExecutor(2) as pool:
-        ask = remote.load(url)
+        ask = remote_client.load_remote_reward(url)
         together = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     assert sizes == [5]
     assert torch.equal(torch.cat(together), IMAGES[:, 0].mean((1, 2)))
-    clip = rewards.load("pocket-clip")
+    clip = rewards.load_reward("pocket-clip")
     with server.running(server.create("clip", clip, batch_wait_ms=300)) as url, ThreadPoolExecutor(2) as pool:
-        ask = remote.load(url)
+        ask = remote_client.load_remote_reward(url)
         joined = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, found in zip(parts, joined, strict=True):
         assert (found - clip(IMAGES[part], PROMPTS[part])).abs().max() < 1e-6
 
 
 def test_many_clients_without_joining_get_the_bits_of_each_alone(server):
-    clip = rewards.load("pocket-clip")
+    clip = rewards.load_reward("pocket-clip")
     parts = [slice(i, i + n) for n in (1, 2, 3) for i in range(3)]
     with server.running(server.create("clip", clip)) as url, ThreadPoolExecutor(4) as pool:
-        ask = remote.load(url)
+        ask = remote_client.load_remote_reward(url)
         found = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, scores in zip(parts, found, strict=True):
         assert torch.equal(scores, clip(IMAGES[part], PROMPTS[part]))
@@ -396,19 +405,22 @@ def test_the_server_says_what_it_refuses(server, monkeypatch):
     monkeypatch.setenv("ANOTHER", "wrong")
     app = server.create("r", reward, token="right", max_images=5, max_bytes=500_000)
     with server.running(app) as url:
-        ask = remote.load(url, token_variable="A_TOKEN", retries=1, pause=0.01)
+        ask = remote_client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5
         with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
-            remote.load(url, token_variable="ANOTHER")
+            remote_client.load_remote_reward(url, token_variable="ANOTHER")
         with pytest.raises(InputError, match=r"refused \(413\): body: it is larger than 500000 bytes"):
             ask(torch.rand(1, 3, 500, 500), ["a"])
         with pytest.raises(InputError, match=r"refused \(413\): images: 6 came; allowed are 5"):
             ask(IMAGES[[0] * 6], ["a"] * 6)
         with pytest.raises(InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"):
             ask(IMAGES[:1], ["nan"])
-        with pytest.raises(wire.RewardUnavailable, match="status 500, server: r failed .RuntimeError: no memory"):
+        with pytest.raises(protocol.RewardUnavailable, match="status 500, server: r failed .RuntimeError: no memory"):
             ask(IMAGES[:1], ["crash"])
-        assert ask.about["name"] == "r" and remote.load(url, token_variable="A_TOKEN").about["queue"] == 0
+        assert (
+            ask.about["name"] == "r"
+            and remote_client.load_remote_reward(url, token_variable="A_TOKEN").about["queue"] == 0
+        )
 
 
 def test_a_full_queue_is_tried_again_later(server):
@@ -417,20 +429,20 @@ def test_a_full_queue_is_tried_again_later(server):
         free.wait(20)
         return torch.zeros(len(prompts))
     with server.running(server.create("r", reward, max_waiting=1)) as url, ThreadPoolExecutor(4) as pool:
-        ask = remote.load(url, retries=0)
+        ask = remote_client.load_remote_reward(url, retries=0)
         first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1]) for _ in range(2)]
         end = time.monotonic() + 20
-        while remote.load(url).about["queue"] < 1 and time.monotonic() < end:
+        while remote_client.load_remote_reward(url).about["queue"] < 1 and time.monotonic() < end:
             time.sleep(0.05)
-        with pytest.raises(wire.RewardUnavailable, match="status 503, server: 1 requests wait already"):
+        with pytest.raises(protocol.RewardUnavailable, match="status 503, server: 1 requests wait already"):
             ask(IMAGES[:1], PROMPTS[:1])
-        patient = pool.submit(remote.load(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1])
+        patient = pool.submit(remote_client.load_remote_reward(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1])
         free.set()
         assert [f.result(20).tolist() for f in (*first, patient)] == [[0.0]] * 3
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
-    thread = background.Background()
+    thread = async_scoring.BackgroundScorer()
     order = []
     def reward(images, prompts):
         order.append(len(prompts))

@@ -17,7 +17,7 @@ STAGES = {
         *(*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py"),
         *(*SIDE_BY_SIDE, "--dist", "loadfile", "-rs", "--durations=10"),
     ],
-    "an environment for the package hpsv3": [sys.executable, "-m", "chunk_grpo.cli", "reward-env", "hpsv3"],
+    "an environment for the package hpsv3": [sys.executable, "-m", "chunk_grpo.cli.main", "reward-env", "hpsv3"],
     "tests in it": [*PYTEST, "-m", "package", "tests/test_hpsv3_package.py"],
 }
 

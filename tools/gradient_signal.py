@@ -1,0 +1,77 @@
+"""How many images a gradient needs: signal-to-noise ratio of the pocket model's gradient, by sampler and transitions.
+
+    python nbs/benchmarks/gradient_signal.py [--prompts 96] [--images 12] [--out FILE.json]
+
+Trajectories of the base model, reward pocket-clip, T 17. For every sampler, set of transitions and group of layers: the
+ratio for 100 images, with its standard error over 8 blocks of prompts.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from chunk_grpo import pocket
+from chunk_grpo.core.files import write_json
+from chunk_grpo.measurements.gradient_noise import gradient_gram, signal_to_noise
+from chunk_grpo.method.objective import group_advantages
+from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.models import trainable
+from chunk_grpo.models.inputs import sample_prompt_indices
+from chunk_grpo.rewards import rewards
+from chunk_grpo.runs import run_folder
+from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.update import ReplayContext
+
+SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}
+BLOCKS, STEPS = 8, 17
+FIRST = {"first 2": 2, "first 5": 5, "first 9": 9, "all 16": 16}  # the boundaries of the chunks 2,3,4,7
+
+
+def table(policy, prompts, images, kind, eta):
+    "Rows of one sampler."
+    texts = pocket.read_pocket_prompts("train")
+    chosen = sample_prompt_indices(len(texts), prompts, 0, 0)
+    keys = [(0, 0, p, g) for p in chosen for g in range(images)]
+    row, grid = torch.arange(len(keys)) // images, sigmas(STEPS, 3.0)
+    conditioning = policy.encode([texts[p] for p in chosen])
+    paths = sample_trajectories(policy, conditioning, row, keys, grid, kind, eta, 48)
+    drawn = decode_latents(policy, paths.latents[:, -1], 48)
+    score = rewards.score_images(
+        "pocket-clip", rewards.load_reward("pocket-clip"), drawn, [texts[key[2]] for key in keys]
+    )
+    advantage = group_advantages(score.reshape(prompts, images)).flatten()
+    grams = gradient_gram(ReplayContext(policy, conditioning, paths, grid, kind, eta), advantage, BLOCKS)
+    grams["all layers"] = sum(grams.values())
+    for layers, gram in grams.items():
+        for name, count in FIRST.items():
+            found = signal_to_noise(gram, (torch.arange(STEPS - 1) < count).double(), len(keys) // BLOCKS)
+            yield {"sampler": kind, "eta": eta, "layers": layers, "transitions": name, "snr_100": 100 * found["snr"],
+                   "se": 100 * found["se"], "noise": found["noise"]}
+
+
+def main():
+    "Measure, print, and write where --out says."
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--images", type=int, default=12)
+    parser.add_argument("--out")
+    chosen, start, rows = parser.parse_args(), time.time(), []
+    policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
+    for kind, eta in SAMPLERS.items():
+        for line in table(policy, chosen.prompts, chosen.images, kind, eta):
+            rows.append(line)
+            print("{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(**line))
+    where = {
+        "git_commit": run_folder.current_git_commit(),
+        "machine": run_folder.machine_info(),
+        "versions": run_folder.library_versions(),
+    }
+    sizes = {"prompts": chosen.prompts, "images": chosen.images, "seconds": time.time() - start}
+    if chosen.out:
+        write_json(Path(chosen.out), sizes | where | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Steps and chunks against the truth on the pocket model: wrong signs of advantages, cosine and variance of gradients.
+
+    python nbs/benchmarks/ground_truth.py [--prompts 30] [--images 12] [--branches 4] [--sampler flow] [--out FILE.json]
+
+Trajectories of the base model, reward pocket-clip, T 17, eta 0.7, with both samplers unless one is named. From every
+latent N branches give the true advantage of every transition, with its error. Gradients are those of an adapter of rank
+16 on the attention layers, as training has it. Every prompt is kept as it is finished, in the folder FILE.json.parts:
+the same command goes on where it was stopped, and takes the folder away at its end.
+"""
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from chunk_grpo import pocket
+from chunk_grpo.core.files import atomic_write, write_json
+from chunk_grpo.core.statistics import jackknife_error
+from chunk_grpo.measurements.credit_assignment import (
+    attribution_distance,
+    branch_rewards,
+    branch_values,
+    step_advantages,
+    wrong_sign_estimates,
+)
+from chunk_grpo.measurements.gradient_bias import (
+    alignment_statistics,
+    alignment_with_errors,
+    chunk_sampling_variance,
+    coefficient_gradients,
+    coefficient_sets,
+    inner_products,
+    weighted_inner_products,
+)
+from chunk_grpo.method.chunks import Chunks, step_weights
+from chunk_grpo.method.dynamics import chunk_count
+from chunk_grpo.method.objective import group_advantages
+from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.models import trainable
+from chunk_grpo.models.inputs import sample_prompt_indices
+from chunk_grpo.rewards import rewards
+from chunk_grpo.runs import run_folder
+from chunk_grpo.training.rollout import decode_latents, make_generator, sample_trajectories
+from chunk_grpo.training.update import ReplayContext
+
+ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
+TRAINED = STEPS - 1
+PAPER = Chunks((2, 3, 4, 7))
+
+
+def measure(policy, clip, texts, prompt, images, branches, kind):
+    "One prompt: rewards (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."
+    keys, grid = [(0, 0, prompt, g) for g in range(images)], sigmas(STEPS, 3.0)
+    conditioning = policy.encode([texts[prompt]])
+
+    def outcome(latents, which):
+        return rewards.score_images(
+            "pocket-clip", clip, decode_latents(policy, latents, 48), [texts[prompt]] * len(latents)
+        )
+
+    paths = sample_trajectories(
+        policy, conditioning, torch.zeros(images, dtype=torch.long), keys, grid, kind, ETA[kind], 48
+    )
+    what = ReplayContext(policy, conditioning, paths, grid, kind, ETA[kind])
+    drawn = branch_rewards(what, outcome, branches)
+    score = drawn[:, -1, 0]
+    unit = score.std()
+    step, _ = step_advantages(drawn)
+    _, error = branch_values(drawn)
+    signs = make_generator(0, 0, prompt, -1, stream="signs")
+    advantage = group_advantages(score[None])[0]
+    sets = coefficient_sets(advantage, step / unit, error[:, :STEPS] / unit, signs)
+    gradients = coefficient_gradients(what, sets, torch.arange(images))
+    return {"score": score.clone(), "branches": drawn, "gradients": gradients}
+
+
+def collect(policy, chosen, kinds, parts):
+    "The measurements of all prompts by sampler, from the folder `parts` where they are there already."
+    texts, clip = pocket.read_pocket_prompts("train"), rewards.load_reward("pocket-clip")
+    work = [(prompt, kind) for prompt in sample_prompt_indices(len(texts), chosen.prompts, 0, 0) for kind in kinds]
+    out = {kind: [] for kind in kinds}
+    for number, (prompt, kind) in enumerate(work):
+        file, start = parts / f"{kind}-{chosen.images}x{chosen.branches}-{prompt}.safetensors", time.process_time()
+        if not file.exists():
+            found = measure(policy, clip, texts, prompt, chosen.images, chosen.branches, kind)
+            found["seconds"] = torch.tensor(time.process_time() - start)
+            with atomic_write(file) as new:
+                save_file(found, new)
+        out[kind].append(load_file(file))
+        spent = [float(x["seconds"]) for rows in out.values() for x in rows]
+        left = sum(spent) / len(spent) * (len(work) - number - 1) / 60
+        print(f"{number + 1} of {len(work)}, prompt {prompt}, {kind}; {left:.1f} minutes of one core left", flush=True)
+    return {kind: {name: torch.stack([x[name] for x in rows]) for name in rows[0]} for kind, rows in out.items()}
+
+
+def signs(found):
+    "Wrong signs by transition and by the paper's chunks."
+    level = sigmas(STEPS, 3.0)
+    for parts in (Chunks.steps(TRAINED), PAPER):
+        table = wrong_sign_estimates(found["score"], found["branches"].flatten(0, 1), parts)
+        for k, part in enumerate(parts.slices):
+            place = {"first": part.start, "last": part.stop - 1, "sigma": float(level[part].mean())}
+            yield {"parts": "steps" if len(parts) == TRAINED else str(parts)} | place | at(table, k)
+
+
+def at(table, k=None):
+    "A row of numbers: those at position k, or single ones."
+    return {name: float(x if k is None else x[k]) for name, x in table.items()}
+
+
+def proposition(found):
+    "Proposition 1 with the raw signs of whole trajectories and of the paper's chunks; errors over prompts."
+    step, _ = step_advantages(found["branches"].flatten(0, 1))
+    count, group = found["score"].shape
+    advantage = (found["score"] - found["score"].mean(1, keepdim=True)).flatten()
+    wrong = advantage[:, None] * step < 0
+    for part in (slice(0, TRAINED), *PAPER.slices):
+        table = attribution_distance(wrong[:, part])
+        by_prompt = torch.stack([x.double().reshape(count, group).mean(1) for x in table.values()])
+        value, error = jackknife_error(lambda p, x=by_prompt: x[:, p].mean(1), count)
+        names = [*table, *(f"{name}_se" for name in table)]
+        numbers = dict(zip(names, [*value.tolist(), *error.tolist()], strict=True))
+        yield {"first": part.start, "last": part.stop - 1} | numbers
+
+
+def gradients(found):
+    "Cosine and variance of every estimator, over all transitions and over the first three chunks."
+    gram, images = inner_products(found["gradients"]), found["score"].shape[1]
+    second = images * torch.stack([gram[k, 2, :, k, 2] for k in range(len(gram))]).mean(0)
+    for last in (TRAINED, sum(PAPER.sizes[:3])):
+        truth, base = (torch.arange(TRAINED) < last).double(), None
+        for name, row, chunks, w, count in estimators(last):
+            w, extra = torch.cat([w.double(), torch.zeros(TRAINED - last)]), 0.0
+            if chunks is not None:
+                own = w[:last] / step_weights(chunks)  # what stands beside the chunks' own weights
+                extra = chunk_sampling_variance(second[:last, :last] * own[:, None] * own, chunks, count)
+            if name.endswith("noise"):
+                extra = -alignment_with_errors(weighted_inner_products(gram, truth, truth, row=3), images)["variance"]
+            shrink = (
+                1.0 if row else (images - 1) / images
+            )  # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
+            tables = [weighted_inner_products(gram, w, truth, row, mean) for mean in (None, (1, shrink))]
+            base = tables[1] if base is None else base
+            direct, theorem = (alignment_with_errors(x, images, extra, MANY) for x in tables)
+            ratio, ratio_se = jackknife_error(lambda p, x=(tables[1], base, extra): relative(p, images, *x), len(gram))
+            yield {"transitions": last, "estimator": name, "trained": last * count / len(chunks) if chunks else last,
+                   "drawing": max(extra, 0.0), "images_of_steps": float(ratio), "images_of_steps_se": float(ratio_se),
+                   **direct, **{f"{key}_by_theorem": x for key, x in theorem.items() if "variance" not in key}}
+
+
+def relative(keep, images, tables, base, extra):
+    "Images needed, as a multiple of those that steps need."
+    one, other = (x[:, keep][:, :, keep] for x in (tables, base))
+    return alignment_statistics(one, images, extra)[4] / alignment_statistics(other, images)[4]
+
+
+def estimators(last):
+    "Name, set of coefficients, chunks, weights and chunks trained of every estimator of the first transitions."
+    paper, steps = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3]), Chunks.steps(last)
+    equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
+    heavy = step_weights(paper)
+    cases = {"steps": (steps, step_weights(steps)), "steps re-weighted": (steps, heavy)}
+    cases |= {name: (chunks, step_weights(chunks)) for name, chunks in ({str(paper): paper} | equal).items()}
+    for name, (chunks, w) in cases.items():
+        yield name, 0, chunks, w, len(chunks)
+        yield f"{name}, half drawn", 0, chunks, w, chunk_count(len(chunks), 0.5)
+    for name, w in (("true advantages", torch.ones(last)), ("true advantages, re-weighted", heavy),
+                    ("true advantages, without the branches' noise", torch.ones(last))):
+        yield name, 1, None, w, None
+
+
+def main():
+    "Measure, print, and write where --out says."
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("prompts", 30), ("images", 12), ("branches", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sampler", choices=list(ETA))
+    parser.add_argument("--out")
+    chosen, tables = parser.parse_args(), {"signs": [], "proposition": [], "gradients": []}
+    policy = trainable.load_trainable_policy(
+        "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS, lora_rank=RANK
+    )
+    named = policy.transformer.named_parameters()
+    policy.trained = [p for name, p in named if "lora_B" in name]  # they start at zero, so the others' gradient is zero
+    parts = Path(f"{chosen.out}.parts") if chosen.out else Path("ground_truth.parts")
+    parts.mkdir(parents=True, exist_ok=True)
+    found = collect(policy, chosen, [chosen.sampler] if chosen.sampler else list(ETA), parts)
+    for kind, measured in found.items():
+        for name, rows in (("signs", signs), ("proposition", proposition), ("gradients", gradients)):
+            tables[name] += [{"sampler": kind} | row for row in rows(measured)]
+    for r in tables["signs"]:
+        print("{sampler:5} {parts:8} {first:2}-{last:2}: wrong {raw:.3f}, by share {by_share:.3f}".format(**r))
+    for r in tables["gradients"]:
+        print("{sampler:5} {transitions:2} {estimator:45} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
+              "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))
+    seconds = sum(float(x["seconds"].sum()) for x in found.values())
+    sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {"core_seconds": seconds}
+    where = {
+        "git_commit": run_folder.current_git_commit(),
+        "machine": run_folder.machine_info(),
+        "versions": run_folder.library_versions(),
+    }
+    if chosen.out:
+        about = {"eta": ETA, "steps": STEPS, "sigmas": sigmas(STEPS, 3.0).tolist(), "lora_rank": RANK, "many": MANY}
+        for row in (row for rows in tables.values() for row in rows):  # null where noise left nothing to divide by
+            row |= {name: None for name, value in row.items() if value != value}
+        write_json(Path(chosen.out), sizes | about | where | tables)
+    shutil.rmtree(parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""What an iteration takes, what each lever of speed gives, how cost grows: the numbers of nbs/benchmarks/speed.ipynb.
+
+    python nbs/benchmarks/speed.py --out runs/results/benchmarks/speed.json                        on two cores
+    python nbs/benchmarks/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
+        [--repeats 5] [--parts profile,bench,levers,growth,ranks] [NAME=VALUE ...]
+
+Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings
+of the workload, as in `chunk-grpo bench`. Takes some minutes, and a machine that does nothing else.
+"""
+
+import argparse
+import dataclasses
+import gc
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from chunk_grpo.core import settings as setting
+from chunk_grpo.core.files import write_json
+from chunk_grpo.measurements import sized, speed, timing, workload
+from chunk_grpo.models import policy, trainable
+from chunk_grpo.rewards import rewards
+from chunk_grpo.rewards.async_scoring import BackgroundScorer, StreamingScores
+from chunk_grpo.runs import run_folder, runs
+from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.update import accumulate_gradients, all_log_probs, build_update_batch
+
+PARTS = ("profile", "bench", "levers", "growth", "ranks")
+MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
+          "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
+          "guidance_embeds": True}
+FEW = sized.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
+AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
+          "rollout_batch=2", "update_batch=2"]
+
+
+def say(text):
+    "Progress."
+    print(text, file=sys.stderr, flush=True)
+
+
+def median(function, device, repeats):
+    "Median seconds of a call, after one that does not count."
+    function()
+    return statistics.median(timing.time_call(function, device)[1] for _ in range(repeats))
+
+
+def in_turn(before, after, device, repeats):
+    "Median seconds of two calls, each measured after the other."
+    (before(), after())
+    spent = [(timing.time_call(before, device)[1], timing.time_call(after, device)[1]) for _ in range(repeats)]
+    return [statistics.median(column) for column in zip(*spent, strict=True)]
+
+
+def with_settings(b, **changes):
+    "The same workload with other settings."
+    return dataclasses.replace(b, s=b.s.model_copy(update=changes))
+
+
+# -------------------------------------------------------------------------------------------------- where the time goes
+
+
+def profiled(b):
+    "Operations by the device's own time, the largest first: name, share, calls."
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if b.device.type == "cuda" else []
+    found, paths = {}, b.rollout()
+    for name, call in (("rollout", b.rollout), ("update", lambda: b.update(paths))):
+        with torch.profiler.profile(activities=kinds) as profiler:
+            call()
+        field = "self_device_time_total" if b.device.type == "cuda" else "self_cpu_time_total"
+        events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, field))
+        total = sum(getattr(e, field) for e in events)
+        found[name] = [{"operation": e.key, "share": getattr(e, field) / total, "calls": e.count} for e in events[:8]]
+        waits = sum(e.count for e in events if e.key == "aten::_local_scalar_dense")
+        found[name].append({"operation": "looks into a tensor", "share": None, "calls": waits})
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- levers
+
+
+def eager(b, call):
+    "The call without what is compiled, and what else is as it is."
+    def run():
+        with torch.compiler.set_stance("force_eager"):
+            b.policy.compiled = False
+            call()
+            b.policy.compiled = True
+    return run
+
+
+def levers(b, repeats):
+    "A row a change: what was expected, seconds before and after."
+    rows, device, paths = [], b.device, b.rollout()
+    what, every = b.replay(paths), torch.arange(len(b.keys))
+    chosen = b.chosen(paths)
+    work = build_update_batch(every, chosen, b.chunks, b.s.update_batch)
+
+    def row(change, expected, before, after, note=""):
+        was, is_ = in_turn(before, after, device, repeats)
+        rows.append({"change": change, "expected": expected, "before": was, "after": is_, "note": note})
+        say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
+
+    def forward_backward(which=work, **given):
+        b.policy.transformer.zero_grad()
+        accumulate_gradients(what, which, b.advantage, b.s.clip_range, **given)
+
+    one_image, no_chunk = with_settings(b, rollout_batch=1), with_settings(b, update_batch=1)
+    row("rollout: batches of images, not one", "several times as fast; a row of FLUX.1-dev fills a GPU alone",
+        one_image.rollout, b.rollout)
+    row("update: whole chunks in one forward, not one transition", "as the rollout",
+        lambda: no_chunk.update(paths), lambda: b.update(paths))
+    images, prompts = len(b.keys), len(b.prompts)
+    saved = (images - prompts) / (images * b.s.steps)
+    row("rollout: one first forward for the images of a prompt", f"{saved:.0%} less, the forwards that are left out",
+        with_settings(b, shared_noise=False).rollout, with_settings(b, shared_noise=True).rollout)
+    share = 1 / 4 if not b.s.lora_rank else 1 / 3
+    row("update: the old log-probability is the new one, detached", f"{share:.0%} less, a forward of its own",
+        lambda: forward_backward(old=all_log_probs(what, work)), forward_backward)
+    half = build_update_batch(every[: images // 2], chosen, b.chunks, b.s.update_batch)
+    row("update: half of the groups have no spread and are dropped", "50% less",
+        forward_backward, lambda: forward_backward(half), "the share of such groups is the reward's")
+    net = b.policy.transformer
+
+    def checkpointed():
+        net.enable_gradient_checkpointing()
+        forward_backward()
+        net.disable_gradient_checkpointing()
+
+    row("update: activations kept, not computed again", f"{share:.0%} less, the forward that is computed again",
+        checkpointed, forward_backward, "gradient_checkpointing: false, where the memory is there")
+    kernels = [
+        name for name in trainable.SDPA_BACKENDS if trainable.has_attention_backend(name, device, b.policy.dtype)
+    ]
+    for name in kernels:
+
+        def other(call, name=name):
+            trainable.set_attention_backend(b.policy, name)
+            call()
+            with trainable.attention_backend("native"):
+                net.set_attention_backend("native")
+
+        row(f"rollout: torch's own attention, not {name}", "math writes all weights down; torch's own is the best",
+            lambda other=other: other(b.rollout), b.rollout, "attention: native")
+    final = paths.latents[:, -1]
+
+    def channels_last():
+        b.policy.vae.to(memory_format=torch.channels_last)
+        decode_latents(b.policy, final, b.s.rollout_batch)
+        b.policy.vae.to(memory_format=torch.contiguous_format)
+
+    row("decode: the VAE's channels last", "fewer conversions of layout; another order of sums",
+        lambda: decode_latents(b.policy, final, b.s.rollout_batch), channels_last,
+        "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit")
+    if b.reward is not None:
+        rows += with_reward(b, repeats)
+    count = torch.get_num_threads()
+    if device.type == "cpu" and count > 1:
+
+        def alone():
+            torch.set_num_threads(1)
+            b.update(b.rollout())
+            torch.set_num_threads(count)
+
+        row(f"rollout and update: {count} threads, not one", "less than as many times: small matrices",
+            alone, lambda: b.update(b.rollout()))
+    say("compiling")
+    trainable.compile_blocks(b.policy)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    seconds = timing.time_call(lambda: b.update(b.rollout()), device)[1]
+    count = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    note = f"compile: true; {count} compilations, {seconds:.0f} s with the first iteration, before that"
+    row("rollout: compiled blocks", "what lies between the matrices is fused: a fifth to a half less",
+        eager(b, b.rollout), b.rollout, note)
+    row("update: compiled blocks", "as the rollout", eager(b, forward_backward), forward_backward, note)
+    return rows
+
+
+def with_reward(b, repeats):
+    "Embeddings from disk, and scores while the policy draws."
+    rows, texts = [], [b.prompts[i] for i in b.row.tolist()]
+    scorers = {"reward": b.reward}
+
+    def fresh():
+        with policy.lazy_prompt_encoder(b.policy) as encode:
+            encode(b.prompts)
+
+    def in_order():
+        paths = b.rollout()
+        rewards.score_images(
+            "reward", b.reward, decode_latents(b.policy, paths.latents[:, -1], b.s.rollout_batch), texts
+        )
+
+    def beside():
+        background, s = BackgroundScorer(), b.s
+        arriving = StreamingScores(background, scorers, texts, s.rollout_batch)
+        sample_trajectories(
+            b.policy,
+            b.conditioning,
+            b.row,
+            b.keys,
+            b.grid,
+            s.sampler,
+            s.eta,
+            s.rollout_batch,
+            s.shared_noise,
+            ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)),
+        )
+        arriving.scores()
+        background.close()
+
+    pairs = [("encode: embeddings from disk, the encoders not loaded", "nearly all of it", fresh,
+              lambda: b.policy.encode(b.prompts)),
+             ("rollout to scores: scored while the next batch is drawn", "nothing where both want the same cores",
+              in_order, beside)]
+    for change, expected, before, after in pairs:
+        was, is_ = in_turn(before, after, b.device, repeats)
+        rows.append({"change": change, "expected": expected, "before": was, "after": is_, "note": ""})
+        say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- growth
+
+
+def points(model):
+    "What grows, its values, and the settings of each."
+    large = model == "flux-size"
+    prompts = (1, 2, 4) if large else (1, 2, 4, 8)
+    lengths = (1, 2, 4, 8, 16)
+    yield "images", [(12 * p, [f"prompts_per_iteration={p}"]) for p in prompts]
+    yield "transitions", [(t, [f"steps={t}", "chunks=steps"]) for t in ((5, 9, 17) if large else (5, 9, 17, 33))]
+    yield "resolution", [(r, [f"resolution={r}"]) for r in ((512, 720, 1024) if large else (32, 64, 96, 128))]
+    yield "chunk", [(n, [f"chunks=equal:{n}", "chunk_fraction=1", "images_per_prompt=2"]) for n in lengths]
+
+
+def grown(model, repeats, changes):
+    "Seconds, operations and memory at each point."
+    found = {}
+    for what, values in points(model):
+        found[what] = []
+        for value, more in values:
+            gc.collect()
+            b = workload.prepare_workload(workload.load_workload_settings(model, [*changes, *more]))
+            paths, one = b.rollout(), timing.count_flops(b.policy, b.conditioning)
+            trained = b.update(paths)
+            memory = speed.measure_two_pass_memory(b) if what == "chunk" else {}
+            entry = {"value": value, "rollout": median(b.rollout, b.device, repeats), "transitions": trained,
+                     "update": median(lambda b=b, paths=paths: b.update(paths), b.device, repeats),
+                     "flop": one,
+                     "memory": dict(zip(("one", "two passes", "one pass"), memory.values(), strict=False))}
+            found[what].append(entry)
+            say(f"{what} {value}: rollout {entry['rollout']:.3g} s, update {entry['update']:.3g} s")
+            del b, paths
+    return found
+
+
+def ranks(iterations):
+    "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
+    found = []
+    for processes, threads in ((1, 1), (2, 1), (1, 2)):
+        s = setting.load_settings(
+            "pocket/demo",
+            {
+                "iterations": iterations,
+                "threads": threads,
+                "eval_every": 0,
+                "eval_count": 2,
+                "eval_steps": 1,
+                "hybrid_split": 0,
+                "checkpoint_every": iterations,
+            },
+        )
+        with tempfile.TemporaryDirectory() as tmp:
+            lines = runs.metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
+        phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
+        found.append({"processes": processes, "threads": threads, "seconds": phases})
+        say(f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration")
+    return found
+
+
+def main():
+    "Measure what was asked for and write it."
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("changes", nargs="*", metavar="NAME=VALUE")
+    parser.add_argument("--model", default="pocket")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--out")
+    a = parser.parse_args()
+    s, parts = workload.load_workload_settings(a.model, a.changes), a.parts.split(",")
+    result = {
+        "model": a.model,
+        "changes": a.changes,
+        "repeats": a.repeats,
+        "machine": run_folder.machine_info(),
+        "threads": torch.get_num_threads(),
+        "versions": run_folder.library_versions(),
+        "git_commit": run_folder.current_git_commit(),
+    }
+    if "profile" in parts:
+        say("profile")
+        result["profile"] = {a.model: profiled(workload.prepare_workload(s))}
+        if a.model == "pocket":
+            middle = workload.prepare_workload(workload.load_workload_settings("flux-size", AT_256), MIDDLE, FEW)
+            result["profile"]["a FLUX of middle size"] = profiled(middle)
+    if "bench" in parts:
+        result["bench"] = speed.measure_iteration(s, a.repeats, say=say)
+    if "growth" in parts:
+        result["growth"] = grown(a.model, a.repeats, a.changes)
+    if "ranks" in parts and a.model == "pocket":
+        result["ranks"] = ranks(2 + a.repeats)
+    if "levers" in parts:  # the last, since they leave the policy compiled
+        b = workload.prepare_workload(s)
+        result["levers"] = levers(b, a.repeats)
+        if a.model == "pocket":
+            say("a FLUX of middle size")
+            b = workload.prepare_workload(workload.load_workload_settings("flux-size", AT_256), MIDDLE, FEW)
+            result["levers of a middle size"] = levers(b, a.repeats)
+    if a.out:
+        write_json(Path(a.out), result)
+        say(f"numbers: {a.out}")
+
+
+if __name__ == "__main__":
+    main()
