@@ -24,9 +24,9 @@ setup(
     python_requires=f">={meta['min_python']}",
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
-        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/hosts/*", "presets/pocket/studies/*/*.yaml",
-                           "X],
-        f"{meta['lib_path']}.environments": ["*.txt"],
+        meta["lib_path"]: ["reports/*.ipynb", "presets/*/*.yaml", "presets/hosts/*", "presets/pocket/studies/*/*.yaml"],
+        f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],
+        f"{meta['lib_path']}.reward_serving": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "nbs").glob("*.ipynb"))
+PAGES = sorted((ROOT / "nbs").glob("[0-9]*/*.ipynb")) + [ROOT / "nbs/index.ipynb"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_notebook_runs(page):
     command = [Path(sys.executable).with_name("nbdev-test"), page, "--n-workers", "1"]
     environment = os.environ | {"MPLBACKEND": "agg"}
