@@ -58,8 +58,8 @@ def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path
     seen, out = [], tmp_path / "run"
     assert runs.train(settings, out, follow=lambda line, s: seen.append(line["iteration"])) == out
     assert seen == [0, 1, 2, 3]
-    note = runs.info(out)
-    assert note["status"] == "finished" and runs.settings(out) == settings
+    note = run_folder.read_run_info(out)
+    assert note["status"] == "finished" and run_folder.read_run_settings(out) == settings
     assert {"versions", "git_commit", "machine", "model_sha256", "prompts_sha256", "processes"} <= note.keys()
     trainer("sys.exit(1)")  # would fail, but nothing is left to do
     assert runs.train(settings, out, resume=True) == out
@@ -69,7 +69,7 @@ def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path
 
 def test_numbered_folders_in_the_working_directory(settings, trainer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [runs.create(settings, name="pocket-tiny").relative_to(tmp_path) for _ in range(2)]
+    names = [run_folder.create_run(settings, name="pocket-tiny").relative_to(tmp_path) for _ in range(2)]
     assert names == [Path("runs/pocket-tiny-001"), Path("runs/pocket-tiny-002")]
 
 
@@ -87,7 +87,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
     elif case == "nothing to resume":
         resume = True
     elif case == "other settings":
-        runs.create(settings, out)
+        run_folder.create_run(settings, out)
         resume, s = True, settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
         monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 10**18)
@@ -98,7 +98,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
              "no space": r"about 1000000000.00 GB; .* has \d+\.\d\d GB free", "processes": "divide"}
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=words[case]) as caught:
-        runs.create(s, out, resume=resume, processes=processes)
+        run_folder.create_run(s, out, resume=resume, processes=processes)
     assert "\n" not in str(caught.value)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
@@ -111,7 +111,7 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
         values = {"prompts": str(tmp_path / "a.txt"), "eval_prompts": str(tmp_path / "a.txt"),
                   "model": str(tmp_path / "model"), name: str(tmp_path / value)}
         with pytest.raises(InputError, match=words):
-            runs.create(setting.load_settings("pocket/tiny", values), tmp_path / "run")
+            run_folder.create_run(setting.load_settings("pocket/tiny", values), tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
 
@@ -123,11 +123,11 @@ def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, 
     trainer(LINES.replace("note(status='finished')", "raise MemoryError('too large')"))
     with pytest.raises(runs.TrainingFailed, match="MemoryError: too large; the log is .*train.log"):
         runs.train(settings, tmp_path / "run")
-    note = runs.info(tmp_path / "run")
+    note = run_folder.read_run_info(tmp_path / "run")
     assert (note["status"], note["error"]) == ("failed", "MemoryError: too large")
     trainer("note(status='finished')")
     runs.train(settings, tmp_path / "run", resume=True)
-    assert runs.info(tmp_path / "run")["status"] == "finished"
+    assert run_folder.read_run_info(tmp_path / "run")["status"] == "finished"
 
 
 def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
@@ -137,7 +137,7 @@ def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
-    out = runs.create(settings, tmp_path / "run")
+    out = run_folder.create_run(settings, tmp_path / "run")
     trainer("time.sleep(60)")
     child = launch.start_training(out)
     try:
@@ -150,7 +150,7 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
 
 PARENT = """
 import sys
-from chunk_grpo.runs import launch, runs
+from chunk_grpo.runs import run_folder, launch, runs
 process.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
 runs.create = lambda s, out, *rest: out
 class S: iterations = 3
@@ -183,7 +183,7 @@ def test_the_trainer_dies_with_its_parent(tmp_path):
     while alive(pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not alive(pid)
-    assert runs.info(tmp_path)["status"] == "interrupted"
+    assert run_folder.read_run_info(tmp_path)["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -193,7 +193,7 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(raised):
         runs.train(settings, tmp_path / "run")
-    assert runs.info(tmp_path / "run")["status"] == "interrupted"
+    assert run_folder.read_run_info(tmp_path / "run")["status"] == "interrupted"
     assert not alive(int((tmp_path / "run" / "pid").read_text()))
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -230,7 +230,7 @@ def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
 
 def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
     old = synthetic.write(tmp_path / "old")
-    summary = runs.evaluation(old)
+    summary = run_folder.read_evaluation_summary(old)
     for row in summary["rewards"].values():
         assert row.pop("preserved") is None
     (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
@@ -239,7 +239,7 @@ def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
 
     new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
     arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
-    (new / "evaluation" / "summary.json").write_text(json.dumps(runs.evaluation(new) | {"arms": arms}))
+    (new / "evaluation" / "summary.json").write_text(json.dumps(run_folder.read_evaluation_summary(new) | {"arms": arms}))
     page = write_run_report(new, "evaluate").read_text()
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page

@@ -276,7 +276,7 @@ def ranks(iterations):
             },
         )
         with tempfile.TemporaryDirectory() as tmp:
-            lines = runs.metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
+            lines = run_folder.read_metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
         phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
         found.append({"processes": processes, "threads": threads, "seconds": phases})
         say(f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration")

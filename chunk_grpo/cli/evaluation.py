@@ -49,9 +49,9 @@ def parse_arm_folders(
 
 def evaluate_heldout(run: Path, overrides: list[str] | None) -> None:
     "Evaluate on the run's held-out prompts and print the means."
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
-    folder = runs.find(run)
+    folder = run_folder.find_run(run)
     from chunk_grpo.evaluation import evaluate as evaluation  # after a look at the folder, since it imports diffusers
 
     summary = evaluation.evaluate(folder, changes=overrides or ())
@@ -89,7 +89,7 @@ def evaluate(
         return
     from chunk_grpo.evaluation import benchmark_scores
     from chunk_grpo.reward_serving import placement
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
     from chunk_grpo.evaluation.benchmark_images import load_benchmark_task
     from chunk_grpo.core.files import read_json
     from chunk_grpo.evaluation.judge import Judge
@@ -103,7 +103,7 @@ def evaluate(
         benchmark_scores.score_benchmark(what, parse_arm_folders(images), place, source, scorers, given, say)
     else:
         place = benchmark_scores.run_benchmark(
-            runs.find(run), bench, source, samples or None, processes, overrides or (), names, given, say
+            run_folder.find_run(run), bench, source, samples or None, processes, overrides or (), names, given, say
         )
     found = benchmark_scores.benchmark_table(read_json(place / "summary.json"))
     typer.echo(found.to_string(index=False, na_rep="", float_format="{:.4f}".format))

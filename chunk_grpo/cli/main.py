@@ -46,10 +46,10 @@ def _run_of(
     "What a run says about itself, its metrics, and how many processes it had."
     if run is None:
         return {}, [], processes
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
-    note = runs.info(runs.find(run))
-    return note, runs.lines(run), note["processes"]
+    note = run_folder.read_run_info(run_folder.find_run(run))
+    return note, run_folder.read_metrics_lines(run), note["processes"]
 
 # %% ../../nbs/13_cli/01_main.ipynb #38d9e720
 @app.command()
@@ -157,7 +157,7 @@ def train(
     if (resume or hosts) and out is None:
         raise InputError(f"`--{'resume' if resume else 'hosts'}` needs the run folder in `--out`; got none")
     h = machines.load_hosts(hosts) if hosts else None
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder, runs
 
     if h and h.node:
         typer.echo(f"machine {h.node} of {h.nodes}, beside machine 0 in {out}")
@@ -175,7 +175,7 @@ def train(
         again = resume_command(source, overrides or [], out, *shared)
         typer.echo(f"\ninterrupted; go on with: {again}", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"finished: {runs.info(run)['seconds']:.0f} s of training")
+    typer.echo(f"finished: {run_folder.read_run_info(run)['seconds']:.0f} s of training")
     if report and not (h and h.node):  # machine 0 writes it
         typer.echo(f"report: {write_run_report(run)}")
 
@@ -183,9 +183,9 @@ def train(
 @app.command()
 def report(run: RunArgument):
     "Write a run's report again from its folder."
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
-    typer.echo(f"report: {write_run_report(runs.find(run))}")
+    typer.echo(f"report: {write_run_report(run_folder.find_run(run))}")
 
 # %% ../../nbs/13_cli/01_main.ipynb #b693f976
 @app.command()
@@ -194,9 +194,9 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
 ):
     "Put runs side by side."
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
-    folders = [str(runs.find(folder)) for folder in run]
+    folders = [str(run_folder.find_run(folder)) for folder in run]
     typer.echo(compare_runs(folders).to_string(index=False))
     typer.echo(f"report: {write_report('compare', out, runs=folders)}")
 
@@ -212,14 +212,14 @@ def tables(
     show: Annotated[list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")] = None,
 ):
     "Rebuild the paper's tables from evaluated runs."
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
     if arm not in ("hybrid", "plain"):
         raise InputError(f"`--arm` must be hybrid or plain; got {arm!r}")
     wrong = [text for text in name or [] if not all(text.partition("="))]
     if wrong:
         raise InputError(f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {wrong[0]!r}")
-    folders = [str(runs.find(folder)) for folder in run or []]
+    folders = [str(run_folder.find_run(folder)) for folder in run or []]
     names = {text.partition("=")[0]: text.partition("=")[2] for text in name or []}
     page = write_report(
         "tables", out, runs=folders, arm=arm, prompts=prompts, steps=steps, names=names, shown=show or []
@@ -261,10 +261,10 @@ def profile(
     changes = [*([source] if run and source else []), *(overrides or ())]  # with a run, the first word is one of them
     if run is None:
         settings.load_settings(source, changes)
-    from chunk_grpo.runs import runs
+    from chunk_grpo.runs import run_folder
 
     if run is not None:
-        settings.load_settings(runs.settings(runs.find(run)), changes)
+        settings.load_settings(run_folder.read_run_settings(run_folder.find_run(run)), changes)
         if not (run / "final").is_dir():
             raise InputError(f"`--run` must be a finished run; {run} has no trained weights in final/")
     page = write_report("profile", out, settings=source if run is None else "", overrides=changes, prompts=prompts,

@@ -7,7 +7,6 @@ __all__ = ['NORMAL_QUANTILE', 'mean_se', 'jackknife_error', 'bootstrap_mean', 'b
            'holm_correction', 't_intervals', 'false_positive_note', 'claim_verdict']
 
 # %% ../../nbs/02_core/02_statistics.ipynb #a91e4f56
-from collections.abc import Callable
 from collections.abc import Callable, Mapping
 from scipy import stats
 from scipy.stats import bootstrap

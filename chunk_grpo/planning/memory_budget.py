@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 from .. import InputError
 from .activation_memory import DTYPE_BYTES, batch_activation_bytes
-from .model_cost import Geometry, ModelConfig, count_parameters, count_trained_parameters
+from .cost import FluxGeometry
+from .model_cost import ModelConfig, count_parameters, count_trained_parameters
 from .model_cost import find_model_config, largest_block_parameters, latent_numel, meta_policy
 from ..core.settings import Settings, evaluated_rewards, reward_weights
 
 # %% ../../nbs/06_planning/02_memory_budget.ipynb #57e39113
 def training_memory(
     s: Settings,
-    m: Geometry | ModelConfig,
+    m: FluxGeometry | ModelConfig,
     processes: int = 1,  # that share an iteration, and the weights where they are sharded
 ) -> dict[str, int]:  # part -> bytes
     "Memory of one process for the training itself, without autoencoder, text encoders and rewards."
@@ -143,7 +144,7 @@ def find_device(
 
 def peak_memory(
     s: Settings,
-    m: Geometry | ModelConfig,
+    m: FluxGeometry | ModelConfig,
     processes: int = 1,
 ) -> tuple[int, dict[str, int]]:  # bytes at the most, and part -> bytes
     "Memory of a process at its fullest: what is always there and either the activations or the decoding."

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from .memory_budget import BYTES, DeviceSpec, Geometry, Network, fits_on_device, peak_memory
+from .memory_budget import DTYPE_BYTES, DeviceSpec, FluxGeometry, ModelConfig, fits_on_device, peak_memory
 from .memory_budget import training_memory
 from .activation_memory import fit_update_batch
 from .model_cost import count_parameters, count_trained_parameters, find_cost_model, forward_flops
@@ -52,7 +52,7 @@ def transitions_per_iteration(
 # %% ../../nbs/06_planning/03_plan.ipynb #4ac2eaf9
 def iteration_flops(
     s: Settings,
-    m: Geometry | Network,
+    m: FluxGeometry | ModelConfig,
 ) -> dict[str, float]: # phase -> operations of one iteration, all processes together
     "Operations of an iteration's rollout and updates."
     forward = forward_flops(m, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
@@ -72,7 +72,7 @@ def forward_equivalents(
 # %% ../../nbs/06_planning/03_plan.ipynb #bd5c12ae
 def evaluation_flops(
     s: Settings,
-    m: Geometry | Network,
+    m: FluxGeometry | ModelConfig,
 ) -> tuple[float, int]: # operations of one evaluation, how many there are after the base's
     "Operations of one evaluation during training, plain and hybrid."
     forward = forward_flops(m, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
@@ -188,11 +188,11 @@ ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
 
 def iteration_bytes(
     s: Settings,
-    m: Geometry | Network,
+    m: FluxGeometry | ModelConfig,
     processes: int = 1,
 ) -> dict[str, float]: # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
-    weights = count_parameters(m) * (BYTES[s.dtype] if s.lora_rank else 4)
+    weights = count_parameters(m) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
     images, trained = images_per_iteration(s) / processes, transitions_per_iteration(s)[1] / processes
     moved = count_trained_parameters(m, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
     return {
@@ -203,7 +203,7 @@ def iteration_bytes(
 
 def iteration_seconds(
     s: Settings,
-    m: Geometry | Network,
+    m: FluxGeometry | ModelConfig,
     where: DeviceSpec,
     share: float = ASSUMED_MFU, # of the device's rate
     processes: int = 1,
