@@ -61,7 +61,7 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
     for arm, lift in lifts.items():
         (folder / arm).mkdir(parents=True)
         for p in range(prompts):
-            name, kind = f"{arm}/{p:models/qwen_image}.png", CATEGORIES[p % len(CATEGORIES)]
+            name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
             picture(rng, s.eval_resolution).save(folder / name)
             scores = {reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
                       for reward in setting.evaluated_rewards(s)}

@@ -121,7 +121,7 @@ def test_help_names_every_command():
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
     code = (
         "import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main; from chunk_grpo.core import settings\n"
-        "try: settings.load('pocket/demo', ['learnin_rate=1'])\n"
+        "try: settings.load_settings('pocket/demo', ['learnin_rate=1'])\n"
         "except InputError: sys.exit(3 + ('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3

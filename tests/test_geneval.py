@@ -206,8 +206,8 @@ KILLED = """
 import sys
 sys.path[:0] = sys.argv[3:]
 import test_geneval
-from chunk_grpo.evaluation.geneval_score import score
-score(sys.argv[1], sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
+from chunk_grpo.evaluation.geneval_score import score_geneval_images
+score_geneval_images(sys.argv[1], sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
 """
 
 

@@ -182,8 +182,8 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
     subprocess.run(command, check=True)
     code = (
-        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings; pocket.verify();"
-        "print(json.dumps([chunk_grpo.__file__, settings.presets(), settings.load('pocket/demo').model]))"
+        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings; pocket.verify_pocket_files();"
+        "print(json.dumps([chunk_grpo.__file__, settings.list_presets(), settings.load_settings('pocket/demo').model]))"
     )
     environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -99,8 +99,8 @@ from chunk_grpo.evaluation import dpg, wise
 from chunk_grpo.evaluation.judge import Judge
 source, images, out, url, pause = sys.argv[1:]
 arms = {arm: Path(images) / arm for arm in ("base", "plain")}
-benchmark = dpg if source.endswith(".csv") else wise
-benchmark.run(Path(source), arms, Judge(url, "asked-for", together=6, pause=float(pause)), Path(out))
+evaluate = dpg.evaluate_dpg if source.endswith(".csv") else wise.evaluate_wise
+evaluate(Path(source), arms, Judge(url, "asked-for", together=6, pause=float(pause)), Path(out))
 """
 
 

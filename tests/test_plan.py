@@ -234,6 +234,6 @@ def test_a_runs_seconds_stand_beside_the_prediction():
 def test_a_plan_of_flux_loads_no_network(tmp_path):
     "The plan of the paper's model is a matter of a formula."
     code = ("import sys; from chunk_grpo.planning import plan; from chunk_grpo.core import settings\n"
-            "plan.estimates(settings.load('paper/chunk'), 1e15)\n"
+            "plan.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
             "sys.exit(3 + ('diffusers' in sys.modules))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3

@@ -15,10 +15,10 @@ from small_runs import alike, metrics, wait_for
 DRAW = """
 import sys, torch
 from chunk_grpo.core import settings
-from chunk_grpo.training.iteration import draw, look, set_up
+from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state, sample_groups
 from chunk_grpo.training.rollout import initial_noise
-state = set_up(look(settings.load(sys.argv[1]), sys.argv[2]))
-what, advantage, scores = draw(state)
+state = load_policy_and_optimizer(prepare_state(settings.load_settings(sys.argv[1]), sys.argv[2]))
+what, advantage, scores = sample_groups(state)
 paths = what.trajectories
 torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
            f"{sys.argv[2]}/{state.accelerator.num_processes}.{state.accelerator.process_index}.pt")

@@ -150,9 +150,9 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path):
 
 PARENT = """
 import sys
-from chunk_grpo.runs import run_folder, launch, runs
-process.command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
-runs.create = lambda s, out, *rest: out
+from chunk_grpo.runs import launch, runs
+launch.training_command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
+runs.create_run = lambda s, out, *rest: out
 class S: iterations = 3
 runs.train(S, __import__("pathlib").Path({out!r}))
 """

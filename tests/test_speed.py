@@ -147,12 +147,12 @@ RUNNER = """
 import sys
 from pathlib import Path
 from chunk_grpo.core import settings
-shipped = settings.PRESETS
+shipped = settings.PRESETS_DIR
 class Kept(type(shipped)):
     "The shipped presets, but for what is kept of measurements."
     def __truediv__(self, name):
         return Path(sys.argv[1]) if name == "results" else shipped / name
-settings.PRESETS = Kept(shipped)
+settings.PRESETS_DIR = Kept(shipped)
 from nbdev.test import test_nb
 sys.exit(0 if test_nb(sys.argv[2])[0] else 1)
 """
@@ -160,7 +160,7 @@ sys.exit(0 if test_nb(sys.argv[2])[0] else 1)
 
 def page_runs(results: Path):
     "The page of benchmarks, on what lies in a folder."
-    command = [sys.executable, "-c", RUNNER, results, ROOT / "nbs/benchmarks/speed.ipynb"]
+    command = [sys.executable, "-c", RUNNER, results, ROOT / "nbs/findings/speed.ipynb"]
     environment = os.environ | {"MPLBACKEND": "agg"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -174,7 +174,7 @@ def test_the_page_runs_on_what_is_kept():
 def test_the_program_measures_and_the_page_shows_it(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     out, few = tmp_path / "benchmarks/speed.json", ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
-    program = [sys.executable, ROOT / "nbs/benchmarks/speed.py", "--repeats", "1", "--out", out, *few]
+    program = [sys.executable, ROOT / "tools/speed.py", "--repeats", "1", "--out", out, *few]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads(out.read_text())

@@ -23,7 +23,7 @@ from pathlib import Path
 from nbdev.test import test_nb
 from chunk_grpo.studies import analysis
 if sys.argv[1]:
-    studies.KEPT = Path(sys.argv[1])
+    analysis.STUDY_ROWS_FOLDER = Path(sys.argv[1])
 failed = [page for page in sys.argv[2:] if not test_nb(page)[0]]
 sys.exit(f"failed: {failed}" if failed else 0)
 """
@@ -138,7 +138,7 @@ def test_a_complete_table_refuses_open_claims(kept):
     with pytest.raises(InputError, match="complete: got [0-9]+ open claims, allowed is none: .*Chunks beat steps"):
         claims.claim_rows(claims.all_claims(), complete=True)
     text = claims.claims_markdown(claims.claim_rows(claims.all_claims()), "nbs/")
-    assert text.count("\n") == len(claims.all_claims()) + 1 and "](nbs/studies/chunk-setting.ipynb) |" in text
+    assert text.count("\n") == len(claims.all_claims()) + 1 and "](nbs/findings/chunk-setting.ipynb) |" in text
 
 
 def test_claims_of_every_study_are_measured_where_rows_are_whole(kept):

@@ -214,7 +214,7 @@ PARENT = """
 import sys
 from chunk_grpo.reward_serving import worker
 from PIL import Image
-child = worker.load(sys.argv[1], {"file": sys.argv[2]}, python=sys.executable)
+child = worker.load_reward_in_worker(sys.argv[1], {"file": sys.argv[2]}, python=sys.executable)
 print(child.child.pid, flush=True)
 child([Image.new("RGB", (2, 2))], ["a"])
 """

@@ -50,7 +50,7 @@ class BenchmarkTask:
         "The place of an image in the folder of its arm."
         if self.records:
             return geneval_score.geneval_image_path("", prompt, sample)
-        return Path(f"{self.names[prompt]}.png" if self.names else f"{prompt:models/qwen_image}_{sample}.png")
+        return Path(f"{self.names[prompt]}.png" if self.names else f"{prompt:05d}_{sample}.png")
 
     def places(self) -> list[tuple[int, int]]:
         "Prompt and number of every image."

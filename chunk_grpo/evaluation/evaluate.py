@@ -114,7 +114,7 @@ def sample_arm(
         scores = {name: rewards.score_images(name, scorer, images, texts).tolist() for name, scorer in scorers.items()}
         objects = {name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")}
         for n, (p, i) in enumerate(part):
-            name = f"{arm}/{low + n:models/qwen_image}.png"
+            name = f"{arm}/{low + n:05d}.png"
             VaeImageProcessor.numpy_to_pil(images[n].permute(1, 2, 0).numpy())[0].save(folder / name)
             category = {k: r.category(prompts[p]) for k, r in scorers.items() if hasattr(r, "category")}
             record = {"arm": arm, "prompt_index": p, "image_index": i, "prompt": prompts[p], "seed": s.eval_seed}

@@ -34,7 +34,7 @@ def geneval_image_path(
     sample: int,  # number of its image
 ) -> Path:
     "Where an image lies."
-    return Path(folder) / f"{prompt:models/qwen_image}" / "samples" / f"{sample:models/qwen_image}.png"
+    return Path(folder) / f"{prompt:05d}" / "samples" / f"{sample:05d}.png"
 
 
 def write_geneval_image(

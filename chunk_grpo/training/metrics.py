@@ -119,7 +119,7 @@ def save_eval_samples(state: TrainingState, images: Tensor, places: list[tuple[i
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     for image, (prompt, number) in zip(images, places, strict=True):
-        name = f"{prompt:models/qwen_image}_{number}.png"
+        name = f"{prompt:05d}_{number}.png"
         pil = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0]
         pil.save(folder / name)
         records.append({"file": name, "prompt_index": prompt, "image_index": number, "prompt": state.held_out[prompt]})
