@@ -291,7 +291,7 @@ def load_policy(
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
     folder = locate_model(model)
-    module, name = FAMILIES[check_pipeline_folder(folder)].split(".")
+    module, name = FAMILIES[check_pipeline_folder(folder)].rsplit(".", 1)
     family = getattr(importlib.import_module(f"chunk_grpo.{module}"), name)
     scales = {"guidance": guidance, "true_cfg_scale": true_cfg_scale}
     types = {
