@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from chunk_grpo import InputError, pocket
 from chunk_grpo.core import settings
-from chunk_grpo.measurements import frames
+from chunk_grpo.measurements import profiles
 from chunk_grpo.method import chunks
 from chunk_grpo.models import trainable
 from chunk_grpo.reporting import widgets
@@ -121,7 +121,7 @@ def test_editor_refuses_what_it_cannot_begin_with():
 def invented():
     "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
     images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
-    return frames.TrajectoryFrames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
+    return profiles.TrajectoryFrames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
 
 
 def test_scrubber_shows_base_beside_trained(invented):
@@ -148,7 +148,7 @@ def test_both_leave_a_page_without_a_kernel(invented):
 
 def test_frames_of_weights_that_were_not_trained_are_the_base():
     policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
-    made = frames.render_frames(policy, ["a star"], steps=3, sampler="ode", side=32)
+    made = profiles.render_frames(policy, ["a star"], steps=3, sampler="ode", side=32)
     assert made.images.shape == (2, 2, 1, 4, 32, 32, 3) and len(made.sigmas) == 4
     assert (made.images[0] == made.images[1]).all()
 
