@@ -6,17 +6,18 @@
 __all__ = ['VERSIONED_LIBRARIES', 'ENCODER_FOLDERS', 'MODEL_FOLDERS', 'library_versions', 'current_git_commit', 'machine_info',
            'content_hashes', 'estimate_disk_bytes', 'check_disk_space', 'find_run', 'is_training', 'read_run_info',
            'update_run_json', 'read_run_settings', 'read_metrics_lines', 'read_metrics', 'read_run_profile',
-           'read_evaluation_summary', 'read_evaluation_scores', 'create_run', 'resume_run']
+           'read_evaluation_summary', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'new_run_info',
+           'write_new_run', 'resume_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
 import shutil
 import subprocess
-from collections import namedtuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,12 +27,10 @@ import torch
 
 import chunk_grpo
 from .. import InputError
-from ..core import settings as setting
 from ..core.files import atomic_write, read_json, read_json_lines, write_json
-from ..planning.model_cost import find_cost_model as find_sizes
-from ..planning.model_cost import count_trained_parameters
+from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, hash_model_files, locate_model, read_prompts
-from ..core.settings import Settings
+from ..planning.model_cost import count_trained_parameters, find_cost_model
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -47,7 +46,7 @@ def library_versions() -> dict[str, str]:
             found[name] = "not installed"
     return found
 
-
+# %% ../../nbs/08_runs/00_run_folder.ipynb #a930d0ba
 def current_git_commit(
     folder: Path = Path(chunk_grpo.__file__).parent,  # where the code lies
 ) -> str | None:  # None where the code is under no version control
@@ -60,6 +59,12 @@ def current_git_commit(
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".").stdout.strip()
     return git("rev-parse", "HEAD").stdout.strip() + ("-dirty" if changed else "")
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #d35809d1
+def _cpuinfo() -> list[str]:
+    "The lines that Linux knows of the processor."
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.is_file() else []
+
 
 def machine_info() -> dict:
     "System, processor, cores, memory and GPUs."
@@ -68,12 +73,6 @@ def machine_info() -> dict:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"system": f"{platform.system()} {platform.machine()}", "processor": (names or [platform.processor()])[0],
             "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 1e9, 1), "gpus": gpus}
-
-
-def _cpuinfo() -> list[str]:
-    "The lines that Linux knows of the processor."
-    file = Path("/proc/cpuinfo")
-    return file.read_text().splitlines() if file.is_file() else []
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #75dcf98f
 ENCODER_FOLDERS = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
@@ -95,7 +94,7 @@ def estimate_disk_bytes(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    sizes = find_sizes(s.model)
+    sizes = find_cost_model(s.model)
     trained = count_trained_parameters(sizes, s.lora_rank, s.lora_targets) if sizes else 0
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
@@ -138,7 +137,7 @@ def is_training(
             return True
     return False
 
-
+# %% ../../nbs/08_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
     run: str | Path,
 ) -> dict:  # run.json, with status created, running, finished, failed or interrupted
@@ -160,7 +159,7 @@ def read_run_settings(
     run: str | Path,
 ) -> Settings:
     "The settings of a run."
-    return setting.load_settings(read_run_info(run)["settings"])
+    return load_settings(read_run_info(run)["settings"])
 
 
 def read_metrics_lines(
@@ -174,13 +173,11 @@ def read_metrics(
     run: str | Path,
 ) -> pd.DataFrame:  # a row an iteration
     "The metrics as a table."
-    rows = [
-        {**line, **{f"seconds_{k}": v for k, v in (line.get("seconds") or {}).items()}}
-        for line in read_metrics_lines(run)
-    ]
+    rows = [{**line, **{f"seconds_{name}": x for name, x in (line.get("seconds") or {}).items()}}
+            for line in read_metrics_lines(run)]
     return pd.DataFrame(rows, columns=None if rows else ["iteration"]).drop(columns="seconds", errors="ignore")
 
-
+# %% ../../nbs/08_runs/00_run_folder.ipynb #2cd1bad8
 def read_run_profile(
     run: str | Path,
 ) -> dict | None:  # None before the first iteration
@@ -204,42 +201,35 @@ def read_evaluation_scores(
     return pd.DataFrame(read_json_lines(Path(run) / "evaluation" / "scores.jsonl"))
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #a3f482c7
-def create_run(
-    s: Settings,
-    out: str | Path | None = None,  # the folder; None: runs/NAME-001 or the next free number, in the working directory
-    resume: bool = False,  # take up the run that lies there
-    processes: int = 1,  # that will train it
-    name: str = "run",  # of the folder where `out` is None
-    nodes: int = 1,  # machines that the processes are on
-) -> Path:  # the run folder
-    "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
-    setting.check_processes(s, processes)
-    if out is None:
-        if resume:
-            raise InputError("`out` must name the run to resume; got nothing")
-        out = next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in range(1, 1000)) if not p.exists())
-    out = Path(out).resolve()
-    if resume:
-        return resume_run(s, out, processes, nodes)
+def next_run_folder(
+    name: str,  # of the settings, such as pocket-demo
+) -> Path:  # such as runs/pocket-demo-001
+    "The first run folder of this name that does not exist yet, in the working directory."
+    return next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1)) if not p.exists())
+
+
+def check_new_folder(
+    out: Path,  # the folder to be
+) -> None:
+    "InputError where a new run would spoil what lies there."
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         wrong = "is not empty" if out.is_dir() else "is a file"
         raise InputError(f"`out` must be a new or an empty folder; {out} {wrong}")
-    note = {
-        "settings": s.model_dump(mode="json"),
-        "status": "created",
-        "error": None,
-        "versions": library_versions(),
-        "git_commit": current_git_commit(),
-        "machine": machine_info(),
-        "nodes": nodes,
-        "processes": processes,
-        **content_hashes(s),
-        "seconds": 0.0,
-        "started": None,
-        "finished": None,
-    }
+
+# %% ../../nbs/08_runs/00_run_folder.ipynb #bd685d5a
+def new_run_info(s: Settings, processes: int, nodes: int) -> dict:
+    "What run.json holds before a run has begun."
+    return {"settings": s.model_dump(mode="json"), "status": "created", "error": None, "versions": library_versions(),
+            "git_commit": current_git_commit(), "machine": machine_info(), "nodes": nodes, "processes": processes,
+            **content_hashes(s), "seconds": 0.0, "started": None, "finished": None}
+
+
+def write_new_run(s: Settings, out: Path, processes: int, nodes: int = 1) -> Path:
+    "Make the folder of a new run; InputError where something is in the way, and then nothing is written."
+    check_new_folder(out)
+    note = new_run_info(s, processes, nodes)
     check_disk_space(s, out)
     with atomic_write(out) as folder:
         folder.mkdir()
@@ -259,7 +249,7 @@ def resume_run(
     if is_training(out):
         raise InputError(f"`out` must hold a run that nobody is training; {out} is being trained by another process")
     note, old = read_run_info(out), read_run_settings(out)
-    setting.check_resume(old, s)
+    check_resume(old, s)
     for field, digest in content_hashes(s).items():
         if digest != note[field]:
             what = "model" if field == "model_sha256" else "prompts"
@@ -272,3 +262,19 @@ def resume_run(
         shutil.rmtree(out / "evaluation", ignore_errors=True)
     write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     return out
+
+# %% ../../nbs/08_runs/00_run_folder.ipynb #066d17af
+def create_run(
+    s: Settings,
+    out: str | Path | None = None,  # the folder; None: runs/NAME-001 or the next free number, in the working directory
+    resume: bool = False,  # take up the run that lies there
+    processes: int = 1,  # that will train it
+    name: str = "run",  # of the folder where `out` is None
+    nodes: int = 1,  # machines that the processes are on
+) -> Path:  # the run folder
+    "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
+    check_processes(s, processes)
+    if out is None and resume:
+        raise InputError("`out` must name the run to resume; got nothing")
+    out = Path(out or next_run_folder(name)).resolve()
+    return resume_run(s, out, processes, nodes) if resume else write_new_run(s, out, processes, nodes)
