@@ -36,7 +36,8 @@ def parse_train_chunks(
     if s.train_chunks == "all":
         return None
     if rule.kind == "adaptive":
-        raise InputError(f"`train_chunks` must be all with adaptive chunks, whose number varies; got {s.train_chunks!r}")
+        raise InputError("`train_chunks` must be all with adaptive chunks, whose number varies; "
+                         f"got {s.train_chunks!r}")
     count = len(rule.chunks) if rule.chunks else min(DEFAULT_CHUNKS, s.transitions)
     return tuple(parse_chunk_numbers(s.train_chunks, count))
 
