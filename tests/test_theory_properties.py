@@ -28,9 +28,9 @@ from chunk_grpo.method.sampler import (
     transition_mean_std,
 )
 from chunk_grpo.method.schedule import (
+    add_noise,
     gaussian_velocity,
     index_for_sigma,
-    interpolate,
     predict_endpoints,
     shift_sigmas,
     sigmas,
@@ -76,7 +76,7 @@ def test_shifts_multiply(first, second, steps):
 @given(seed_, st.floats(0, 1))
 def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
     data, noise = normal(seed, 3, 4), normal(seed + 1, 3, 4)
-    ends = predict_endpoints(interpolate(data, noise, t), velocity_target(data, noise), t)
+    ends = predict_endpoints(add_noise(data, noise, t), velocity_target(data, noise), t)
     torch.testing.assert_close(ends, (data, noise))
 
 

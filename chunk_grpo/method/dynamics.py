@@ -24,7 +24,7 @@ DEFAULT_CHUNKS = 4  # the paper's K
 # %% ../../nbs/00_method/05_dynamics.ipynb #4e8139f8
 def relative_distance(
     latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
-    kind: str = "l1",  # one of DISTANCES
+    kind: str = "l1",  # one of DISTANCE_KINDS
 ) -> Tensor:  # (B, T), one value a transition; dimensionless, detached, float32 or better
     """Relative change of the latent over each transition, equation (15). InputError names a non-finite transition."""
     if kind not in DISTANCE_KINDS:
@@ -47,11 +47,11 @@ def relative_distance(
 # %% ../../nbs/00_method/05_dynamics.ipynb #5961debb
 def gaussian_profile(
     sigmas: Tensor,  # noise levels, (T + 1,)
-    kind: str = "flow",  # sampler, one of sampler.KINDS
+    kind: str = "flow",  # sampler, one of SAMPLER_KINDS
     eta: float = 0.7,  # strength of the noise
     scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
-    """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError as sampler.coefficients."""
+    """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
     scale = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sigmas.to(torch.float64)
     a, b, std = transition_coefficients(sigmas, torch.arange(len(sigmas) - 1), kind, eta)

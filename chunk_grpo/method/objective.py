@@ -61,7 +61,7 @@ def item_sizes(
 def segment_ratio(
     new_logp: Tensor,  # log-probabilities now, (M,), averaged over latent dimensions
     old_logp: Tensor,  # of the same transitions when they were sampled, (M,)
-    segment: Tensor,  # item of each transition, (M,) long, as chunks.segments gives
+    segment: Tensor,  # item of each transition, (M,) long, as `flatten_chunks` gives
 ) -> Tensor:  # (N,), one ratio an item; differentiable in new_logp
     """Ratio (14) of ragged chunks laid out flat. InputError unless all are (M,) and no item number is left out."""
     if not new_logp.shape == old_logp.shape == segment.shape:

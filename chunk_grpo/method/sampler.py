@@ -64,10 +64,10 @@ def cps_coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
 def check_sampler_kind(
-    kind: str,  # one of KINDS
+    kind: str,  # one of SAMPLER_KINDS
     eta: float,  # strength of the noise
 ) -> None:
-    """Raise InputError unless `kind` is one of KINDS and `eta` lies in its range."""
+    """Raise InputError unless `kind` is one of SAMPLER_KINDS and `eta` lies in its range."""
     if kind not in SAMPLER_KINDS:
         raise InputError(f"sampler: got {kind!r}, allowed is one of {', '.join(SAMPLER_KINDS)}.")
     if not 0 <= eta <= MAX_ETA[kind]:
@@ -92,7 +92,7 @@ def check_transition_index(
 def transition_coefficients(
     sigmas: Tensor,  # noise levels, (T + 1,), from schedule.sigmas
     index: int | Tensor,  # transition, or (B,) of them
-    kind: str = "flow",  # one of KINDS
+    kind: str = "flow",  # one of SAMPLER_KINDS
     eta: float = 0.7,  # strength of the noise
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), each () or (B,), float32 or better: mean = a x + b v
     """Coefficients of a transition under any sampler, std 0 at the last index; raises InputError on bad settings."""
@@ -113,7 +113,7 @@ def transition_mean_std(
     latents: Tensor,  # x_i, (B, ...)
     sigmas: Tensor,  # noise levels, (T + 1,)
     index: int | Tensor,  # transition, or one a sample (B,)
-    kind: str = "flow",  # one of KINDS
+    kind: str = "flow",  # one of SAMPLER_KINDS
     eta: float = 0.7,  # strength of the noise
 ) -> tuple[Tensor, Tensor]:  # mean (B, ...) and std () or (B, 1, ..., 1), float32 or better
     """Mean and standard deviation of x_{i+1} given x_i; std is 0 for ode and at the last index. Raises InputError."""
@@ -129,7 +129,7 @@ def sampler_step(
     sigmas: Tensor,  # noise levels, (T + 1,)
     index: int | Tensor,  # transition, or one a sample (B,)
     noise: Tensor,  # standard normal draw, the shape of latents; without effect where std is 0
-    kind: str = "flow",  # one of KINDS
+    kind: str = "flow",  # one of SAMPLER_KINDS
     eta: float = 0.7,  # strength of the noise
 ) -> Tensor:  # x_{i+1}, (B, ...), float32 or better
     """One sampling step: mean + std noise. Raises InputError as `transition_mean_std` does."""
@@ -139,7 +139,7 @@ def sampler_step(
 # %% ../../nbs/00_method/01_sampler.ipynb #ea2bcd49
 def check_stochastic(
     std: Tensor,  # standard deviation of a transition
-    kind: str,  # one of KINDS
+    kind: str,  # one of SAMPLER_KINDS
 ) -> None:
     """Raise InputError for the kind ode and wherever std is 0: a deterministic transition has no density."""
     check_sampler_kind(kind, 0.0)
