@@ -92,7 +92,7 @@ def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: fl
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
     s, rng = setting.load_settings("pocket/demo", whole), np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    sizes = chunking.chunks_from_setting(s.chunks, s.transitions).sizes
+    sizes = s.chunk_rule.chunks.sizes
     append_json_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
     for iteration in range(1, (upto or s.iterations) + 1):
         append_json_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))

@@ -190,7 +190,7 @@ def test_every_row_of_the_papers_tables_has_its_file():
     for name in settings.list_presets():
         if name.startswith("paper/table"):
             s, table = settings.load_settings(name), f"Table {name[len('paper/table')]}"
-            cut = replication.format_chunk_sizes(chunks_from_setting(s.chunks, s.transitions).sizes)
+            cut = replication.format_chunk_sizes(s.chunk_rule.chunks.sizes)
             method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
             row = method + " +ws" * (s.chunk_weighting == "dynamics")
             if table == "Table 3":

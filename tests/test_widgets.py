@@ -69,7 +69,7 @@ def test_line_gives_these_chunks(text, sizes):
     editor = widgets.chunk_editor(MEASURED, text)
     line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
     s = settings.load_settings("paper/chunk", yaml.safe_load(line))
-    assert str(chunks.chunks_from_setting(s.chunks, s.transitions)) == str(editor.value) == sizes
+    assert str(s.chunk_rule.chunks) == str(editor.value) == sizes
 
 
 def test_weights_of_a_cut():

@@ -16,7 +16,7 @@ from ..runs import run_folder
 from . import timing
 from ..planning import plan
 from ..rewards import rewards
-from ..method.chunks import chunks_from_setting
+from ..method.chunks import Chunks
 from ..training.rollout import decode_latents
 from ..core.settings import Settings
 from ..training.update import accumulate_gradients, build_update_batch
@@ -70,7 +70,7 @@ def measure_two_pass_memory(
     paths, images = b.rollout(), torch.arange(min(2, len(b.keys)))
     longest = max(b.chunks.sizes)
     last = torch.full((len(b.keys), 1), b.chunks.sizes.index(longest))
-    single = chunks_from_setting("steps", b.s.transitions)
+    single = Chunks.steps(b.s.transitions)
     first = torch.arange(longest).expand(len(b.keys), -1)
     ways = {"chunk of 1": (first, single, 1), f"chunk of {longest}, two passes": (last, b.chunks, 1),
             f"chunk of {longest}, one pass": (last, b.chunks, longest)}

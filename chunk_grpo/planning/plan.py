@@ -31,12 +31,10 @@ def transitions_per_image(
     sizes: Sequence[int] | None = None, # sizes of the chunks where they come from a profile
 ) -> tuple[int, float, int]: # fewest, mean of a uniform draw, most
     "Transitions of one image that are trained; with chunks from an unknown profile the widest bounds."
-    from chunk_grpo.method.chunks import adaptive_min_size, chunks_from_setting, parse_chunk_numbers
-
-    if sizes is None and (s.chunks == "profile" or adaptive_min_size(s.chunks)):
+    if sizes is None and s.chunk_rule.kind != "fixed":
         return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
-    sizes = sizes or chunks_from_setting(s.chunks, s.transitions).sizes
-    sizes = sorted(sizes[k] for k in parse_chunk_numbers(s.train_chunks, len(sizes)))
+    sizes = sizes or s.chunk_rule.chunks.sizes
+    sizes = sorted(sizes[k] for k in s.train_chunk_numbers or range(len(sizes)))
     count = max(1, int(len(sizes) * s.chunk_fraction))
     return sum(sizes[:count]), sum(sizes) * count / len(sizes), sum(sizes[-count:])
 
@@ -86,10 +84,7 @@ def largest_chunk(
     s: Settings,
 ) -> int: # transitions
     "The largest chunk; with chunks from an unknown profile all of the trajectory."
-    from chunk_grpo.method.chunks import adaptive_min_size, chunks_from_setting
-
-    unknown = s.chunks == "profile" or adaptive_min_size(s.chunks)
-    return s.transitions if unknown else max(chunks_from_setting(s.chunks, s.transitions).sizes)
+    return max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions
 
 # %% ../../nbs/06_planning/03_plan.ipynb #a2fd24b5
 def measure_matmul_rate(

@@ -18,7 +18,7 @@ from ..runs import run_folder
 from ..evaluation import paper
 from ..core import settings as setting
 from ..core.files import read_json
-from ..method.chunks import Chunks, adaptive_min_size, chunks_from_setting
+from ..method.chunks import Chunks
 
 # %% ../../nbs/12_studies/08_replication.ipynb #1329d740
 def format_chunk_sizes(
@@ -39,10 +39,8 @@ def describe_paper_row(
     s, measured = run_folder.read_run_settings(run), Path(run) / "profile.json"
     if s.chunks == "profile" and measured.is_file():
         sizes = Chunks.parse(read_json(measured)["chunks"]).sizes
-    elif s.chunks == "profile" or adaptive_min_size(s.chunks):
-        sizes = ()
     else:
-        sizes = chunks_from_setting(s.chunks, s.transitions).sizes
+        sizes = s.chunk_rule.chunks.sizes if s.chunk_rule.chunks else ()
     chunks = format_chunk_sizes(sizes) if sizes else s.chunks
     weighted = s.chunk_weighting != "uniform"
     if chunks == "step":

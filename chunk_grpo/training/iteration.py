@@ -30,7 +30,7 @@ from ..rewards.async_scoring import BackgroundScorer, StreamingScores
 from ..core import settings as setting
 from ..core.files import write_json
 from ..method.chunk_search import adaptive_chunks
-from ..method.chunks import Chunks, adaptive_min_size, chunks_from_setting, parse_chunk_numbers
+from ..method.chunks import Chunks
 from ..method.dynamics import chunks_from_profile, relative_distance
 from ..method.objective import group_advantages
 from ..models.policy import Policy
@@ -94,9 +94,7 @@ def prepare_state(
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
-    unknown = s.chunks == "profile" or adaptive_min_size(s.chunks)
-    chunks = None if unknown else chunks_from_setting(s.chunks, s.transitions)
-    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, chunks)
+    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, s.chunk_rule.chunks)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #ff763429
 def optimizer_class(
@@ -183,11 +181,8 @@ def measure_profile(
     s = state.s
     distance = state.accelerator.gather(relative_distance(latents.float()).to(state.accelerator.device)).cpu().double()
     mean, std = distance.mean(0), distance.std(0)
-    found = (
-        adaptive_chunks(mean[None, : s.transitions], adaptive_min_size(s.chunks))[0]
-        if adaptive_min_size(s.chunks)
-        else None
-    )
+    least = s.chunk_rule.min_size
+    found = adaptive_chunks(mean[None, : s.transitions], least)[0] if least else None
     chunks = state.chunks or found or chunks_from_profile(mean[: s.transitions])
     state.profile = mean[: s.transitions]
     if state.accelerator.is_main_process:
@@ -203,9 +198,9 @@ def chunk_trajectories(
 ) -> Chunks | list[Chunks]:  # the run's chunks; with adaptive chunks those of each trajectory
     "The partition that an update trains."
     s = state.s
-    if not adaptive_min_size(s.chunks):
+    if s.chunk_rule.kind != "adaptive":
         return state.chunks
-    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, : s.transitions], adaptive_min_size(s.chunks))
+    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, : s.transitions], s.chunk_rule.min_size)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(what: ReplayContext, work: UpdateBatch) -> list[float]:
@@ -237,7 +232,7 @@ def build_update_batches(
 ) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
     s, accelerator, paths = state.s, state.accelerator, what.trajectories
-    chunks, allowed = chunk_trajectories(state, paths.latents), parse_chunk_numbers(s.train_chunks, len(state.chunks))
+    chunks, allowed = chunk_trajectories(state, paths.latents), s.train_chunk_numbers
     steady = uniform_mix(s, state.iteration), s.weighting_temperature, state.profile
     chosen = sample_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
     weights = transition_weights(s.step_weights, state.grid, s.sampler, s.eta)
@@ -247,7 +242,7 @@ def build_update_batches(
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=accelerator.device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         works.append(build_update_batch(kept if len(kept) else part[:1], chosen, chunks, state.limit, weights))
-        ragged = adaptive_min_size(s.chunks) or s.drop_flat_groups  # else all processes have equally many
+        ragged = s.chunk_rule.kind == "adaptive" or s.drop_flat_groups  # else all processes have equally many
         means.append(float(accelerator.reduce(items, "mean")) if ragged else None)
     return works if s.sharding == "none" else equalize_forwards(state, works), means
 
