@@ -75,13 +75,13 @@ def test_golden_logits_would_show_a_wrong_layout(state, spoil):
 
 def test_objects_are_mmdets():
     classes, masks = tiny.drawn()
-    found = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, least=0.01)
+    found = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, min_score=0.01)
     assert len(found) == len(GOLDEN["objects"]) > 10
     for ours, theirs in zip(found, GOLDEN["objects"], strict=True):
         assert ours.label == theirs["label"] and list(ours.box) == theirs["box"]
         assert ours.score == pytest.approx(theirs["score"], abs=1e-6)
         assert ours.mask.shape == tiny.GIVEN["original"] and ours.mask.sum() == theirs["pixels"]
-    few = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, least=0.3)
+    few = geneval_detector.post_process_detections(classes, masks, **tiny.GIVEN, min_score=0.3)
     assert few == [one for one in found if one.score > 0.3] != found
 
 

@@ -20,17 +20,14 @@ from .. import InputError
 
 # %% ../../nbs/09_evaluation/02_geneval_detector.ipynb #a94715d7
 MAX_LONG_SIDE, MAX_SHORT_SIDE, PAD_SIZE_DIVISOR = 1333, 800, 32  # pixels
-IMAGENET_MEAN, IMAGENET_STD = (
-    (123.675, 116.28, 103.53),
-    (58.395, 57.12, 57.375),
-)  # of ImageNet, red, green, blue, of 0 ... 255
+IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # red, green, blue, of 0 ... 255
 
 
 def rescale_size(
     width: int,  # pixels
     height: int,
 ) -> tuple[int, int]:  # width and height, pixels
-    "The largest size of the same shape with sides of at most LONG and SHORT."
+    "The largest size of the same shape with sides of at most MAX_LONG_SIDE and MAX_SHORT_SIDE."
     scale = min(MAX_LONG_SIDE / max(width, height), MAX_SHORT_SIDE / min(width, height))
     return int(width * scale + 0.5), int(height * scale + 0.5)
 
@@ -71,7 +68,7 @@ def preprocess_image(
     padding = (0, -width % PAD_SIZE_DIVISOR, 0, -height % PAD_SIZE_DIVISOR)
     return F.pad(torch.from_numpy(x).permute(2, 0, 1)[None], padding), (height, width)
 
-# %% ../../nbs/09_evaluation/02_geneval_detector.ipynb #59e15285
+# %% ../../nbs/09_evaluation/02_geneval_detector.ipynb #7a45025b
 @dataclass(frozen=True)
 class DetectedObject:
     "An object that a detector found."
@@ -89,20 +86,20 @@ def mask_to_box(
     x, y = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
     return (float(x[0]), float(y[0]), float(x[-1] + 1), float(y[-1] + 1)) if len(x) else (0.0, 0.0, 0.0, 0.0)
 
-
+# %% ../../nbs/09_evaluation/02_geneval_detector.ipynb #59e15285
 def post_process_detections(
     classes: Tensor,  # (Q, C + 1), logits of one image
     masks: Tensor,  # (Q, h, w), logits of one image
     padded: tuple[int, int],  # height and width that the network got
     fitted: tuple[int, int],  # height and width before padding
     original: tuple[int, int],  # height and width of the image
-    least: float = 0.0,  # objects with a lower score are not asked for
-    most: int = 100,  # candidates
+    min_score: float = 0.0,  # objects with a lower score are not asked for
+    max_candidates: int = 100,  # pairs of query and class
 ) -> list[DetectedObject]:  # the best first
     "The objects of one image."
     chances = classes.float().softmax(-1)[:, :-1]
-    best, order = chances.flatten().topk(min(most, chances.numel()))
-    best, order = best[best > least], order[best > least]  # a score is at most its class's probability
+    best, order = chances.flatten().topk(min(max_candidates, chances.numel()))
+    best, order = best[best > min_score], order[best > min_score]  # a score is at most its class's probability
     found = []
     for chance, number in zip(best, order.tolist(), strict=True):
         query, label = divmod(number, chances.shape[1])
@@ -110,7 +107,7 @@ def post_process_detections(
         x = F.interpolate(x, size=original, mode="bilinear")[0, 0]
         inside = (x > 0).float()
         score = float(chance * ((x.sigmoid() * inside).sum() / (inside.sum() + 1e-6)))
-        if score > least:
+        if score > min_score:
             mask = inside.bool().cpu().numpy()
             found.append(DetectedObject(label, score, mask_to_box(mask), mask))
     return sorted(found, key=lambda one: -one.score)
@@ -120,7 +117,7 @@ def post_process_detections(
 def detect_objects(
     model: torch.nn.Module,  # of `mask2former.load_mask2former`
     image: Image.Image,
-    least: float = 0.0,  # objects with a lower score are not asked for
+    min_score: float = 0.0,  # objects with a lower score are not asked for
 ) -> list[DetectedObject]:  # the best first
     "The objects of an image; InputError where a side is so short that nothing can be seen."
     image = ImageOps.exif_transpose(image)
@@ -129,4 +126,4 @@ def detect_objects(
     x, size = preprocess_image(image)
     out = model(pixel_values=x.to(next(model.parameters()).device))
     classes, masks = out.class_queries_logits[0], out.masks_queries_logits[0]
-    return post_process_detections(classes, masks, x.shape[-2:], size, (image.height, image.width), least)
+    return post_process_detections(classes, masks, x.shape[-2:], size, (image.height, image.width), min_score)
