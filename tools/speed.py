@@ -20,7 +20,7 @@ import torch
 
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
-from chunk_grpo.measurements import sized, speed, timing, workload
+from chunk_grpo.measurements import speed, timing, workload
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import BackgroundScorer, StreamingScores
@@ -32,7 +32,7 @@ PARTS = ("profile", "bench", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
-FEW = sized.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
+FEW = workload.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
 AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
           "rollout_batch=2", "update_batch=2"]
 

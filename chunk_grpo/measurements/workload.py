@@ -8,7 +8,7 @@ __all__ = ['FLUX_TRANSFORMER_CONFIG', 'FLUX_VAE_CONFIG', 'POCKET_WORKLOAD', 'FLU
            'Workload', 'load_workload_policy', 'prepare_workload', 'sample_reference_trajectories',
            'reference_log_ratio', 'accumulate_reference_gradients']
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #d4933e65
+# %% ../../nbs/10_measurements/05_workload.ipynb #8d33a419
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ FLUX_VAE_CONFIG = {
     "down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4,
     "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #f270cf84
+# %% ../../nbs/10_measurements/05_workload.ipynb #c4eb1d17
 def random_networks(
     classes: Sequence[type[nn.Module]],
     configs: Sequence[dict],
@@ -65,7 +65,7 @@ def random_embeds(
     source = make_generator(seed, 0, prompt, 0, stream="embedding")
     return [torch.randn(size, generator=source) for size in sizes]
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #d50d2bd9
+# %% ../../nbs/10_measurements/05_workload.ipynb #69f716d2
 class RandomFluxPolicy(FluxPolicy):
     "A FLUX policy with random weights and random embeddings."
 
@@ -91,7 +91,7 @@ class RandomFluxPolicy(FluxPolicy):
         names = "prompt_embeds", "pooled_prompt_embeds"
         return {k: torch.stack(v).to(self.device, self.dtype) for k, v in zip(names, rows, strict=True)}
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #52c3855c
+# %% ../../nbs/10_measurements/05_workload.ipynb #2ea5c56f
 POCKET_WORKLOAD = {
     "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:heldout", "resolution": 64,
     "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "prompts_per_iteration": 2, "rollout_batch": 24,
@@ -114,7 +114,7 @@ def load_workload_settings(
         raise InputError(f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {s.chunks!r}")
     return s
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #89dfb75a
+# %% ../../nbs/10_measurements/05_workload.ipynb #0040aa66
 @dataclass(frozen=True)
 class IterationData:
     "A policy with the work of one iteration."
@@ -139,7 +139,7 @@ class IterationData:
         "The trajectories as an update wants them."
         return ReplayContext(self.policy, self.conditioning, paths, self.grid, self.s.sampler, self.s.eta)
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #8673d27c
+# %% ../../nbs/10_measurements/05_workload.ipynb #10777756
 class Workload(IterationData):
     "An iteration's phases, as a run calls them."
 
@@ -164,7 +164,7 @@ class Workload(IterationData):
         "The gradient that an update left."
         return torch.cat([p.grad.flatten() for p in self.policy.trained])
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #987fc803
+# %% ../../nbs/10_measurements/05_workload.ipynb #83520dab
 def load_workload_policy(
     s: Settings,
     transformer: dict | None = None,  # of flux-size: another configuration than FLUX.1-dev's
@@ -185,7 +185,7 @@ def load_workload_policy(
     policy.trained = trainable.make_trainable(policy, **trained)
     return policy
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #473b1025
+# %% ../../nbs/10_measurements/05_workload.ipynb #7486f353
 def prepare_workload(
     s: Settings,
     transformer: dict | None = None,  # of flux-size: another configuration than FLUX.1-dev's
@@ -205,7 +205,7 @@ def prepare_workload(
     rest = sigmas(s.steps, s.shift), s.chunk_rule.chunks, advantage, reward
     return Workload(s, policy, prompts, policy.encode(prompts), keys, row, *rest)
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #d728d720
+# %% ../../nbs/10_measurements/05_workload.ipynb #741210f2
 @torch.no_grad()
 def sample_reference_trajectories(
     b: IterationData,
@@ -218,7 +218,7 @@ def sample_reference_trajectories(
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, b.row, b.keys)
 
-# %% ../../nbs/10_measurements/05_workload.ipynb #bcc6e753
+# %% ../../nbs/10_measurements/05_workload.ipynb #ee52778f
 def reference_log_ratio(
     b: IterationData,
     paths: Trajectories,
@@ -233,7 +233,7 @@ def reference_log_ratio(
     logp = log_prob(then, mean, std, kind=b.s.sampler)
     return logp - logp.detach()
 
-
+# %% ../../nbs/10_measurements/05_workload.ipynb #11b0d56e
 def accumulate_reference_gradients(
     b: Workload,
     paths: Trajectories,
