@@ -48,25 +48,25 @@ def eager_forward_mode(policy: Policy):
     if checkpointing:
         net.enable_gradient_checkpointing()
 
-
+# %% ../../nbs/10_measurements/04_timing.ipynb #206baaec
 def count_flops(
     policy: Policy,  # trainable, with `trained`
     conditioning: dict[str, Tensor],  # rows of `encode`; the first one is used
 ) -> dict[str, int]:  # forward and backward of one transition, decoding of one image
     "Floating-point operations, counted on shapes alone."
+    def count(name, call):
+        with FlopCounterMode(display=False) as counter:
+            out = call()
+        counts[name] = counter.get_total_flops()
+        return out
+
     counts = {}
     with eager_forward_mode(policy), FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH):
         latents = policy.noise(torch.Generator())[None].to(policy.device)
         rows, sigma = {k: v[:1] for k, v in conditioning.items()}, torch.full((1,), 0.5)
-        with FlopCounterMode(display=False) as counter:
-            velocity = policy.velocity(latents, sigma, rows)
-        counts["forward"] = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            torch.autograd.grad(velocity.sum(), policy.trained, allow_unused=True)
-        counts["backward"] = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            policy.decode(latents)
-        counts["decode"] = counter.get_total_flops()
+        velocity = count("forward", lambda: policy.velocity(latents, sigma, rows))
+        count("backward", lambda: torch.autograd.grad(velocity.sum(), policy.trained, allow_unused=True))
+        count("decode", lambda: policy.decode(latents))
     return counts
 
 # %% ../../nbs/10_measurements/04_timing.ipynb #aad08c04
@@ -82,27 +82,25 @@ class LiveBytesMode(TorchDispatchMode):
         "Run the operation, and count the storages that it makes."
         out = function(*args, **(kwargs or {}))
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.add(tensor.untyped_storage(), inputs)
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)):
+            if storage._cdata not in inputs and storage._cdata not in self.known:
+                self.add(storage)
         return out
 
-    def add(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
-        "Count a storage unless it is one of the operation's inputs."
+    def add(self, storage: torch.UntypedStorage) -> None:
+        "Count a storage that is new."
         key, size = storage._cdata, storage.nbytes()
-        if key in inputs or key in self.known:
-            return
         self.known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.gone, key, size)
+        weakref.finalize(storage, self.storage_freed, key, size)
 
-    def gone(self, key: int, size: int) -> None:
+    def storage_freed(self, key: int, size: int) -> None:
         "A storage has died."
         self.known.discard(key)
         self.now -= size
 
-
+# %% ../../nbs/10_measurements/04_timing.ipynb #4b97cc75
 def measure_peak_bytes(
     function: Callable,  # without arguments
     device: torch.device,
