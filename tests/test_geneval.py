@@ -142,7 +142,7 @@ def test_overlapping_boxes_are_one_only_where_asked():
     assert {k: len(v) for k, v in geneval.select_objects(pair, "colors").items()} == {"cat": 1, "dog": 2}
     shared = geneval.compute_iou(pair[0].box, pair[1].box)
     for limit, left in [(shared, 1), (np.nextafter(shared, 1), 2)]:
-        assert len(geneval.select_objects(pair, "colors", geneval.GenEvalRule(overlap=limit))["dog"]) == left
+        assert len(geneval.select_objects(pair, "colors", geneval.GenEvalRule(nms_threshold=limit))["dog"]) == left
 
 
 def see(image):

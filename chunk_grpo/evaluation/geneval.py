@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['COCO_CLASSES', 'GENEVAL_COLOURS', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE', 'GENEVAL_METADATA_SHA256',
-           'GENEVAL_RULE', 'ColourClassifier', 'check_geneval_record', 'read_geneval_prompts', 'GenEvalRule',
-           'compute_iou', 'select_objects', 'relative_position', 'geneval_verdict']
+           'GENEVAL_RULE', 'ColourClassifier', 'COLOUR_TEMPLATES', 'GENEVAL_CLIP_ID', 'check_geneval_record',
+           'read_geneval_prompts', 'GenEvalRule', 'compute_iou', 'select_objects', 'relative_position',
+           'geneval_verdict', 'crop_object', 'colour_directions', 'load_colour_classifier']
 
 # %% ../../nbs/09_evaluation/03_geneval.ipynb #a01a127f
 import hashlib
@@ -16,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from PIL import Image
 
 import chunk_grpo
 from .. import InputError
@@ -54,17 +59,14 @@ def check_geneval_record(
             need(clause.get("class") in COCO_CLASSES, "class", clause.get("class"), "one of the 80 classes of COCO")
             count = clause.get("count")
             need(type(count) is int and count >= 1, "count", count, "a whole number from 1")
-            need(
-                clause.get("color", "red") in GENEVAL_COLOURS, "color", clause.get("color"), ", ".join(GENEVAL_COLOURS)
-            )
+            colour = clause.get("color", "red")
+            need(colour in GENEVAL_COLOURS, "color", clause.get("color"), ", ".join(GENEVAL_COLOURS))
             where = clause.get("position", ["above", -1])
             good = len(where) == 2 and where[0] in POSITIONS and type(where[1]) is int and -1 <= where[1] < i
             need(good or "position" not in clause, "position", where, "a position and the number of an earlier object")
 
 # %% ../../nbs/09_evaluation/03_geneval.ipynb #b2d83998
-GENEVAL_METADATA_FILE = (
-    Path(chunk_grpo.__file__).parent / "evaluation" / "geneval_prompts" / "evaluation_metadata.jsonl"
-)
+GENEVAL_METADATA_FILE = Path(chunk_grpo.__file__).parent / "evaluation/geneval_prompts/evaluation_metadata.jsonl"
 GENEVAL_METADATA_SHA256 = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"  # of the shipped file
 
 
@@ -93,10 +95,10 @@ class GenEvalRule:
     "The numbers of GenEval's decision, as published."
 
     threshold: float = 0.3  # scores must be above
-    counting: float = 0.9  # the same, for counting prompts
-    most: int = 16  # objects of one class
-    compute_iou: float = 1.0  # boxes of one class that overlap as much are one; 1: none is dropped
-    position: float = 0.1  # share of the two objects' sizes by which one must be off the other
+    counting_threshold: float = 0.9  # the same, for counting prompts
+    max_objects: int = 16  # objects of one class
+    nms_threshold: float = 1.0  # boxes of one class that overlap as much are one; 1: none is dropped
+    position_threshold: float = 0.1  # share of the two objects' sizes by which one must be off the other
 
 
 GENEVAL_RULE = GenEvalRule()
@@ -121,15 +123,16 @@ def select_objects(
     rule: GenEvalRule = GENEVAL_RULE,
 ) -> dict[str, list[DetectedObject]]:  # by the class's name, the best first
     "The objects that are looked at."
-    least = np.float32(rule.counting if tag == "counting" else rule.threshold)
+    least = np.float32(rule.counting_threshold if tag == "counting" else rule.threshold)
     kept: dict[str, list[DetectedObject]] = {}
     for label, name in enumerate(COCO_CLASSES):
         mine = [one for one in found if one.label == label and np.float32(one.score) > least]
-        mine = sorted(mine, key=lambda one: one.score)[::-1][: rule.most]
+        mine = sorted(mine, key=lambda one: one.score)[::-1][: rule.max_objects]
         while mine:
             best, *mine = mine
             kept.setdefault(name, []).append(best)
-            mine = [one for one in mine if rule.overlap == 1 or compute_iou(best.box, one.box) < rule.overlap]
+            limit = rule.nms_threshold
+            mine = [one for one in mine if limit == 1 or compute_iou(best.box, one.box) < limit]
     return kept
 
 # %% ../../nbs/09_evaluation/03_geneval.ipynb #67b7fa15
@@ -165,14 +168,12 @@ def _position_fault(
     name, asked = clause["class"], clause["position"][0]
     if target is None:
         return [f"no target for {name} to be {asked}"]
-    pairs = (relative_position(one.box, other.box, rule.position) for one in mine for other in target)
+    pairs = (relative_position(one.box, other.box, rule.position_threshold) for one in mine for other in target)
     wrong = next((seen for seen in pairs if asked not in seen), None)
     return [] if wrong is None else [f"expected {name} {asked} target, found {' and '.join(wrong)} target"]
 
 # %% ../../nbs/09_evaluation/03_geneval.ipynb #f6ac4ded
-ColourClassifier = Callable[
-    [Sequence[DetectedObject], str], list[str]
-]  # objects and their class's name -> a colour each
+ColourClassifier = Callable[[Sequence[DetectedObject], str], list[str]]  # objects, their class's name -> a colour each
 
 
 def geneval_verdict(
@@ -199,3 +200,59 @@ def geneval_verdict(
         if there >= clause["count"]:
             faults.append(f"expected {clause['class']}<{clause['count']}, found {there}")
     return not faults, "\n".join(faults)
+
+# %% ../../nbs/09_evaluation/03_geneval.ipynb #8468d3b2
+def crop_object(
+    image: Image.Image,  # RGB
+    one: DetectedObject,
+) -> Image.Image:  # of the box's size
+    "An object on grey, as CLIP sees it."
+    grey = Image.new("RGB", image.size, "#999")
+    whole = image if one.mask is None else Image.composite(image, grey, Image.fromarray(one.mask))
+    return whole.crop(tuple(round(x) for x in one.box))
+
+# %% ../../nbs/09_evaluation/03_geneval.ipynb #6d30071e
+COLOUR_TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}",
+                    "a photo of a {colour} object")
+
+
+def colour_directions(
+    model: torch.nn.Module,  # a CLIPModel
+    tokenizer: Callable,
+    thing: str,  # a class's name
+) -> torch.Tensor:  # (10, D), of length 1, in the order of GENEVAL_COLOURS
+    "Where in CLIP's space the colours of a thing lie."
+    texts = [s.format(colour=colour, name=thing) for colour in GENEVAL_COLOURS for s in COLOUR_TEMPLATES]
+    tokens = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
+    given = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+    features = F.normalize(model.get_text_features(**given).pooler_output, dim=-1)
+    return F.normalize(features.reshape(len(GENEVAL_COLOURS), len(COLOUR_TEMPLATES), -1).mean(1), dim=-1)
+
+# %% ../../nbs/09_evaluation/03_geneval.ipynb #fc1ad5d0
+GENEVAL_CLIP_ID = "openai/clip-vit-large-patch14"
+
+
+def load_colour_classifier(
+    name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
+    device: str | torch.device = "cpu",
+) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:  # image, objects, class's name -> a colour each
+    "A function that tells the colours of objects; InputError where the CLIP cannot be had."
+    from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # here, since it takes seconds
+
+    try:
+        model = CLIPModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False).to(device)
+        tokenizer, processor = AutoTokenizer.from_pretrained(name), CLIPImageProcessorPil.from_pretrained(name)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise InputError(f"clip: {str(name)!r} is neither a folder of a CLIP nor a hub id that can be reached "
+                         f"({str(error).strip().splitlines()[0]}).") from None
+    known: dict[str, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def classify(image: Image.Image, objects: Sequence[DetectedObject], thing: str) -> list[str]:
+        if thing not in known:
+            known[thing] = colour_directions(model, tokenizer, thing)
+        crops = processor(images=[crop_object(image, one) for one in objects], return_tensors="pt")
+        seen = model.get_image_features(pixel_values=crops["pixel_values"].to(device)).pooler_output
+        return [GENEVAL_COLOURS[i] for i in (F.normalize(seen, dim=-1) @ known[thing].T).argmax(1).tolist()]
+
+    return classify

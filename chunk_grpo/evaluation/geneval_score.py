@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['geneval_image_path', 'write_geneval_image', 'missing_geneval_images', 'list_geneval_images', 'score_geneval_image',
-           'score_geneval_images', 'count_correct_images', 'summarise_geneval', 'evaluate_geneval']
+           'check_geneval_lines', 'score_geneval_images', 'count_correct_images', 'bootstrap_accuracy',
+           'summarise_geneval', 'evaluate_geneval']
 
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #d95c270c
 import hashlib
@@ -20,12 +21,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from .. import InputError
 from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json_lines, write_json
-from .geneval_detector import DetectedObject, detect_objects
-from .geneval import GENEVAL_RULE, GENEVAL_TAGS, GenEvalRule, check_geneval_record
-from .geneval import geneval_verdict, select_objects
-from .geneval import read_geneval_prompts as published
-from .geneval_colours import GENEVAL_CLIP_ID, load_colour_classifier
 from ..core.statistics import percentile_interval
+from .geneval import GENEVAL_CLIP_ID, GENEVAL_RULE, GENEVAL_TAGS, GenEvalRule
+from .geneval import check_geneval_record, geneval_verdict, load_colour_classifier
+from .geneval import read_geneval_prompts, select_objects
+from .geneval_detector import DetectedObject, detect_objects
 
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #68f508f5
 def geneval_image_path(
@@ -56,7 +56,7 @@ def write_geneval_image(
         image.save(temporary, "PNG")
     return file
 
-
+# %% ../../nbs/09_evaluation/04_geneval_score.ipynb #9d750b5c
 def missing_geneval_images(
     folder: str | Path,
     count: int,  # of prompts
@@ -110,6 +110,23 @@ def score_geneval_image(
             "reason": reason, "metadata": json.dumps(record), "details": json.dumps(details),
             "image_sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "scorer": scorer}
 
+# %% ../../nbs/09_evaluation/04_geneval_score.ipynb #24f3695b
+def check_geneval_lines(
+    out: Path,  # results.jsonl
+    done: Mapping[str, Mapping],  # its lines by file name
+    found: Sequence[tuple[Path, Mapping]],  # of `list_geneval_images`
+    scorer: str,
+) -> None:
+    "InputError where the verdicts are of other images, other prompts or another scorer."
+    for file, record in found:
+        line = done.get(str(file))
+        if line and line["scorer"] != scorer:
+            raise InputError(f"out: {out} has verdicts by {line['scorer']!r}, not by {scorer!r}; a new file is "
+                             f"needed.")
+        same = line and line["image_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        if line and not (same and json.loads(line["metadata"]) == record):
+            raise InputError(f"out: {out} has a verdict on another image or prompt as {file}; a new file is needed.")
+
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #63c0265b
 def score_geneval_images(
     folder: str | Path,  # images in GenEval's layout
@@ -123,14 +140,7 @@ def score_geneval_images(
     "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
     found, out = list_geneval_images(folder), Path(out)
     done = {line["filename"]: line for line in read_json_lines(out)}
-    for file, record in found:
-        line = done.get(str(file))
-        if line and line["scorer"] != scorer:
-            raise InputError(f"out: {out} has verdicts by {line['scorer']!r}, not by {scorer!r}; a new file is "
-                             f"needed.")
-        same = line and line["image_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
-        if line and not (same and json.loads(line["metadata"]) == record):
-            raise InputError(f"out: {out} has a verdict on another image or prompt as {file}; a new file is needed.")
+    check_geneval_lines(out, done, found, scorer)
     strangers = done.keys() - {str(file) for file, _ in found}
     if strangers:
         raise InputError(f"out: {out} has a verdict on {min(strangers)}, which is not in {folder}; a new file is "
@@ -147,7 +157,7 @@ def score_geneval_images(
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #63d8609b
 def count_correct_images(
     lines: Sequence[Mapping],  # of results.jsonl
-) -> dict[str, np.ndarray]:  # by tag, in the order of TAGS: (prompts, 2), right images and images
+) -> dict[str, np.ndarray]:  # by tag, in the order of GENEVAL_TAGS: (prompts, 2), right images and images
     "Right images and images of every prompt."
     counts: dict[str, dict[str, list[int]]] = {}
     for line in lines:
@@ -157,6 +167,18 @@ def count_correct_images(
     return {tag: np.array(list(counts[tag].values())) for tag in GENEVAL_TAGS if tag in counts}
 
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #073e68b8
+def bootstrap_accuracy(
+    table: np.ndarray,  # (prompts, 2), right images and images
+    rng: np.random.Generator,
+    draws: int,  # of the bootstrap
+) -> tuple[dict, np.ndarray]:  # a task's row of the table; (draws,) accuracies of the draws
+    "The accuracy of a task with its error over prompts."
+    drawn = table[rng.integers(0, len(table), (draws, len(table)))].sum(1)  # (draws, 2)
+    accuracies, (right, of) = drawn[:, 0] / drawn[:, 1], table.sum(0).tolist()
+    interval = percentile_interval(accuracies, len(table))
+    return {"accuracy": right / of, **interval, "images": of, "prompts": len(table)}, accuracies
+
+# %% ../../nbs/09_evaluation/04_geneval_score.ipynb #15a79219
 def summarise_geneval(
     lines: Sequence[Mapping],  # of results.jsonl
     draws: int = 4000,  # of the bootstrap
@@ -166,26 +188,17 @@ def summarise_geneval(
         raise InputError("results: there is no verdict; at least one is needed.")
     rng, tasks, means, counts = np.random.default_rng(0), {}, [], count_correct_images(lines)
     for tag, table in counts.items():
-        drawn = table[rng.integers(0, len(table), (draws, len(table)))].sum(1)  # (draws, 2)
-        means.append(drawn[:, 0] / drawn[:, 1])
-        right, of = table.sum(0).tolist()
-        tasks[tag] = {
-            "accuracy": right / of,
-            **percentile_interval(means[-1], len(table)),
-            "images": of,
-            "prompts": len(table),
-        }
-    mean, least = np.mean([task["accuracy"] for task in tasks.values()]), min(map(len, counts.values()))
-    every = np.concatenate(list(counts.values()))
-    return {
-        "scorer": sorted({line["scorer"] for line in lines}), "tasks": tasks,
-        "overall": {"accuracy": float(mean), **percentile_interval(np.mean(means, 0), least), "tasks": len(tasks)},
-        "images": len(lines), "prompts": len(every),
-        "correct_images": float(every[:, 0].sum() / len(lines)), "correct_prompts": float((every[:, 0] > 0).mean()),
-        "missing_tasks": [tag for tag in GENEVAL_TAGS if tag not in tasks],
-        "published_prompts": {line["metadata"] for line in lines} == {json.dumps(record) for record in published()},
-        "errors": f"bootstrap over prompts within tasks, {draws} draws",
-    }
+        tasks[tag], accuracies = bootstrap_accuracy(table, rng, draws)
+        means.append(accuracies)
+    mean, fewest = np.mean([task["accuracy"] for task in tasks.values()]), min(map(len, counts.values()))
+    every, published = np.concatenate(list(counts.values())), {json.dumps(r) for r in read_geneval_prompts()}
+    return {"scorer": sorted({line["scorer"] for line in lines}), "tasks": tasks,
+            "overall": {"accuracy": float(mean), **percentile_interval(np.mean(means, 0), fewest), "tasks": len(tasks)},
+            "images": len(lines), "prompts": len(every), "correct_images": float(every[:, 0].sum() / len(lines)),
+            "correct_prompts": float((every[:, 0] > 0).mean()),
+            "missing_tasks": [tag for tag in GENEVAL_TAGS if tag not in tasks],
+            "published_prompts": {line["metadata"] for line in lines} == published,
+            "errors": f"bootstrap over prompts within tasks, {draws} draws"}
 
 # %% ../../nbs/09_evaluation/04_geneval_score.ipynb #717e022e
 def evaluate_geneval(
@@ -204,10 +217,9 @@ def evaluate_geneval(
     model, label = mask2former.load_mask2former(detector, device)
     judge = load_colour_classifier(clip, device)
     label += "" if str(clip) == GENEVAL_CLIP_ID else f"; colours not official: {os.fspath(clip)}"
-    least = min(GENEVAL_RULE.threshold, GENEVAL_RULE.counting)
-    lines = score_geneval_images(
-        folder, Path(out) / "results.jsonl", lambda image: detect_objects(model, image, least), judge, label, say=say
-    )
+    least = min(GENEVAL_RULE.threshold, GENEVAL_RULE.counting_threshold)
+    lines = score_geneval_images(folder, Path(out) / "results.jsonl", lambda image: detect_objects(model, image, least),
+                                 judge, label, say=say)
     summary = summarise_geneval(lines)
     write_json(Path(out) / "summary.json", summary)
     return summary
