@@ -34,8 +34,10 @@ test: $(STAMP) ## everything CI runs, with the time of each stage
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs
 
-prepare: $(STAMP) ## after editing notebooks: export the package, clean the notebooks, write README.md
+prepare: $(STAMP) ## after editing notebooks: export the package, run the pages that changed, write README.md
 	@$(BIN)/nbdev-export
+	@$(BIN)/python tools/house.py
+	@$(BIN)/python tools/outputs.py
 	@$(BIN)/nbdev-clean
 	@$(BIN)/python tools/readme.py
 

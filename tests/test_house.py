@@ -1,5 +1,6 @@
 """Package, README and notebooks agree, and the house is in order."""
 
+import ast
 import configparser
 import importlib.util
 import json
@@ -18,9 +19,18 @@ from chunk_grpo.studies import design
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
-BOOK = [path for path in PAGES if path.parent == ROOT / "nbs"]
+CHAPTERS = sorted(path for path in (ROOT / "nbs").glob("[0-9]*"))
+BOOK = [path for path in PAGES if path.parent in CHAPTERS]
 REPORTS = sorted((ROOT / "nbs/reports").glob("*.ipynb"))
-WITH_OUTPUTS = ("00", "01", "02", "03", "04", "index")
+LONGEST_CELL, MOST_PAGES, README_BYTES = 25, 12, 9000
+
+
+def tool(name: str):
+    "A script of tools/ as a module."
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def metadata() -> configparser.SectionProxy:
@@ -74,32 +84,56 @@ def test_notebooks_are_clean(copy):
 
 
 def test_readme_is_the_index():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools/readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "README.md").read_text(encoding="utf-8") == module.readme(), "run `make prepare`"
-
-
-def test_readme_links_lead_somewhere():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    links = [
-        link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith(("http://", "https://"))
-    ]
+    assert text == tool("readme").readme(), "run `make prepare`"
+    assert len(text.encode()) <= README_BYTES
+
+
+def links_of(text: str) -> list[str]:
+    "The links of a markdown text that lead to files."
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
+    return [link for link in links if not link.startswith(("http://", "https://", "data:"))]
+
+
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(file):
+    links = links_of((ROOT / file).read_text(encoding="utf-8"))
     assert links
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_outputs_are_kept_only_where_they_belong(page):
+def test_links_between_pages_lead_somewhere():
+    lost = []
+    for page in PAGES:
+        for cell in nbformat.read(page, as_version=4).cells:
+            links = links_of(cell.source) if cell.cell_type == "markdown" else []
+            lost += [f"{page.relative_to(ROOT)}: {link}" for link in links
+                     if re.search(r"\.(ipynb|md|png|svg)$", link) and not (page.parent / link).exists()]
+    assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_outputs_are_those_of_the_code(page):
     notebook = nbformat.read(page, as_version=4)
-    outputs = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
-    if page in BOOK and page.name.startswith(WITH_OUTPUTS):
-        assert page.stat().st_size < 200_000
-        kinds = {kind for cell in outputs for output in cell.outputs for kind in output.get("data", {})}
-        assert not any("widget" in kind for kind in kinds)
-    else:
-        assert not outputs
-    assert not [cell for cell in outputs for output in cell.outputs if output.output_type == "error"]
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    if page in REPORTS:
+        assert not outputs, "run `make prepare`"
+        return
+    outputs_tool = tool("outputs")
+    assert notebook.metadata.get("outputs_of") == outputs_tool.code_hash(notebook), (
+        f"the code of {page.relative_to(ROOT)} changed after its outputs were made; run `make prepare`")
+    assert page.stat().st_size < outputs_tool.LIMIT
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not {kind for output in outputs for kind in output.get("data", {})} - set(outputs_tool.KEPT)
+    texts = [str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    private = r"/tmp/|/home/|/root/| at 0x[0-9a-f]{6}"
+    assert not [text for text in texts if re.search(private, text)], "a path or an address"
+
+
+def test_the_picture_is_that_of_the_code():
+    house = tool("house")
+    assert house.PICTURE.read_text(encoding="utf-8") == house.picture(), "run `make prepare`"
+    assert [chapter.name.split("_", 1)[1] for chapter in CHAPTERS] == list(house.CHAPTERS)
 
 
 def test_what_is_installed_fits_together():
@@ -108,7 +142,7 @@ def test_what_is_installed_fits_together():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("page", BOOK, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", BOOK, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_pages_open_as_the_book_does(page):
     cells = nbformat.read(page, as_version=4).cells
     assert len(cells) <= 70
@@ -119,8 +153,82 @@ def test_pages_open_as_the_book_does(page):
     code = {i: cell.source for i, cell in enumerate(cells) if cell.cell_type == "code"}
     exports = [i for i, source in code.items() if re.search(r"^#\|\s*export", source, re.MULTILINE)]
     assert not [i for i in exports if i + 1 in exports], "two export cells without a lesson between them"
-    long = {i: 130 if re.search(r"^class ", code[i], re.MULTILINE) else 45 for i in exports}  # a class is not cut
-    assert not [i for i in exports if code[i].count("\n") > long[i]], "an export cell is longer than 45 lines"
+    lines = {i: [x for x in code[i].split("\n") if x.strip() and not x.startswith("#|")] for i in exports}
+    long = {i: len(x) for i, x in lines.items() if len(x) > LONGEST_CELL}
+    assert not long, f"export cells longer than {LONGEST_CELL} lines"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.name)
+def test_a_page_is_the_module_of_its_name(chapter):
+    pages = sorted(chapter.glob("*.ipynb"))
+    assert len(pages) <= MOST_PAGES
+    assert [int(page.name[:2]) for page in pages] == list(range(len(pages))), "numbers without gaps"
+    names = {page.stem.split("_", 1)[1]: nbformat.read(page, as_version=4).cells for page in pages}
+    exported = {}
+    for name, cells in names.items():
+        found = re.findall(r"^#\|\s*default_exp\s+(\S+)", "\n".join(cell.source for cell in cells), re.MULTILINE)
+        exported |= {name: found[0]} if found else {}
+    package = chapter.name.split("_", 1)[1]
+    front = {package: f"{package}.__init__"} if package == "pocket" else {}
+    assert exported == {name: front.get(name, f"{package}.{name}") for name in exported}
+    modules = {path.stem for path in (ROOT / "chunk_grpo" / package).glob("*.py") if path.stem != "__init__"}
+    assert modules == set(exported) - set(front), "a module without its page, or a page without its module"
+
+
+def place_of(module: str) -> tuple[int, int] | None:
+    "Chapter and page of a module such as chunk_grpo.core.files, or of a chapter alone; None for what is no page."
+    parts = module.split(".")[1:]
+    chapter = next((c for c in CHAPTERS if parts and c.name.split("_", 1)[1] == parts[0]), None)
+    if chapter is None:
+        return None
+    name = (parts[1:] or parts)[0]
+    page = next((p for p in chapter.glob("*.ipynb") if p.stem.split("_", 1)[1] == name), None)
+    return CHAPTERS.index(chapter), int(page.name[:2]) if page else 0
+
+
+def imported(tree: ast.AST) -> list[tuple[int, str]]:
+    "Lines and modules of the package that a tree imports, at the top or inside functions."
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name.startswith("chunk_grpo.")]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "chunk_grpo":
+            deep = node.module.count(".") >= 2
+            found += [(node.lineno, node.module if deep else f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def rising_imports(page: Path, cells: list) -> list[str]:
+    "The imports of a page, lessons too, that lead to a later page."
+    here, found = (int(page.parent.name[:2]), int(page.name[:2])), []
+    for number, cell in enumerate(cells):
+        if cell.cell_type == "code":
+            source = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
+            found += [f"{page.relative_to(ROOT)}, cell {number}, line {line}: {module} lies further up"
+                      for line, module in imported(ast.parse(source)) if (place_of(module) or (-1, -1)) > here]
+    return found
+
+
+def test_arrows_fall():
+    "A chapter imports only chapters of smaller number, and a page only pages before it: no circle is possible."
+    assert not [line for page in BOOK for line in rising_imports(page, nbformat.read(page, as_version=4).cells)]
+
+
+def test_an_arrow_that_rises_is_named():
+    cells = [nbformat.v4.new_code_cell("def f():\n    from chunk_grpo.cli import main")]
+    assert rising_imports(ROOT / "nbs/00_method/00_schedule.ipynb", cells) == [
+        "nbs/00_method/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"]
+    assert not rising_imports(ROOT / "nbs/13_cli/02_gpu_host.ipynb", cells)
+
+
+def test_a_name_means_one_thing():
+    places = {}
+    for path, text in python_files(ROOT).items():
+        for node in ast.parse(text).body if path.count("/") == 2 else ():
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(path)
+    often = {name: sorted(paths) for name, paths in places.items() if len(paths) > 2 and name != "main"}
+    assert not often, "a public name in more than two modules"
 
 
 @pytest.mark.parametrize("page", REPORTS, ids=lambda page: page.stem)
@@ -129,9 +237,9 @@ def test_reports_have_one_parameters_cell(page):
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
 
 
-def test_book_is_listed_in_the_index():
+def test_index_leads_into_every_chapter():
     text = (ROOT / "nbs/index.ipynb").read_text(encoding="utf-8")
-    assert not [page.name for page in BOOK if page.stem != "index" and page.name not in text]
+    assert not [chapter.name for chapter in CHAPTERS if f"]({chapter.name}/" not in text]
 
 
 def test_no_torchvision_and_no_hpsv3():
@@ -182,7 +290,8 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
     subprocess.run(command, check=True)
     code = (
-        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings; pocket.verify_pocket_files();"
+        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings;"
+        "pocket.verify_pocket_files();"
         "print(json.dumps([chunk_grpo.__file__, settings.list_presets(), settings.load_settings('pocket/demo').model]))"
     )
     environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}

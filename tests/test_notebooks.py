@@ -1,19 +1,33 @@
-"""Every notebook of the book runs, each in a process of its own as in a reader's kernel."""
+"""Every page of the book runs, each in a process of its own as in a reader's kernel."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_page import PRELOADED, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "nbs").glob("[0-9]*/*.ipynb")) + [ROOT / "nbs/index.ipynb"]
+PATIENCE = 500  # seconds of a page
+
+
+@pytest.fixture(scope="module")
+def processes():
+    "Processes that start with the book's libraries imported, which takes seconds, and nothing run."
+    os.environ["MPLBACKEND"] = "agg"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_notebook_runs(page):
-    command = [Path(sys.executable).with_name("nbdev-test"), page, "--n-workers", "1"]
-    environment = os.environ | {"MPLBACKEND": "agg"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{page.name} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+def test_page_runs(page, processes, tmp_path):
+    log = tmp_path / "log"
+    child = processes.Process(target=run_page, args=(page, log, tmp_path))
+    child.start()
+    child.join(PATIENCE)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    assert child.exitcode == 0, f"{page.name} failed ({child.exitcode}):\n{log.read_text(errors='replace')[-4000:]}"

@@ -17,7 +17,7 @@ NOTE = "<!-- Written by `make prepare` from nbs/index.ipynb: edit the notebook. 
 
 def relinked(text: str) -> str:
     "Markdown of the index with the README's links: the book lies beside the index and one level below the README."
-    beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png))\)"
+    beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png|svg))\)"
     return re.sub(beside, r"](nbs/\1)", text).replace("](../", "](")
 
 

@@ -1,0 +1,28 @@
+"""Runs one page in a process of its own, forked from a server that has imported what most pages import."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+PRELOADED = ["diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft",
+             "accelerate", "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "pandas",
+             "scipy.stats", "matplotlib.pyplot", "pydantic", "nbdev.test"]
+
+
+def run_page(
+    page: Path,
+    log: Path,  # gets all that the page prints
+    folder: Path,  # for its temporary files
+) -> None:
+    "Run a page as nbdev-test does; the process ends with 1 where it failed."
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from nbdev.test import test_nb  # not as a module's name, or pytest takes it for a test
+
+    passed, _ = test_nb(page, skip_flags=("notest", "slow", "gpu"), basepath=page.parents[2])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if passed else 1)

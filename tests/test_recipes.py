@@ -1,0 +1,44 @@
+"""The recipes of CONTRIBUTING.md run as they stand there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import run
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+RECIPES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##)", TEXT, flags=re.MULTILINE | re.DOTALL))
+
+
+def code_of(recipe: str) -> str:
+    "The block of Python of a recipe."
+    (code,) = re.findall(r"```python\n(.*?)```", RECIPES[recipe], flags=re.DOTALL)
+    return code
+
+
+def test_there_are_four():
+    assert list(RECIPES) == ["Add a reward", "Add a family", "Add a chunker", "Change the clip"]
+
+
+@pytest.mark.parametrize("recipe", ["Add a family", "Add a chunker", "Change the clip"])
+def test_code_of_a_recipe_runs(recipe, tmp_path):
+    done = subprocess.run([sys.executable, "-c", code_of(recipe)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if recipe == "Add a chunker":
+        assert f"chunks={done.stdout.strip()}`" in RECIPES[recipe]
+
+
+def test_a_new_reward_is_trained_on(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(code_of("Add a reward"))
+    (words,) = re.findall(r"`chunk-grpo (train [^`]+)`", RECIPES["Add a reward"])
+    run(*words.split(), "iterations=1", "--out", tmp_path / "run", "--no-report", PYTHONPATH=tmp_path)
+    assert "redness" in (tmp_path / "run/run.json").read_text()
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_the_page_to_open_is_found_from_the_index_in_one_step(recipe):
+    page = re.search(r"On the page \[\w+\]\((nbs/[^)]+)\)", RECIPES[recipe]).group(1)
+    assert f"]({page.removeprefix('nbs/')})" in "".join((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))

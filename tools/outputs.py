@@ -1,0 +1,129 @@
+"""Keep the outputs of every page of the book: run the pages whose code changed after their outputs were made.
+
+    python tools/outputs.py [--all] [PAGE ...]      run what is stale (or all, or these pages) and keep text and figures
+    python tools/outputs.py --check                 write nothing; name the stale pages and exit with 1 if there are any
+
+A page's metadata hold `outputs_of`, the hash of the code that its outputs came from. Cells marked `#| hide`,
+`#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none; warnings and widgets are not kept.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT = 200_000  # bytes of a page with its outputs
+KEPT = ("text/plain", "text/html", "text/markdown", "image/png", "image/svg+xml")
+SKIPPED = {"eval: false", "notest", "slow", "gpu"}
+
+
+def book() -> list[Path]:
+    "The pages that keep their outputs: all but the reports, which papermill runs."
+    pages = [*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), *(ROOT / "nbs/findings").glob("*.ipynb"), ROOT / "nbs/index.ipynb"]
+    return sorted(pages)
+
+
+def directives(cell: NotebookNode) -> set[str]:
+    "What stands behind `#|` in a cell."
+    return set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
+
+
+def code_hash(notebook: NotebookNode) -> str:
+    "The hash of a page's code cells, in their order."
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def is_stale(page: Path) -> bool:
+    "Whether a page's code is not the code that its outputs came from."
+    notebook = nbformat.read(page, as_version=4)
+    return notebook.metadata.get("outputs_of") != code_hash(notebook)
+
+
+def kept_output(output: NotebookNode) -> NotebookNode | None:
+    "An output as it is kept, or None."
+    if output.output_type == "stream":
+        return output if output.name == "stdout" else None
+    if output.output_type == "error":
+        return output
+    if any("widget" in kind for kind in output.data):
+        output.data.pop("text/plain", None)
+    output.data = NotebookNode({kind: value for kind, value in output.data.items() if kind in KEPT})
+    if "image/png" in output.data:
+        output.data.pop("text/plain", None)
+    if not output.data:
+        return None
+    output.metadata = NotebookNode()
+    return output
+
+
+def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    "Outputs with neighbouring pieces of the same stream as one."
+    found: list[NotebookNode] = []
+    for output in outputs:
+        if found and output.output_type == "stream" == found[-1].output_type:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
+
+
+def renew(page: Path) -> None:
+    "Run a page in a kernel of its own and keep what its cells show."
+    notebook = nbformat.read(page, as_version=4)
+    run = nbformat.v4.new_notebook()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not SKIPPED & directives(cell)]
+    run.cells = [nbformat.v4.new_code_cell(cell.source) for cell in cells]
+    resources = {"metadata": {"path": str(page.parent)}}
+    quiet = ["--log-level=40"]
+    NotebookClient(run, timeout=900, kernel_name="python3", resources=resources, extra_arguments=quiet).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    for cell, done in zip(cells, run.cells, strict=True):
+        if "hide" not in directives(cell):
+            cell.outputs = joined([output for output in map(kept_output, done.outputs) if output is not None])
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = None
+    notebook.metadata["outputs_of"] = code_hash(notebook)
+    text = nbformat.writes(notebook)
+    if len(text.encode()) > LIMIT:
+        raise SystemExit(f"{page.relative_to(ROOT)} has {len(text.encode()):,} bytes with its outputs; "
+                         f"allowed are {LIMIT:,}: smaller figures or fewer of them are needed")
+    nbformat.write(notebook, page)
+    print(f"kept the outputs of {page.relative_to(ROOT)}", flush=True)
+
+
+def main() -> int:
+    "Renew or check."
+    words = sys.argv[1:]
+    named = [Path(word).resolve() for word in words if not word.startswith("-")]
+    if len(named) == 1 and "--one" in words:
+        renew(named[0])
+        return 0
+    pages = named or [page for page in book() if "--all" in words or is_stale(page)]
+    if "--check" in words:
+        for page in pages:
+            print(f"{page.relative_to(ROOT)}: its code changed after its outputs were made")
+        return int(bool(pages))
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    command = [sys.executable, __file__, "--one"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a process a page: each has a kernel of its own to wait for
+        codes = list(pool.map(lambda page: subprocess.run([*command, page], env=environment).returncode, pages))
+    failed = [str(page.relative_to(ROOT)) for page, code in zip(pages, codes, strict=True) if code]
+    if failed:
+        print(f"no outputs were made of {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
