@@ -125,7 +125,7 @@ def stand_in(tmp_path, monkeypatch):
     both = [hosts.Hosts(nodes=2, processes=1, rendezvous="here:1", node=node) for node in (0, 1)]
 
     def train(node):
-        with pytest.raises((InputError, runs.TrainingFailed, KeyboardInterrupt)) as caught:
+        with pytest.raises((InputError, launch.TrainingFailed, KeyboardInterrupt)) as caught:
             runs.train(s, tmp_path / "run", hosts=both[node])
         ended[node] = caught.value
 
@@ -145,7 +145,7 @@ def stand_in(tmp_path, monkeypatch):
 def test_an_interrupt_on_one_machine_ends_both(stand_in, tmp_path):
     "Ctrl-C where machine 1 is."
     zero, one = stand_in("time.sleep(600)", "time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)")
-    assert isinstance(one, KeyboardInterrupt) and isinstance(zero, runs.TrainingFailed)
+    assert isinstance(one, KeyboardInterrupt) and isinstance(zero, launch.TrainingFailed)
     note = json.loads((tmp_path / "run" / "run.json").read_text())
     assert note["status"] == "interrupted" and "train-1.log): it was interrupted" in note["error"]
     assert not run_folder.is_training(tmp_path / "run")
@@ -184,7 +184,7 @@ JOB = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8", "FIR
 def test_examples_load(file):
     found = hosts.load_hosts(file, JOB, "gpu-b")
     assert (found.nodes, found.node, found.processes, hosts.rendezvous_address(found)) == (2, 1, 8, ("gpu-a", 29500))
-    settings.check_processes(settings.load_settings("paper/chunk"), found.total)
+    settings.check_processes(settings.load_settings("paper/chunk"), found.world_size)
     assert f"hosts/{file.stem}" not in settings.list_presets()
 
 

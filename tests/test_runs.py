@@ -56,7 +56,7 @@ note(status='finished')
 def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):
     trainer(LINES)
     seen, out = [], tmp_path / "run"
-    assert runs.train(settings, out, follow=lambda line, s: seen.append(line["iteration"])) == out
+    assert runs.train(settings, out, on_log=lambda line, s: seen.append(line["iteration"])) == out
     assert seen == [0, 1, 2, 3]
     note = run_folder.read_run_info(out)
     assert note["status"] == "finished" and run_folder.read_run_settings(out) == settings
@@ -121,7 +121,7 @@ def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, 
         runs.train(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     trainer(LINES.replace("note(status='finished')", "raise MemoryError('too large')"))
-    with pytest.raises(runs.TrainingFailed, match="MemoryError: too large; the log is .*train.log"):
+    with pytest.raises(launch.TrainingFailed, match="MemoryError: too large; the log is .*train.log"):
         runs.train(settings, tmp_path / "run")
     note = run_folder.read_run_info(tmp_path / "run")
     assert (note["status"], note["error"]) == ("failed", "MemoryError: too large")
@@ -132,7 +132,7 @@ def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, 
 
 def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
     trainer("note(status='running'); os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(runs.TrainingFailed, match="it was killed by SIGKILL"):
+    with pytest.raises(launch.TrainingFailed, match="it was killed by SIGKILL"):
         runs.train(settings, tmp_path / "run")
 
 
