@@ -111,7 +111,7 @@ class UpdateBatch:
     batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor a forward
     whole: bool  # every item lies within one batch
     weight: Tensor | None = None  # (N,) of each item in the objective; None: 1
-    idle_forwards: int = 0  # forwards that count for nothing: where weights lie in parts, all processes take part in each
+    idle_forwards: int = 0  # forwards that count for nothing: all processes with parts of the weights need as many
 
 # %% ../../nbs/07_training/02_update.ipynb #d60b1160
 def build_update_batch(
@@ -230,7 +230,7 @@ def batch_loss(
     loss = -(coefficients(part, logp.detach()) * logp).sum()
     if kl is None:
         return loss, logp.detach(), 0.0
-    share = 1 / (item_sizes(work.segment)[work.segment[part]] * len(work.owner))  # of a transition in the mean over items
+    share = 1 / (item_sizes(work.segment)[work.segment[part]] * len(work.owner))  # of a transition, in the items' mean
     kl = (share.to(kl) * kl).sum()
     return loss + beta * kl, logp.detach(), kl.detach()
 
