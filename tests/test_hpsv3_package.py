@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from chunk_grpo import InputError
-from chunk_grpo.reward_serving import environments
-from chunk_grpo.rewards import rewards
+from chunk_grpo.reward_serving import environments, placement
+from chunk_grpo.rewards import hpsv3, rewards
 
 pytestmark = pytest.mark.package
 
@@ -28,7 +28,7 @@ def both(tmp_path_factory):
               "deepspeed": None, "bf16": False, "torch_dtype": "float32"}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(yaml.safe_load(own.read_text()) | chosen))
     files = {"checkpoint": str(weights / "HPSv3.safetensors"), "config": str(folder / "tiny.yaml")}
-    package = rewards.load_reward("hpsv3", backend="package", device="cpu", **files)
+    package = placement.load_placed_reward("hpsv3", backend="package", device="cpu", **files)
     yield package, rewards.load_reward("hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu")
     package.close()
 
@@ -58,13 +58,13 @@ def test_positions_by_rows_and_columns_would_not_agree(both, asked, theirs):
     "M-RoPE positions, which a newer transformers computes by itself, are not those that HPSv3 was trained with."
     thin = both[1]
     images, prompts = (part[:3] for part in asked)
-    inputs = thin.inputs(images, prompts)
+    inputs = hpsv3.build_hpsv3_inputs(thin.tokenizer, images, prompts, thin.device, thin.dtype)
     kinds = (inputs["input_ids"] == thin.model.config.image_token_id).int()
     places, _ = thin.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=kinds,
                                           image_grid_thw=inputs["image_grid_thw"],
                                           attention_mask=inputs["attention_mask"])
     with torch.inference_mode():
-        placed = thin.read(inputs | {"position_ids": places})[:, 0]
+        placed = thin.predict_rewards(inputs | {"position_ids": places})[:, 0]
     assert (placed - theirs[:3]).abs().min() > 1e-3
 
 

@@ -9,54 +9,40 @@ __all__ = ['CLIP_WEIGHT_FILES', 'CLIP_MODEL_ID', 'PICKSCORE_MODEL_ID', 'PICKSCOR
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7122e76c
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, CLIPModel, PreTrainedTokenizerBase
+from transformers import CLIPModel, PreTrainedTokenizerBase
 
 from .. import InputError
 from . import scorers
-from .images import ImageTransform, Images, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, transform_images
-from .scorers import locate_hub_file, missing_file_error, resolve_device, score_in_batches
+from .images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, Images, ImageTransform, transform_images
+from .scorers import load_tokenizer, locate_hub_file, missing_file_error, resolve_device
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
-class CLIPScorer:
-    "A CLIP with its tokenizer and frame: (images, prompts) -> scaled cosines."
+class CLIPScorer(scorers.ModelScorer):
+    "A CLIP with its tokenizer and transform: scaled cosines."
 
     model: CLIPModel
-    tokenizer: PreTrainedTokenizerBase
-    frame: ImageTransform
+    transform: ImageTransform
     scale: float  # what the cosine is multiplied with
-    device: torch.device
-    dtype: torch.dtype
-    batch_size: int
 
-    def __call__(
+    def score_batch(
         self,
         images: Images,
-        prompts: Sequence[str],  # one an image
-    ) -> Tensor:  # (B,), float32, on the CPU
-        "The scores; what is longer than the model's positions (77 tokens) is cut off a prompt."
-        return score_in_batches(self.batch, images, prompts, self.batch_size)
-
-    def batch(
-        self,
-        images: Images,
-        prompts: list[str],
+        prompts: list[str],  # what is longer than the model's positions (77 tokens) is cut off
     ) -> Tensor:  # (b,)
         "Scores of one batch; a prompt that comes several times is read once."
         unique = list(dict.fromkeys(prompts))
         length = self.model.config.text_config.max_position_embeddings
         words = self.tokenizer(unique, padding=True, truncation=True, max_length=length, return_tensors="pt")
-        text = self.model.get_text_features(
-            input_ids=words.input_ids.to(self.device), attention_mask=words.attention_mask.to(self.device)
-        ).pooler_output.float()
-        x = transform_images(images, self.frame, self.device).to(self.dtype)
+        words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        text = self.model.get_text_features(**words).pooler_output.float()
+        x = transform_images(images, self.transform, self.device).to(self.dtype)
         picture = self.model.get_image_features(pixel_values=x).pooler_output.float()
         rows = [unique.index(prompt) for prompt in prompts]
         return self.scale * F.cosine_similarity(picture, text[rows])
@@ -66,7 +52,7 @@ def transform_from_config(
     config: dict,  # what preprocessor_config.json says
     side: int,  # pixels that the model's positions are for
 ) -> ImageTransform:
-    "The frame of a checkpoint; InputError for one that is not a shorter side and a middle square."
+    "The transform of a checkpoint; InputError for one that is not a shorter side and a middle square."
     size, cut = config.get("size", side), config.get("crop_size", side)
     short = size.get("shortest_edge") if isinstance(size, dict) else size
     square = cut if isinstance(cut, int) else cut.get("height")
@@ -75,20 +61,12 @@ def transform_from_config(
         raise InputError(f"processor: preprocessor_config.json has size {size}, crop_size {cut} and resample "
                          f"{config.get('resample', 3)}; allowed are a bicubic resize of the shorter side and a middle "
                          f"square of {side} pixels.")
-    return ImageTransform(
-        short,
-        square,
-        tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
-        tuple(config.get("image_std", OPENAI_CLIP_STD)),
-    )
+    return ImageTransform(short, square, tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
+                          tuple(config.get("image_std", OPENAI_CLIP_STD)))
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7c0f7734
-CLIP_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+CLIP_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+                     "pytorch_model.bin.index.json")
 
 
 def load_clip_model(
@@ -111,27 +89,23 @@ def load_clip_model(
                          f"allowed are weights as the hub's {default} has them.")
     return model.eval().requires_grad_(False)
 
-
+# %% ../../nbs/04_rewards/03_clip_score.ipynb #8617390c
 def load_clip_processor(
     processor: str,  # a folder or hub id
     default: str,
 ) -> tuple[PreTrainedTokenizerBase, dict]:  # and what preprocessor_config.json says
-    "The tokenizer and the frame's numbers; InputError where a file is missing."
+    "The tokenizer and the transform's numbers; InputError where a file is missing."
     config = json.loads(locate_hub_file("processor", processor, "preprocessor_config.json", default).read_text())
-    try:
-        return AutoTokenizer.from_pretrained(processor), config
-    except OSError:
-        raise missing_file_error("processor", processor, "tokenizer.json", default) from None
+    return load_tokenizer("processor", processor, default), config
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #47c9d3d3
-CLIP_MODEL_ID, PICKSCORE_MODEL_ID = "openai/clip-vit-large-patch14", "yuvalkirstain/PickScore_v1"
-PICKSCORE_PROCESSOR_ID = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+CLIP_MODEL_ID = "openai/clip-vit-large-patch14"
 
 
 def load_clip_score(
     weights: str = CLIP_MODEL_ID,  # a folder or hub id of a CLIP in transformers' layout
     scale: float = 1.0,  # what the cosine is multiplied with
-    processor: str | None = None,  # a folder or hub id with tokenizer and frame; None: as the weights
+    processor: str | None = None,  # a folder or hub id with tokenizer and transform; None: as the weights
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images at once
@@ -142,13 +116,16 @@ def load_clip_score(
         raise InputError(f"scale: got {scale!r}, allowed is a number above 0.")
     tokenizer, config = load_clip_processor(str(processor or weights), CLIP_MODEL_ID)
     model = load_clip_model(str(weights), CLIP_MODEL_ID, kind).to(where)
-    frame = transform_from_config(config, model.config.vision_config.image_size)
-    return CLIPScorer(model, tokenizer, frame, scale, where, kind, batch_size)
+    transform = transform_from_config(config, model.config.vision_config.image_size)
+    return CLIPScorer(tokenizer, where, kind, batch_size, model, transform, scale)
+
+# %% ../../nbs/04_rewards/03_clip_score.ipynb #ce31e7c1
+PICKSCORE_MODEL_ID, PICKSCORE_PROCESSOR_ID = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 def load_pickscore(
     weights: str = PICKSCORE_MODEL_ID,  # a folder or hub id
-    processor: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else PICK_PROCESSOR
+    processor: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else the CLIP's
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images at once
@@ -156,12 +133,11 @@ def load_pickscore(
     "PickScore on its raw scale; InputError where files or options are wrong."
     where, kind = resolve_device(device, dtype, batch_size)
     beside = (Path(weights) / "tokenizer_config.json").is_file()
-    tokenizer, config = load_clip_processor(
-        str(processor or (weights if beside else PICKSCORE_PROCESSOR_ID)), PICKSCORE_PROCESSOR_ID
-    )
+    processor = str(processor or (weights if beside else PICKSCORE_PROCESSOR_ID))
+    tokenizer, config = load_clip_processor(processor, PICKSCORE_PROCESSOR_ID)
     model = load_clip_model(str(weights), PICKSCORE_MODEL_ID, kind).to(where)
-    frame = transform_from_config(config, model.config.vision_config.image_size)
-    return CLIPScorer(model, tokenizer, frame, model.logit_scale.exp().item(), where, kind, batch_size)
+    transform = transform_from_config(config, model.config.vision_config.image_size)
+    return CLIPScorer(tokenizer, where, kind, batch_size, model, transform, model.logit_scale.exp().item())
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #a04cc486
 def check_clip_score(

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import InputError
 
 # %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #06e91159
-# The texts QUALITY, ALIGNMENT and ENDING are from hpsv3 1.0.0, under this notice:
+# The instruction (QUALITY_INSTRUCTION, ALIGNMENT_INSTRUCTION, INSTRUCTION_ENDING) is from hpsv3 1.0.0:
 #
 # MIT License
 #
@@ -41,6 +41,8 @@ from .. import InputError
 # LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
 # OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
 # SOFTWARE.
+
+# %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #69175f42
 QUALITY_INSTRUCTION = (
     "\n"
     "You are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a "
@@ -90,24 +92,16 @@ INSTRUCTION_ENDING = "\nPlease provide the overall ratings of this image: <|Rewa
 
 # %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #eb4d030a
 INSTRUCTION_SHA256 = "f6ee57479d4e9eee76b49c00dc962e1e696a5a2b3cc32cebd9b1fa76fe27502c"  # of the three texts together
-REWARD_TOKEN, IMAGE_TOKEN = (
-    "<|Reward|>",
-    "<|image_pad|>",
-)  # the token that is scored; the token that stands for the picture
+REWARD_TOKEN, IMAGE_TOKEN = "<|Reward|>", "<|image_pad|>"  # the token that is scored; one for the whole picture
 
 
 def format_hpsv3_chat(
     prompt: str,
-) -> str:  # with one PICTURE for the whole picture and one MARK
+) -> str:  # with one `IMAGE_TOKEN` for the whole picture and one `REWARD_TOKEN`
     "The chat that HPSv3 gets, in the template of Qwen2-VL."
     question = (QUALITY_INSTRUCTION + ALIGNMENT_INSTRUCTION).replace("{text_prompt}", prompt) + INSTRUCTION_ENDING
-    return (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
-        + IMAGE_TOKEN
-        + "<|vision_end|>"
-        + question
-        + "<|im_end|>\n<|im_start|>assistant\n"
-    )
+    return ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+            f"{IMAGE_TOKEN}<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n")
 
 # %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #db9476bd
 def check_special_tokens(
@@ -128,7 +122,7 @@ IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pix
 def smart_resize(
     height: int,
     width: int,
-) -> tuple[int, int]:  # height, width; multiples of UNIT
+) -> tuple[int, int]:  # height, width; multiples of `IMAGE_FACTOR`
     "The size that a picture is resized to; InputError for a strip of more than 200 to 1."
     if max(height, width) > 200 * min(height, width):
         raise InputError(f"images: one of {width} x {height} pixels came; allowed are sides of at most 200 to 1.")
@@ -146,7 +140,7 @@ PATCH_SIZE = IMAGE_FACTOR // 2  # pixels of a patch's side
 
 
 def patchify_image(
-    x: Tensor,  # (1, 3, H, W), normalised; H and W multiples of UNIT
+    x: Tensor,  # (1, 3, H, W), normalised; H and W multiples of `IMAGE_FACTOR`
 ) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14); the grid: 1, rows, columns
     "A picture as rows of patches, in the order of the vision tower."
     rows, columns = x.shape[-2] // IMAGE_FACTOR, x.shape[-1] // IMAGE_FACTOR

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['KEY_REPLACEMENTS', 'SCORE_MEAN', 'SCORE_STD', 'MAX_PROMPT_TOKENS', 'IMAGEREWARD_MODEL_ID', 'BERT_TOKENIZER_ID',
-           'rename_imagereward_key', 'converted_path', 'convert_to_safetensors', 'build_vision', 'build_text',
-           'build_head', 'ImageReward', 'load_imagereward', 'check_imagereward']
+           'rename_imagereward_key', 'converted_path', 'read_imagereward_pickle', 'convert_to_safetensors',
+           'build_vision', 'build_text', 'build_head', 'ImageReward', 'build_imagereward', 'load_imagereward',
+           'check_imagereward']
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #df82a732
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,19 +19,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, BlipTextConfig, BlipVisionConfig, BlipVisionModel, PreTrainedTokenizerBase
+from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from .. import InputError
 from . import scorers
-from .images import ImageTransform, Images, transform_images
-from .scorers import locate_hub_file, missing_file_error, resolve_device, score_in_batches
+from .images import Images, ImageTransform, transform_images
+from .scorers import load_tokenizer, locate_hub_file, misfitting_key, resolve_device
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #56728199
 KEY_REPLACEMENTS = (("cls_token", "embeddings.class_embedding"), ("pos_embed", "embeddings.position_embedding"),
-         ("patch_embed.proj.", "embeddings.patch_embedding."), ("blocks.", "encoder.layers."),
-         (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."),
-         (".attn.qkv.", ".self_attn.qkv."), (".attn.proj.", ".self_attn.projection."))
+                    ("patch_embed.proj.", "embeddings.patch_embedding."), ("blocks.", "encoder.layers."),
+                    (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."),
+                    (".attn.qkv.", ".self_attn.qkv."), (".attn.proj.", ".self_attn.projection."))
 
 
 def rename_imagereward_key(
@@ -58,17 +58,11 @@ def converted_path(
     name = hashlib.sha256(str(pt.resolve()).encode()).hexdigest()[:16]
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo") / f"imagereward-{name}.safetensors"
 
-
-def convert_to_safetensors(
+# %% ../../nbs/04_rewards/04_image_reward.ipynb #2dfc10ad
+def read_imagereward_pickle(
     pt: Path,  # ImageReward.pt
-) -> Path:  # the safetensors file
-    "The weights as safetensors, written on the first call; InputError for a file that holds more than tensors."
-    out, stat = converted_path(pt), pt.stat()
-    made_from = {"bytes": str(stat.st_size), "modified": str(stat.st_mtime_ns)}
-    if out.is_file():
-        with safe_open(out, "pt") as file:
-            if file.metadata() == made_from:
-                return out
+) -> dict[str, Tensor]:  # float32, under the names of here
+    "The weights of the published file; InputError for one that holds more than tensors, or no ImageReward."
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
     except Exception as error:  # reading a damaged pickle can raise anything
@@ -80,6 +74,20 @@ def convert_to_safetensors(
     tensors = {key: value.float().contiguous() for key, value in named.items() if key}
     if not any(key.startswith("vision.") for key in tensors) or not any(key.startswith("mlp.") for key in tensors):
         raise InputError(f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward.")
+    return tensors
+
+# %% ../../nbs/04_rewards/04_image_reward.ipynb #60d46e4a
+def convert_to_safetensors(
+    pt: Path,  # ImageReward.pt
+) -> Path:  # the safetensors file
+    "The weights as safetensors, written on the first call; InputError for a file that holds no ImageReward."
+    out, stat = converted_path(pt), pt.stat()
+    made_from = {"bytes": str(stat.st_size), "modified": str(stat.st_mtime_ns)}
+    if out.is_file():
+        with safe_open(out, "pt") as file:
+            if file.metadata() == made_from:
+                return out
+    tensors = read_imagereward_pickle(pt)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     save_file(tensors, temporary, metadata=made_from)
@@ -101,7 +109,7 @@ def build_vision(
     )
     return BlipVisionModel(config)
 
-
+# %% ../../nbs/04_rewards/04_image_reward.ipynb #eb2ae314
 def build_text(
     config: dict,  # med_config.json
 ) -> BlipTextModel:
@@ -112,7 +120,7 @@ def build_text(
     return BlipTextModel(BlipTextConfig(**sizes, encoder_hidden_size=config["encoder_width"], is_decoder=True),
                          add_pooling_layer=False)
 
-
+# %% ../../nbs/04_rewards/04_image_reward.ipynb #56d0fc03
 def build_head(
     tensors: dict[str, Tensor],  # names without `mlp.`: 0.weight, 0.bias, 2.weight ...
 ) -> nn.Sequential:
@@ -130,47 +138,47 @@ MAX_PROMPT_TOKENS = 35  # longest prompt; what is longer is cut off
 
 
 @dataclass(frozen=True)
-class ImageReward:
-    "BLIP with a head: (images, prompts) -> scores."
+class ImageReward(scorers.ModelScorer):
+    "BLIP with a head."
 
     vision: BlipVisionModel
     text: BlipTextModel
     head: nn.Sequential
-    tokenizer: PreTrainedTokenizerBase
-    frame: ImageTransform
-    device: torch.device
-    dtype: torch.dtype
-    batch_size: int
+    transform: ImageTransform
 
-    def __call__(
-        self,
-        images: Images,
-        prompts: Sequence[str],  # one an image
-    ) -> Tensor:  # (B,), float32, on the CPU
-        "The scores; a prompt's end beyond 35 tokens is not read."
-        return score_in_batches(self.batch, images, prompts, self.batch_size)
-
-    def batch(
-        self,
-        images: Images,
-        prompts: list[str],
-    ) -> Tensor:  # (b,)
-        "Scores of one batch."
-        words = self.tokenizer(
-            prompts, padding="max_length", truncation=True, max_length=MAX_PROMPT_TOKENS, return_tensors="pt"
-        )
-        x = transform_images(images, self.frame, self.device).to(self.dtype)
+    def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
+        "Scores of one batch; a prompt's end beyond 35 tokens is not read."
+        words = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=MAX_PROMPT_TOKENS,
+                               return_tensors="pt")
+        words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        x = transform_images(images, self.transform, self.device).to(self.dtype)
         picture = self.vision(pixel_values=x).last_hidden_state
-        state = self.text(
-            input_ids=words.input_ids.to(self.device), attention_mask=words.attention_mask.to(self.device),
-            encoder_hidden_states=picture,
-        ).last_hidden_state[:, 0]
+        state = self.text(**words, encoder_hidden_states=picture).last_hidden_state[:, 0]
         return (self.head(state.float())[:, 0] - SCORE_MEAN) / SCORE_STD
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #f9196fac
 IMAGEREWARD_MODEL_ID, BERT_TOKENIZER_ID = "THUDM/ImageReward", "bert-base-uncased"
 
 
+def build_imagereward(
+    file: Path,  # the converted weights
+    config: dict,  # med_config.json
+) -> tuple[BlipVisionModel, BlipTextModel, nn.Sequential]:
+    "The three models with their weights; InputError where weights and configuration do not fit."
+    with safe_open(file, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    parts = {name: {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+             for name in ("vision.", "text.", "mlp.")}
+    models = build_vision(parts["vision."]), build_text(config), build_head(parts["mlp."])
+    for model, (name, part) in zip(models, parts.items(), strict=True):
+        wrong = misfitting_key(model.state_dict(), part)
+        if wrong:
+            raise InputError(f"weights: ImageReward.pt does not fit med_config.json at {name}{wrong}; allowed are "
+                             f"the two files of the hub's {IMAGEREWARD_MODEL_ID}.")
+        model.load_state_dict(part)
+    return models
+
+# %% ../../nbs/04_rewards/04_image_reward.ipynb #34ea9498
 def load_imagereward(
     weights: str = IMAGEREWARD_MODEL_ID,  # a folder or hub id with ImageReward.pt and med_config.json
     tokenizer: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else bert-base-uncased
@@ -184,26 +192,11 @@ def load_imagereward(
     file = convert_to_safetensors(locate_hub_file("weights", weights, "ImageReward.pt", IMAGEREWARD_MODEL_ID))
     beside = (Path(weights) / "vocab.txt").is_file()
     words = str(tokenizer or (weights if beside else BERT_TOKENIZER_ID))
-    try:
-        bert = AutoTokenizer.from_pretrained(words)
-    except (OSError, ValueError):
-        raise missing_file_error("tokenizer", words, "tokenizer.json", BERT_TOKENIZER_ID) from None
-    with safe_open(file, "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    parts = {name: {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
-             for name in ("vision.", "text.", "mlp.")}
-    models = [build_vision(parts["vision."]), build_text(config), build_head(parts["mlp."])]
-    for model, (name, part) in zip(models, parts.items(), strict=True):
-        shapes = {key: value.shape for key, value in model.state_dict().items()}
-        names = shapes.keys() | part.keys()
-        wrong = sorted(key for key in names if key not in part or shapes.get(key) != part[key].shape)
-        if wrong:
-            raise InputError(f"weights: ImageReward.pt does not fit med_config.json at {name}{wrong[0]}; allowed are "
-                             f"the two files of the hub's {IMAGEREWARD_MODEL_ID}.")
-        model.load_state_dict(part)
+    bert = load_tokenizer("tokenizer", words, BERT_TOKENIZER_ID)
+    models = build_imagereward(file, config)
     vision, text, head = (model.eval().requires_grad_(False).to(where) for model in models)
-    frame = ImageTransform(vision.config.image_size, vision.config.image_size, even=True)
-    return ImageReward(vision.to(kind), text.to(kind), head, bert, frame, where, kind, batch_size)
+    transform = ImageTransform(vision.config.image_size, vision.config.image_size, even=True)
+    return ImageReward(bert, where, kind, batch_size, vision.to(kind), text.to(kind), head, transform)
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #76a28c9c
 def check_imagereward(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REWARD_LOADERS', 'PLACEMENT_OPTIONS', 'incompressibility', 'compressibility', 'import_callable',
-           'check_reward_options', 'load_reward', 'score_images', 'combine_rewards', 'FileSizeReward',
-           'load_file_size_reward']
+           'check_reward_options', 'refuse_placement', 'load_reward', 'check_scores', 'score_images', 'combine_rewards',
+           'jpeg_kilobytes', 'FileSizeReward', 'load_file_size_reward']
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
 import functools
@@ -66,30 +66,34 @@ def check_reward_options(
         raise InputError(f"reward: {name} cannot be loaded with the options {options} ({error}); allowed are "
                          f"{', '.join(allowed[given:]) or 'none'}.") from None
 
-
-PLACEMENT_OPTIONS = (
-    "url",
-    "environment",
-    "worker",
-)  # options that say where a reward runs (notebook reward_serving/placement)
+# %% ../../nbs/04_rewards/00_rewards.ipynb #c68ba1bb
+PLACEMENT_OPTIONS = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
 
 
+def refuse_placement(
+    name: str,  # the reward's name
+    options: dict,
+) -> None:
+    "InputError for an option that says where the reward runs."
+    placed = [key for key in options if key in PLACEMENT_OPTIONS or (name, key) == ("hpsv3", "backend")]
+    if placed:
+        raise InputError(f"reward: the option {placed[0]!r} says where {name} runs and is none of its own; allowed is "
+                         "it in the setting `reward_options`, or in `reward_serving.placement.load_placed_reward`.")
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #8d00bcc1
 def load_reward(
-    name: str,  # one of NAMES, or "package.module:function"
-    **options,  # given to the loader, the class or the function; with PLACES or hpsv3's `backend` the reward runs there
+    name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
+    **options,  # given to the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name; InputError where there is none of that name, or where an option is not one of its own."
-    if any(options.get(key) for key in PLACEMENT_OPTIONS) or (name == "hpsv3" and "backend" in options):
-        from chunk_grpo.reward_serving import placement  # builds on this module
-
-        return placement.load_placed_reward(name, **options)
+    refuse_placement(name, options)
     if name in REWARD_LOADERS:
-        check_reward_options(name, import_callable(REWARD_LOADERS[name]), options)
-        return import_callable(REWARD_LOADERS[name])(**options)
+        loader = import_callable(REWARD_LOADERS[name])
+        check_reward_options(name, loader, options)
+        return loader(**options)
     if ":" not in name:
-        raise InputError(
-            f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or package.module:function."
-        )
+        raise InputError(f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or "
+                         "package.module:function.")
     found = import_callable(name)
     if inspect.isclass(found):
         check_reward_options(name, found, options)
@@ -98,6 +102,22 @@ def load_reward(
     return functools.partial(found, **options) if options else found
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f2d364f5
+def check_scores(
+    name: str,  # the reward's name, for the error's sentence
+    scores: Tensor,  # what it returned for the prompts
+    prompts: list[str],
+) -> Tensor:  # the scores
+    "The scores; InputError where there is not one finite number an image."
+    if scores.shape != (len(prompts),):
+        raise InputError(f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(prompts)} images; "
+                         f"allowed is one score an image, shape ({len(prompts)},).")
+    if not torch.isfinite(scores).all():
+        bad = int((~torch.isfinite(scores)).nonzero()[0])
+        raise InputError(f"reward: {name} returned {scores[bad].item()} for the prompt {prompts[bad]!r}; "
+                         "allowed are finite numbers.")
+    return scores
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
 @torch.inference_mode()
 def score_images(
     name: str,  # the reward's name, for the error's sentence
@@ -113,18 +133,7 @@ def score_images(
     for low in range(0, len(prompts), batch):
         given = prompts[low : low + batch]
         scores = torch.as_tensor(reward(images[low : low + batch], given), dtype=torch.float32).cpu()
-        if scores.shape != (len(given),):
-            raise InputError(
-                f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} images; "
-                f"allowed is one score an image, shape ({len(given)},)."
-            )
-        if not torch.isfinite(scores).all():
-            bad = int((~torch.isfinite(scores)).nonzero()[0])
-            raise InputError(
-                f"reward: {name} returned {scores[bad].item()} for the prompt {given[bad]!r}; "
-                "allowed are finite numbers."
-            )
-        parts.append(scores)
+        parts.append(check_scores(name, scores, given))
     return torch.cat(parts).clone()
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4d09ff53
@@ -142,6 +151,16 @@ def combine_rewards(
     return total
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #6fe5d5c5
+def jpeg_kilobytes(
+    image: Image.Image,
+    quality: int,  # of JPEG, 1 ... 95
+) -> float:  # kilobytes (1,000 bytes)
+    "The size of an image as a JPEG file."
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "JPEG", quality=quality)
+    return file.tell() / 1000
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
 @dataclass(frozen=True)
 class FileSizeReward:
     "Kilobytes of an image as JPEG, times a sign."
@@ -153,19 +172,14 @@ class FileSizeReward:
         self,
         images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL
         prompts: Sequence[str],  # one an image; not looked at
-    ) -> Tensor:  # (B,) float32, kilobytes (1,000 bytes)
+    ) -> Tensor:  # (B,) float32, kilobytes
         "The signed sizes."
         if isinstance(images, Tensor):
             pixels = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
             images = [Image.fromarray(x) for x in pixels]
-        sizes = []
-        for image in images:
-            file = io.BytesIO()
-            image.convert("RGB").save(file, "JPEG", quality=self.quality)
-            sizes.append(self.sign * file.tell() / 1000)
-        return torch.tensor(sizes)
+        return torch.tensor([self.sign * jpeg_kilobytes(image, self.quality) for image in images])
 
-
+# %% ../../nbs/04_rewards/00_rewards.ipynb #8731ada7
 def load_file_size_reward(
     sign: int,  # 1 or -1
     quality: int = 95,  # of JPEG, 1 ... 95
@@ -176,7 +190,5 @@ def load_file_size_reward(
     return FileSizeReward(sign, quality)
 
 
-incompressibility, compressibility = (
-    functools.partial(load_file_size_reward, 1),
-    functools.partial(load_file_size_reward, -1),
-)
+incompressibility = functools.partial(load_file_size_reward, 1)
+compressibility = functools.partial(load_file_size_reward, -1)

@@ -11,11 +11,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import released  # noqa: E402
 
-from chunk_grpo import rewards  # noqa: E402
+from chunk_grpo.rewards import rewards  # noqa: E402
 
 
 def stored(home: Path) -> dict[str, dict]:
-    "The checkpoints, written into a folder: the options of `rewards.load` by name."
+    "The checkpoints, written into a folder: the options of `rewards.load_reward` by name."
     hps = released.hpsv3(home / "hpsv3")
     places = {"clip": {"weights": released.clip(home / "clip", 0)},
               "pickscore": {"weights": released.clip(home / "pick", 1)},
@@ -33,6 +33,6 @@ def asked() -> tuple[list, list[str]]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:
         places = stored(Path(home))
-        scores = {name: rewards.load(name, **options)(*asked()).tolist() for name, options in places.items()}
+        scores = {name: rewards.load_reward(name, **options)(*asked()).tolist() for name, options in places.items()}
     (HERE / "scorers.json").write_text(json.dumps(scores, indent=1) + "\n")
     print(json.dumps(scores, indent=1))
