@@ -76,7 +76,7 @@ def describe_field(
         return "text that is not empty"
     return " ".join([TYPE_WORDS[field.annotation], " and ".join(limits)]).strip()
 
-# %% ../../nbs/02_core/03_fields.ipynb #93449f95
+# %% ../../nbs/02_core/03_fields.ipynb #0b0851d7
 def format_value(
     value, # what came
 ) -> str:
@@ -87,7 +87,7 @@ def format_value(
     text = f"the text {value!r}" if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= 80 else text[:77] + "..."
 
-
+# %% ../../nbs/02_core/03_fields.ipynb #d42dfda5
 def unknown_setting_message(
     model: type[BaseModel],
     name: str, # a name that is no field of it

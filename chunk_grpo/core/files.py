@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['atomic_write', 'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line']
 
-# %% ../../nbs/02_core/00_files.ipynb #884b3d41
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from safetensors import SafetensorError
+# %% ../../nbs/02_core/00_files.ipynb #ced17733
 import errno
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
 from .. import InputError
 
-# %% ../../nbs/02_core/00_files.ipynb #57908cb3
+# %% ../../nbs/02_core/00_files.ipynb #339724d8
 @contextmanager
 def atomic_write(
     path: Path,  # of the file or folder to be
@@ -42,12 +44,11 @@ def atomic_write(
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
-
+# %% ../../nbs/02_core/00_files.ipynb #c2463015
 def write_json(path: Path, content: dict) -> None:
     "A JSON file, whole or not at all."
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-
 
 
 def read_json(path: Path) -> dict:
@@ -58,7 +59,7 @@ def read_json(path: Path) -> dict:
         kind = type(error).__name__
         raise InputError(f"run: {path} cannot be read ({kind}); a whole run folder is needed.") from None
 
-# %% ../../nbs/02_core/00_files.ipynb #f67a70b1
+# %% ../../nbs/02_core/00_files.ipynb #19782721
 def append_json_line(path: Path, content: dict) -> None:
     "Append one line of JSON; floats that are not finite become null."
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
@@ -74,7 +75,7 @@ def read_json_lines(path: Path) -> list[dict]:
     text = Path(path).read_text(encoding="utf-8")
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
-
+# %% ../../nbs/02_core/00_files.ipynb #b433ec7a
 def drop_partial_line(path: Path) -> None:
     "Cut off a last line that was not finished, so that lines can be appended again."
     if Path(path).is_file():

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['LIBC', 'PR_SET_PDEATHSIG', 'raise_on_sigterm', 'defer_signals', 'terminate_process_group', 'die_with_parent']
 
-# %% ../../nbs/02_core/01_subprocesses.ipynb #0d3de5cc
-from collections.abc import Callable, Iterator
+# %% ../../nbs/02_core/01_subprocesses.ipynb #921d3ff9
 import contextlib
 import ctypes
 import os
@@ -14,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
-# %% ../../nbs/02_core/01_subprocesses.ipynb #2008dba3
+# %% ../../nbs/02_core/01_subprocesses.ipynb #273aaec9
 @contextlib.contextmanager
 def raise_on_sigterm():
     "Within this block SIGTERM ends the process as an exception, so that what it started can be ended first."
@@ -32,7 +32,7 @@ def raise_on_sigterm():
     finally:
         signal.signal(signal.SIGTERM, old)
 
-
+# %% ../../nbs/02_core/01_subprocesses.ipynb #1b7061a9
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
     "Within this block Ctrl-C and SIGTERM wait; they come when it ends."
@@ -50,7 +50,7 @@ def defer_signals() -> Iterator[None]:
         for number in came:
             signal.raise_signal(number)
 
-# %% ../../nbs/02_core/01_subprocesses.ipynb #8157a1fe
+# %% ../../nbs/02_core/01_subprocesses.ipynb #8d75e720
 def terminate_process_group(
     child: subprocess.Popen,
     patience: float = 10.0,  # seconds between two signals
@@ -65,11 +65,11 @@ def terminate_process_group(
         os.killpg(child.pid, signal.SIGKILL)  # the session that `start_training` opened for it
     child.wait()
 
-# %% ../../nbs/02_core/01_subprocesses.ipynb #6b4893b0
+# %% ../../nbs/02_core/01_subprocesses.ipynb #9d3a0857
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1
 
-# %% ../../nbs/02_core/01_subprocesses.ipynb #7cf8004e
+
 def die_with_parent(
     parent: int,  # its process number
 ) -> Callable[[], None]:  # to be called in the child before it becomes another program
