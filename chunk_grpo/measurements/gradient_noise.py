@@ -51,7 +51,7 @@ def layer_group(
             return group
     return "mlp" if "single_transformer_blocks" in name else "output"
 
-
+# %% ../../nbs/10_measurements/01_gradient_noise.ipynb #fbfbd822
 def block_gradient(
     what: ReplayContext,  # stored trajectories of the present weights
     advantage: Tensor,  # (B,)
