@@ -63,21 +63,22 @@ def fault(tmp_path):
 
 
 @pytest.fixture
-def server():
+def serve():
+    "Serves a reward as long as a block lasts."
     pytest.importorskip("fastapi")
     from chunk_grpo.reward_serving import server
-    return server
+    return lambda *words, **options: server.serve_in_thread(server.create_scoring_app(*words, **options))
 
 
-def test_bit_for_bit_here_in_a_worker_and_over_http(server):
+def test_bit_for_bit_here_in_a_worker_and_over_http(serve):
     clip = rewards.load_reward("pocket-clip")
     expected = clip(IMAGES, PROMPTS)
     child = worker.load_reward_in_worker("pocket-clip")
     assert torch.equal(child(IMAGES, PROMPTS), expected)
     assert torch.equal(rewards.score_images("pocket-clip", child, IMAGES, PROMPTS), expected)
-    with server.running(server.create("pocket-clip", clip)) as url:
+    with serve("pocket-clip", clip) as url:
         assert torch.equal(remote_client.load_remote_reward(url)(IMAGES, PROMPTS), expected)
-    with server.running(server.create("pocket-clip", child)) as url:  # a worker behind a server
+    with serve("pocket-clip", child) as url:  # a worker behind a server
         assert torch.equal(remote_client.load_remote_reward(url)(IMAGES, PROMPTS), expected)
     child.close()
 
@@ -125,7 +126,7 @@ def test_pauses_double_and_end_at_a_minute(monkeypatch):
     def ask():
         raise worker.WorkerDied("no")
     with pytest.raises(protocol.RewardUnavailable):
-        child.insist(ask)
+        child.call_with_retries(ask)
     assert slept == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
@@ -236,9 +237,9 @@ def test_a_child_does_not_outlive_its_parent(fault):
 
 def test_a_worker_restarted_in_a_thread_outlives_the_thread(fault):
     child = faulty("dying", fault(1))
-    thread = async_scoring.BackgroundScorer()
-    assert torch.equal(thread.later("dying", child, PICTURES, PROMPTS).result(60), RED)
-    thread.close()
+    with ThreadPoolExecutor(1) as thread:
+        scores = async_scoring.submit_scoring(thread, "dying", child, PICTURES, PROMPTS).result(60)
+    assert torch.equal(scores, RED)
     pid = child.child.pid
     time.sleep(1.5)  # twice as long as the child looks at its parent
     assert torch.equal(child(PICTURES, PROMPTS), RED) and child.child.pid == pid
@@ -367,44 +368,43 @@ def test_retries_do_not_disturb_the_numbers_of_a_run(endpoint):
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
-def test_clients_that_share_a_batch_get_their_own_scores(server):
+def test_clients_that_share_a_batch_get_their_own_scores(serve):
     sizes = []
     def reward(images, prompts):
         sizes.append(len(prompts))
         return images[:, 0].mean((1, 2))
     parts = [slice(0, 2), slice(2, 5)]
-    with server.running(server.create("red", reward, batch_wait_ms=300)) as url, ThreadPoolExecutor(2) as pool:
+    with serve("red", reward, batch_wait_ms=300) as url, ThreadPoolExecutor(2) as pool:
         ask = remote_client.load_remote_reward(url)
         together = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     assert sizes == [5]
     assert torch.equal(torch.cat(together), IMAGES[:, 0].mean((1, 2)))
     clip = rewards.load_reward("pocket-clip")
-    with server.running(server.create("clip", clip, batch_wait_ms=300)) as url, ThreadPoolExecutor(2) as pool:
+    with serve("clip", clip, batch_wait_ms=300) as url, ThreadPoolExecutor(2) as pool:
         ask = remote_client.load_remote_reward(url)
         joined = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, found in zip(parts, joined, strict=True):
         assert (found - clip(IMAGES[part], PROMPTS[part])).abs().max() < 1e-6
 
 
-def test_many_clients_without_joining_get_the_bits_of_each_alone(server):
+def test_many_clients_without_joining_get_the_bits_of_each_alone(serve):
     clip = rewards.load_reward("pocket-clip")
     parts = [slice(i, i + n) for n in (1, 2, 3) for i in range(3)]
-    with server.running(server.create("clip", clip)) as url, ThreadPoolExecutor(4) as pool:
+    with serve("clip", clip) as url, ThreadPoolExecutor(4) as pool:
         ask = remote_client.load_remote_reward(url)
         found = list(pool.map(lambda p: ask(IMAGES[p], PROMPTS[p]), parts))
     for part, scores in zip(parts, found, strict=True):
         assert torch.equal(scores, clip(IMAGES[part], PROMPTS[part]))
 
 
-def test_the_server_says_what_it_refuses(server, monkeypatch):
+def test_the_server_says_what_it_refuses(serve, monkeypatch):
     def reward(images, prompts):
         if "crash" in prompts:
             raise RuntimeError("no memory")
         return torch.full((len(prompts),), float("nan")) if "nan" in prompts else torch.zeros(len(prompts))
     monkeypatch.setenv("A_TOKEN", "right")
     monkeypatch.setenv("ANOTHER", "wrong")
-    app = server.create("r", reward, token="right", max_images=5, max_bytes=500_000)
-    with server.running(app) as url:
+    with serve("r", reward, token="right", max_images=5, max_bytes=500_000) as url:
         ask = remote_client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5
         with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
@@ -423,12 +423,12 @@ def test_the_server_says_what_it_refuses(server, monkeypatch):
         )
 
 
-def test_a_full_queue_is_tried_again_later(server):
+def test_a_full_queue_is_tried_again_later(serve):
     free = threading.Event()
     def reward(images, prompts):
         free.wait(20)
         return torch.zeros(len(prompts))
-    with server.running(server.create("r", reward, max_waiting=1)) as url, ThreadPoolExecutor(4) as pool:
+    with serve("r", reward, max_waiting=1) as url, ThreadPoolExecutor(4) as pool:
         ask = remote_client.load_remote_reward(url, retries=0)
         first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1]) for _ in range(2)]
         end = time.monotonic() + 20
@@ -442,16 +442,17 @@ def test_a_full_queue_is_tried_again_later(server):
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
-    thread = async_scoring.BackgroundScorer()
+    thread = ThreadPoolExecutor(1)
     order = []
     def reward(images, prompts):
         order.append(len(prompts))
         time.sleep(0.05)
         return images[:, 0].mean((1, 2))
-    futures = [thread.later("r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
-    wrong = thread.later("r", lambda i, p: [1.0], IMAGES, PROMPTS)
+    futures = [async_scoring.submit_scoring(thread, "r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
+    wrong = async_scoring.submit_scoring(thread, "r", lambda i, p: [1.0], IMAGES, PROMPTS)
     assert [f.result(20).shape[0] for f in futures] == [5, 1, 3] == order
     with pytest.raises(InputError, match="returned scores of shape"):
         wrong.result(20)
-    thread.close()
-    assert not thread.thread.is_alive()
+    thread.shutdown()
+    with pytest.raises(RuntimeError):
+        async_scoring.submit_scoring(thread, "r", reward, IMAGES, PROMPTS)

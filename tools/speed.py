@@ -14,6 +14,7 @@ import gc
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ import torch
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements import speed, timing, workload
-from chunk_grpo.models import policy, trainable
+from chunk_grpo.models import policy, prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
-from chunk_grpo.rewards.async_scoring import BackgroundScorer, StreamingScores
+from chunk_grpo.rewards.async_scoring import StreamingScores
 from chunk_grpo.runs import run_folder, runs
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_log_probs, build_update_batch
@@ -186,7 +187,7 @@ def with_reward(b, repeats):
     scorers = {"reward": b.reward}
 
     def fresh():
-        with policy.lazy_prompt_encoder(b.policy) as encode:
+        with prompt_embeds.lazy_prompt_encoder(b.policy) as encode:
             encode(b.prompts)
 
     def in_order():
@@ -196,22 +197,13 @@ def with_reward(b, repeats):
         )
 
     def beside():
-        background, s = BackgroundScorer(), b.s
-        arriving = StreamingScores(background, scorers, texts, s.rollout_batch)
-        sample_trajectories(
-            b.policy,
-            b.conditioning,
-            b.row,
-            b.keys,
-            b.grid,
-            s.sampler,
-            s.eta,
-            s.rollout_batch,
-            s.shared_noise,
-            ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)),
-        )
-        arriving.scores()
-        background.close()
+        s = b.s
+        with ThreadPoolExecutor(1) as executor:
+            arriving = StreamingScores(executor, scorers, texts, s.rollout_batch)
+            sample_trajectories(b.policy, b.conditioning, b.row, b.keys, b.grid, s.sampler, s.eta, s.rollout_batch,
+                                s.shared_noise,
+                                ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)))
+            arriving.scores()
 
     pairs = [("encode: embeddings from disk, the encoders not loaded", "nearly all of it", fresh,
               lambda: b.policy.encode(b.prompts)),

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from torch import Tensor
 from .. import InputError
 from ..planning import activation_memory, model_cost
 from ..reward_serving import placement
-from ..models import fsdp, policy, trainable
+from ..models import fsdp, policy, prompt_embeds, trainable
 from ..rewards import rewards
-from ..rewards.async_scoring import BackgroundScorer, StreamingScores
+from ..rewards.async_scoring import StreamingScores
 from ..core import settings as setting
 from ..core.files import write_json
 from ..method.chunk_search import adaptive_chunks
@@ -63,7 +64,7 @@ class TrainingState:
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
-    background: BackgroundScorer = field(default_factory=BackgroundScorer)  # scores while the policy draws
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))  # scores while the policy draws
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
 
     @contextlib.contextmanager
@@ -118,8 +119,8 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.policy.set_resolution(s.eval_resolution).set_resolution(
         s.resolution
     )  # a resolution that cannot be packed is said now
-    with state.accelerator.main_process_first(), policy.lazy_prompt_encoder(state.policy) as fresh:
-        policy.cache_prompt_embeds([*state.prompts, *state.held_out, *state.policy.blank], state.policy.key, fresh)
+    with state.accelerator.main_process_first(), prompt_embeds.lazy_prompt_encoder(state.policy) as fresh:
+        prompt_embeds.cache_prompt_embeds([*state.prompts, *state.held_out, *state.policy.blank], state.policy.key, fresh)
     if s.sharding == "none":
         state.policy.module = state.accelerator.prepare(state.policy.transformer)
     trained = state.policy.trained
@@ -144,7 +145,7 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
     keys = [(s.seed, number, p, g) for p in mine for g in range(s.images_per_prompt)]
     row = torch.arange(share).repeat_interleave(s.images_per_prompt)
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
-    arriving = StreamingScores(state.background, {name: state.rewards[name] for name in state.weights},
+    arriving = StreamingScores(state.executor, {name: state.rewards[name] for name in state.weights},
                         [state.prompts[key[2]] for key in keys])
 
     def ready(final: Tensor) -> None:
