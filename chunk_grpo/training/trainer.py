@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 
 from .. import InputError
-from . import checkpoints, parts
+from . import checkpoints
 from ..models import fsdp, trainable
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, write_json
@@ -46,7 +46,7 @@ def save_checkpoint(state: TrainingState) -> None:
     extra["seconds_cpu"] = state.cpu
     if in_parts:
         named = {f"{group}.{name}": x for group, tensors in groups.items() for name, x in tensors.items()}
-        parts.write_sharded_checkpoint(state.run, state.iteration, named, extra, state.s.keep_checkpoints)
+        checkpoints.write_sharded_checkpoint(state.run, state.iteration, named, extra, state.s.keep_checkpoints)
     else:
         checkpoints.write_full_checkpoint(state.run, state.iteration, groups, extra, state.s.keep_checkpoints)
 
@@ -58,9 +58,8 @@ def read_checkpoint(
     "The tensors of a checkpoint by group and name, and what else it remembers."
     if state.s.sharding == "none":
         return checkpoints.read_full_checkpoint(folder)
-    named, extra = parts.read_sharded_checkpoint(
-        folder, {str(i): p.detach() for i, p in enumerate(state.policy.trained)}
-    )
+    like = {str(i): p.detach() for i, p in enumerate(state.policy.trained)}
+    named, extra = checkpoints.read_sharded_checkpoint(folder, like)
     groups = defaultdict(dict)
     for name, x in named.items():
         group, own = name.split(".", 1)
