@@ -26,8 +26,8 @@ SHAPE_PLURALS = {
 SHAPES = tuple(SHAPE_PLURALS)
 COUNT_WORDS = {"two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
-CAPTION_PREFIXES = ("", *(f"{article} of " for article in
-                  ("a photo", "a picture", "a drawing", "an image", "a painting", "a sketch", "a print")))
+CAPTION_PREFIXES = ("", *(f"{article} of " for article in (
+    "a photo", "a picture", "a drawing", "an image", "a painting", "a sketch", "a print")))
 POCKET_CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #55bea7b4
@@ -87,9 +87,8 @@ def caption_bodies(
         "counting": [f"{n} {p}" for n in COUNT_WORDS for p in SHAPE_PLURALS.values()],
         "colors": [f"a {c} {s}" for c in POCKET_COLOURS for s in SHAPES],
         "position": [f"a {a} {r} a {b}" for a, b in pairs for r in RELATIONS],
-        "color_attr": [
-            f"a {c} {a} and a {d} {b}" for a, b in pairs for c in POCKET_COLOURS for d in POCKET_COLOURS if c != d
-        ],
+        "color_attr": [f"a {c} {a} and a {d} {b}" for a, b in pairs
+                       for c in POCKET_COLOURS for d in POCKET_COLOURS if c != d],
     }
     if category not in said:
         raise InputError(f"`category` must be one of {', '.join(POCKET_CATEGORIES)}; got {category!r}")
@@ -118,7 +117,7 @@ def split_category_captions(
     held, rest = ([x[i] for i in rng.permutation(len(x))] for x in (held, rest))
     return rest, held[:per_category]
 
-
+# %% ../../nbs/01_pocket/01_captions.ipynb #a86beb57
 def split_prompts(
     train_per_category: int = 96, # training prompts of each category, at most
     seed: int = 0,
@@ -138,14 +137,8 @@ def hard_negatives(
 
     words = caption.split()
     start = len(_PREFIX.match(caption).group().split())
-    kinds = [
-        list(POCKET_COLOURS),
-        list(SHAPES),
-        list(SHAPE_PLURALS.values()),
-        list(COUNT_WORDS),
-        ["left", "right"],
-        ["above", "below"],
-    ]
+    kinds = [list(POCKET_COLOURS), list(SHAPES), list(SHAPE_PLURALS.values()), list(COUNT_WORDS), ["left", "right"],
+             ["above", "below"]]
     out = []
     for i in range(start, len(words)):
         kind = next((k for k in kinds if words[i] in k), [])

@@ -68,30 +68,20 @@ TEMPLATE_GRID = 16  # a component is compared with the shapes on this many cells
 def _masks(
     boxes: np.ndarray, # (N, H, W), bool: one component each
     spans: np.ndarray, # (N, 4): top, bottom, left, right
-) -> np.ndarray: # (N, GRID, GRID), bool
+) -> np.ndarray: # (N, TEMPLATE_GRID, TEMPLATE_GRID), bool
     "Components stretched to a common square, by the nearest pixel."
     cell = (np.arange(TEMPLATE_GRID) + 0.5) / TEMPLATE_GRID
     rows = (spans[:, :1] + cell * (spans[:, 1:2] - spans[:, :1])).astype(int)
     cols = (spans[:, 2:3] + cell * (spans[:, 3:] - spans[:, 2:3])).astype(int)
     return boxes[np.arange(len(boxes))[:, None, None], rows[:, :, None], cols[:, None, :]]
 
-
-TEMPLATE_RADII_BLURS = (
-    (24, 0.0),
-    (10, 0.5),
-    (8, 0.7),
-    (7, 0.9),
-)  # radius and blur, in pixels, at which a shape is known
-TEMPLATE_OFFSETS = (
-    0.0,
-    0.25,
-    0.5,
-    0.75,
-)  # pixels by which its centre is moved, since a tip may fill one more row or column
+# %% ../../nbs/01_pocket/03_geneval.ipynb #044c747e
+TEMPLATE_RADII_BLURS = ((24, 0.0), (10, 0.5), (8, 0.7), (7, 0.9))  # radius, blur (pixels) at which a shape is known
+TEMPLATE_OFFSETS = (0.0, 0.25, 0.5, 0.75)  # moves of its centre (pixels): a tip may fill one more row or column
 
 
 @cache
-def shape_templates() -> np.ndarray: # (len(SEEN) * len(OFFSETS)^2 * shapes, GRID, GRID), bool
+def shape_templates() -> np.ndarray: # (radii * offsets^2 * shapes, TEMPLATE_GRID, TEMPLATE_GRID), bool
     "Every shape of the world, large and sharp, small and soft, seen as the checker sees a component."
     out = []
     for (radius, blur), x, y in product(TEMPLATE_RADII_BLURS, TEMPLATE_OFFSETS, TEMPLATE_OFFSETS):
@@ -104,10 +94,6 @@ def shape_templates() -> np.ndarray: # (len(SEEN) * len(OFFSETS)^2 * shapes, GRI
     return np.stack(out)
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #a93049db
-MIN_SHAPE_IOU = 0.82  # least overlap (intersection over union) with the best shape
-MAX_ASPECT_RATIO = 1.4  # longest side over shortest
-
-
 def _components(
     array: np.ndarray, # (B, H, W, 3), uint8
 ) -> Iterator[tuple[int, int, tuple[slice, slice], np.ndarray]]: # image, colour, place, mask (H, W)
@@ -121,9 +107,9 @@ def _components(
                 if area[k] >= MIN_COMPONENT_PIXELS:
                     yield image, int(number), place, label == k
 
-
+# %% ../../nbs/01_pocket/03_geneval.ipynb #e5dcf3c0
 def _shape(
-    masks: np.ndarray, # (N, GRID, GRID), bool
+    masks: np.ndarray, # (N, TEMPLATE_GRID, TEMPLATE_GRID), bool
 ) -> tuple[np.ndarray, np.ndarray]: # number of the best shape, its intersection over union
     "The shape that a component overlaps best."
     a = masks.reshape(len(masks), -1).astype(np.float32)
@@ -132,12 +118,14 @@ def _shape(
     overlap = both / (a.sum(1)[:, None] + b.sum(1) - both)
     return overlap.argmax(1) % len(SHAPES), overlap.max(1)
 
+# %% ../../nbs/01_pocket/03_geneval.ipynb #6d429623
+MIN_SHAPE_IOU = 0.82  # least overlap (intersection over union) with the best shape
+MAX_ASPECT_RATIO = 1.4  # longest side over shortest
+
 
 def detect_shapes(
-    array: np.ndarray,  # (B, H, W, 3), uint8
-) -> list[
-    list[SceneObject | None]
-]:  # for each image its objects; None is a coloured patch that is no shape of the world
+    array: np.ndarray, # (B, H, W, 3), uint8
+) -> list[list[SceneObject | None]]: # the objects of each image; None is a coloured patch that is no shape of the world
     "Find the objects of every image: colour by hue, one object a connected patch, shape by overlap."
     found: list[list[SceneObject | None]] = [[] for _ in array]
     parts = list(_components(array))
@@ -149,9 +137,8 @@ def detect_shapes(
         high, wide = int(span[1] - span[0]), int(span[3] - span[2])
         good = alike >= MIN_SHAPE_IOU and max(high, wide) <= MAX_ASPECT_RATIO * min(high, wide)
         x, y, radius = (span[2] + span[3]) / 2, (span[0] + span[1]) / 2, (high + wide) / 4
-        found[image].append(
-            SceneObject(SHAPES[shape], list(POCKET_COLOURS)[number], float(x), float(y), radius) if good else None
-        )
+        thing = SceneObject(SHAPES[shape], list(POCKET_COLOURS)[number], float(x), float(y), radius)
+        found[image].append(thing if good else None)
     return found
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #c1f48a4b
@@ -179,14 +166,14 @@ def _seen(
     found = detect_shapes(images_to_numpy(images)) if len(images) else []
     return [(parse_caption(prompt), things) for prompt, things in zip(prompts, found, strict=True)]
 
-
+# %% ../../nbs/01_pocket/03_geneval.ipynb #555f5e4a
 class PocketGenEval:
     "The checker as a reward: 1 where an image shows what its prompt says, 0 elsewhere."
 
     def __call__(
         self,
         images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str], # captions of the pocket world, one an image
+        prompts: Sequence[str], # one an image
     ) -> torch.Tensor: # (B,), float32, 0 or 1
         "Verdicts; raises InputError for a prompt outside the grammar."
         return torch.tensor([matches_caption(*pair) for pair in _seen(images, prompts)], dtype=torch.float32)
@@ -194,7 +181,7 @@ class PocketGenEval:
     def objects(
         self,
         images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str], # captions of the pocket world, one an image
+        prompts: Sequence[str], # one an image
     ) -> list[list[bool]]: # for each image an entry an object of its prompt, in the prompt's order
         "Which of the objects asked for an image has, whatever else it shows; raises InputError as the verdict does."
         return [objects_present(*pair) for pair in _seen(images, prompts)]
@@ -206,7 +193,7 @@ class PocketGenEval:
         "The GenEval category of a prompt."
         return parse_caption(prompt).category
 
-
+# %% ../../nbs/01_pocket/03_geneval.ipynb #12abb330
 def load_pocket_geneval(
     **options, # none are known
 ) -> PocketGenEval:
