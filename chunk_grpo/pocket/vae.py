@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['pocket_vocabulary', 'new_tokenizer', 'tokenize_captions', 'sample_captioned_images', 'numpy_to_vae_input', 'new_vae',
-           'vae_loss', 'train_vae', 'save_training_state', 'load_training_state']
+           'vae_loss', 'clipped_step', 'fit_vae', 'train_vae', 'save_training_state', 'load_training_state',
+           'train_resumable']
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #8e6fc13d
 import math
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from . import MAX_TOKENS
@@ -31,7 +33,7 @@ def pocket_vocabulary() -> list[str]:
     phrases = [*CAPTION_PREFIXES, *RELATIONS, "a and", *SHAPES, *SHAPE_PLURALS.values(), *POCKET_COLOURS, *COUNT_WORDS]
     return sorted({w for phrase in phrases for w in phrase.split()})
 
-
+# %% ../../nbs/01_pocket/04_vae.ipynb #eb3d6e7e
 def new_tokenizer(
     kind: str, # "clip" (begin and end marks) or "t5" (end mark)
 ) -> PreTrainedTokenizerFast:
@@ -102,6 +104,42 @@ def vae_loss(
     return F.l1_loss(y, x) + 2 * F.mse_loss(y, x) + beta * kl, -10 * math.log10(error)
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #5a304f00
+def clipped_step(
+    model: nn.Module,
+    loss: torch.Tensor, # scalar, with a graph
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler, # of its learning rate
+) -> None:
+    "One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+
+# %% ../../nbs/01_pocket/04_vae.ipynb #a64d7ec3
+def fit_vae(
+    vae: AutoencoderKL, # trained in place
+    data: torch.Tensor, # pictures (N, 3, 64, 64), uint8
+    steps: int,
+    batch: int,
+    rate: float, # the highest
+    beta: float, # weight of the KL term, a latent dimension
+    seed: int,
+    log: Callable[[str], None],
+) -> None:
+    "Train an autoencoder on pictures."
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
+    rng, start = torch.Generator().manual_seed(seed), time.time()
+    for step in range(steps):
+        x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
+        loss, psnr = vae_loss(vae, x, beta, rng)
+        clipped_step(vae, loss, optimizer, schedule)
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            log(f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s")
+
+# %% ../../nbs/01_pocket/04_vae.ipynb #dff29dc3
 def train_vae(
     work: Path, # the result goes here, vae.safetensors
     steps: int = 2500,
@@ -120,19 +158,7 @@ def train_vae(
         return vae.eval()
     vae.to(memory_format=torch.channels_last)
     data = torch.from_numpy(sample_captioned_images(count, seed=seed + 1)[1]).permute(0, 3, 1, 2).contiguous()
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
-    rng, start = torch.Generator().manual_seed(seed), time.time()
-    for step in range(steps):
-        x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
-        loss, psnr = vae_loss(vae, x, beta, rng)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            log(f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s")
+    fit_vae(vae, data, steps, batch, rate, beta, seed, log)
     save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
     return vae.eval()
 
@@ -159,3 +185,25 @@ def load_training_state(
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["step"]
+
+# %% ../../nbs/01_pocket/04_vae.ipynb #32b81248
+def train_resumable(
+    name: str, # that log lines begin with
+    steps: int, # in all
+    path: Path, # of the state
+    parts: dict, # whatever has a state_dict, as given to `save_training_state`
+    every: int, # steps between states
+    log: Callable[[str], None],
+    take_step: Callable[[int], float], # number of the step, from 0 -> its loss
+    snapshot: Callable[[int], object] = lambda done: None, # called with the steps done before a state is kept
+) -> None:
+    "Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."
+    start, total = time.time(), 0.0
+    for step in range(load_training_state(path, **parts), steps):
+        total += take_step(step)
+        if (step + 1) % 100 == 0:
+            log(f"{name} {step + 1}/{steps} loss {total / 100:.4f} {time.time() - start:.0f} s")
+            total = 0.0
+        if (step + 1) % every == 0 or step + 1 == steps:
+            snapshot(step + 1)
+            save_training_state(path, step + 1, **parts)
