@@ -4,32 +4,29 @@
 
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'RC_PARAMS', 'create_subplots', 'with_house_style', 'figure_to_png', 'display_figure', 'draw_reward',
-           'draw_heldout', 'plot_reward', 'plot_heldout', 'chunk_column_array', 'draw_chunk_lines', 'plot_clipping',
-           'plot_gradient_norm', 'plot_phase_seconds', 'plot_progress', 'LiveFigure']
+           'draw_heldout', 'plot_reward', 'plot_heldout', 'chunk_column_array', 'draw_chunk_lines', 'draw_limit',
+           'plot_clipping', 'plot_gradient_norm', 'plot_phase_seconds']
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #9698ab8b
 import functools
 import io
-import math
-import time
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from IPython.display import HTML, display
-from IPython.display import Image as Shown
+from IPython.display import HTML, Image, display
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from ..core.settings import training_method
+
 from ..core.statistics import NORMAL_QUANTILE
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #f2fecdd6
 METHOD_COLOURS = {"steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73"}
 RC_PARAMS = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9.5,
-      "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.7,
-      "axes.axisbelow": True, "legend.frameon": False, "font.family": "DejaVu Sans", "lines.linewidth": 1.5}
+             "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.7,
+             "axes.axisbelow": True, "legend.frameon": False, "font.family": "DejaVu Sans", "lines.linewidth": 1.5}
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #06fb7035
 def create_subplots(
@@ -64,9 +61,10 @@ def figure_to_png(
 def display_figure(
     figure: Figure,
     caption: str,  # one or two sentences
+    dpi: int = 180,  # pixels an inch
 ) -> None:
     "Display a figure with its caption below."
-    display(Shown(figure_to_png(figure), width=round(figure.get_size_inches()[0] * 110), alt=caption))
+    display(Image(figure_to_png(figure, dpi), width=round(figure.get_size_inches()[0] * 110), alt=caption))
     display(HTML(f'<p class="caption">{caption}</p>'))
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #98169044
@@ -80,14 +78,12 @@ def draw_reward(axis, metrics: pd.DataFrame, colour: str) -> None:
     axis.set(xlabel="iteration", ylabel="reward")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
-
+# %% ../../nbs/11_reporting/00_figures.ipynb #7e3123e7
 def draw_heldout(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
     "Held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."
     column = f"eval_{reward}"
-    arms = {
-        column: ("held-out prompts, trained", colour, "o"),
-        f"{column}_hybrid": ("hybrid", METHOD_COLOURS["hybrid"], "s"),
-    }
+    arms = {column: ("held-out prompts, trained", colour, "o"),
+            f"{column}_hybrid": ("hybrid", METHOD_COLOURS["hybrid"], "s")}
     for name, (label, shade, marker) in arms.items():
         if name in metrics and metrics[name].notna().any():
             rows = metrics.dropna(subset=[name])
@@ -96,9 +92,8 @@ def draw_heldout(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
             axis.errorbar(places, rows[name].astype(float), yerr=error, fmt=marker, color=shade, label=label,
                           markersize=4.5, capsize=2.5, elinewidth=1.1, markeredgecolor="white", zorder=3)
     if column in metrics and metrics[column].notna().any():
-        axis.axhline(
-            metrics[column].dropna().iloc[0], color=METHOD_COLOURS["base"], linestyle=":", label="base, held-out"
-        )
+        base = metrics[column].dropna().iloc[0]
+        axis.axhline(base, color=METHOD_COLOURS["base"], linestyle=":", label="base, held-out")
     axis.set(xlabel="iteration", ylabel=reward)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -118,7 +113,7 @@ def plot_reward(
     axes[0, 0].legend(loc="lower right", fontsize=8)
     return figure
 
-
+# %% ../../nbs/11_reporting/00_figures.ipynb #3e0e4570
 @with_house_style
 def plot_heldout(
     metrics: pd.DataFrame,  # a row an iteration
@@ -155,6 +150,12 @@ def draw_chunk_lines(axis, iterations, values: np.ndarray, labels: Sequence[str]
     axis.set_xlabel("iteration")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
+
+def draw_limit(axis, height: float, words: str, colour: str = "black", linestyle: str = "--") -> None:
+    "A horizontal line across a panel, with its name above it at the left."
+    axis.axhline(height, color=colour, linestyle=linestyle, linewidth=1)
+    axis.annotate(words, (0.02, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+
 # %% ../../nbs/11_reporting/00_figures.ipynb #d94fc2db
 @with_house_style
 def plot_clipping(
@@ -172,14 +173,10 @@ def plot_clipping(
     draw_chunk_lines(axes[1], rows.iteration, chunk_column_array(rows, "ratio_dev"), labels)
     axes[0].set(ylabel="ratios outside the clip range (%)", title="Clip fraction")
     axes[0].set_ylim(bottom=0)
-    axes[1].axhline(clip_range, color="black", linestyle="--", linewidth=1)
-    axes[1].annotate("clip range", (0.02, clip_range), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+    draw_limit(axes[1], clip_range, "clip range")
     if floor:
-        axes[1].axhline(floor, color=METHOD_COLOURS["base"], linestyle=":", linewidth=1)
-        axes[1].annotate("floor", (0.02, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    positive = (
-        np.nanmax(np.where(chunk_column_array(rows, "ratio_dev") > 0, 1.0, np.nan), initial=0) if len(rows) else 0
-    )
+        draw_limit(axes[1], floor, "floor", METHOD_COLOURS["base"], ":")
+    positive = len(rows) > 0 and (chunk_column_array(rows, "ratio_dev") > 0).any()
     axes[1].set(ylabel="mean |ratio \u2212 1|", title="Deviation of the ratio", yscale="log" if positive else "linear")
     return figure
 
@@ -195,13 +192,12 @@ def plot_gradient_norm(
     axis, rows = axes[0, 0], metrics.dropna(subset=["grad_norm"])
     axis.plot(rows.iteration, rows.grad_norm.astype(float), color=colour)
     if limit:
-        axis.axhline(limit, color="black", linestyle="--", linewidth=1)
-        axis.annotate("limit", (0.01, limit), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        draw_limit(axis, limit, "limit")
     positive = len(rows) and (rows.grad_norm.astype(float) > 0).all()
     axis.set(xlabel="iteration", ylabel="norm of the gradient", yscale="log" if positive else "linear")
     return figure
 
-
+# %% ../../nbs/11_reporting/00_figures.ipynb #8b39faee
 @with_house_style
 def plot_phase_seconds(
     seconds: Mapping[str, float],  # phase -> seconds of the whole run
@@ -214,59 +210,3 @@ def plot_phase_seconds(
     axis.grid(axis="y", visible=False)
     axis.set(xlabel="seconds in all", xlim=(0, 1.18 * max(seconds.values(), default=1) or 1))
     return figure
-
-# %% ../../nbs/11_reporting/00_figures.ipynb #4731c90e
-@with_house_style
-def plot_progress(
-    lines: Sequence[Mapping],  # of the metrics, as far as they are
-    settings,  # of the run: iterations, chunks, chunk_weighting
-    name: str | None = None,  # reward whose held-out scores are drawn
-) -> Figure:
-    "The run so far: reward with held-out points left, clip fraction of all chunks right, time left above."
-    figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
-    metrics, colour = pd.DataFrame(lines), METHOD_COLOURS[training_method(settings)]
-    draw_reward(axes[0], metrics, colour)
-    if name:
-        draw_heldout(axes[0], metrics, name, colour)
-    if "clip_fraction" in metrics:
-        rows = metrics.dropna(subset=["clip_fraction"])
-        shares = np.ma.masked_invalid(100 * chunk_column_array(rows, "clip_fraction")).mean(axis=1)
-        axes[1].plot(rows.iteration, shares, color=colour)
-    axes[1].set(xlabel="iteration", ylabel="ratios clipped (%)")
-    done, total = int(metrics.iteration.max()), settings.iterations
-    seconds = float(metrics.seconds_total.dropna().iloc[-1]) if "seconds_total" in metrics else 0.0
-    left = seconds / done * (total - done) if done else math.nan
-    words = "finished" if done >= total else f"about {left:.0f} s left" if done else "base measured"
-    figure.suptitle(f"iteration {done} of {total}, {seconds:.0f} s, {words}", x=0.01, ha="left", fontsize=9.5)
-    for axis in axes:
-        axis.set_xlim(-0.02 * total, 1.02 * total)
-    return figure
-
-# %% ../../nbs/11_reporting/00_figures.ipynb #14db61c2
-class LiveFigure:
-    "One figure that follows a run; call it with every new line of the metrics."
-
-    def __init__(
-        self,
-        settings,  # of the run
-        name: str | None = None,  # reward whose held-out scores are drawn
-        every: float = 2.0,  # seconds between two drawings
-    ):
-        self.settings, self.name, self.every = settings, name, every
-        self.lines, self.drawn, self.handle = [], -math.inf, None
-
-    def __call__(self, line: Mapping, settings=None) -> None:
-        "Take a line of the metrics in, and draw again if it is time or the run has ended."
-        self.lines = [old for old in self.lines if old["iteration"] < line["iteration"]] + [dict(line)]
-        if line["iteration"] >= self.settings.iterations or time.monotonic() - self.drawn >= self.every:
-            self.draw()
-
-    def draw(self) -> None:
-        "Draw the figure, in place if it stands already."
-        figure = plot_progress(self.lines, self.settings, self.name)
-        shown = Shown(figure_to_png(figure, dpi=110), width=760, alt="The run as far as it has come")
-        if self.handle is None:
-            self.handle = display(shown, display_id=True)
-        else:
-            self.handle.update(shown)
-        self.drawn = time.monotonic()
