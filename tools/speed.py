@@ -2,10 +2,10 @@
 
     python tools/speed.py --out runs/results/benchmarks/speed.json                        on two cores
     python tools/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
-        [--repeats 5] [--parts profile,bench,levers,growth,ranks] [NAME=VALUE ...]
+        [--repeats 5] [--parts profile,iteration,levers,growth,ranks] [NAME=VALUE ...]
 
 Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings
-of the workload, as in `chunk-grpo bench`. Takes some minutes, and a machine that does nothing else.
+of the workload, as in `chunk-grpo speed`. Takes some minutes, and a machine that does nothing else.
 """
 
 import argparse
@@ -22,14 +22,14 @@ import torch
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements import speed, timing, workload
-from chunk_grpo.models import policy, prompt_embeds, trainable
+from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
 from chunk_grpo.runs import run_folder, runs
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_log_probs, build_update_batch
 
-PARTS = ("profile", "bench", "levers", "growth", "ranks")
+PARTS = ("profile", "iteration", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
@@ -300,8 +300,8 @@ def main():
         if a.model == "pocket":
             middle = workload.prepare_workload(workload.load_workload_settings("flux-size", AT_256), MIDDLE, FEW)
             result["profile"]["a FLUX of middle size"] = profiled(middle)
-    if "bench" in parts:
-        result["bench"] = speed.measure_iteration(s, a.repeats, say=say)
+    if "iteration" in parts:
+        result["iteration"] = speed.measure_iteration(s, a.repeats, say=say)
     if "growth" in parts:
         result["growth"] = grown(a.model, a.repeats, a.changes)
     if "ranks" in parts and a.model == "pocket":

@@ -24,8 +24,9 @@ from ..method.objective import clipped_objective
 from ..method.sampler import log_prob, transition_mean_std
 from ..method.schedule import sigmas
 from ..models import trainable
-from ..models.inputs import read_prompts
-from ..models.policy import TORCH_DTYPES, FluxPolicy, Policy
+from ..models.flux import FluxPolicy
+from ..models.inputs import import_class, read_prompts
+from ..models.policy import TORCH_DTYPES, Policy
 from ..reward_serving import placement
 from ..training.rollout import Trajectories, initial_noise, make_generator, sample_sde, sample_trajectories
 from ..training.update import ReplayContext, accumulate_gradients, build_update_batch, sample_chunks
@@ -81,7 +82,7 @@ class RandomFluxPolicy(FluxPolicy):
 
     def load_networks(self, weights: torch.dtype) -> tuple[nn.Module, nn.Module]:
         "Transformer and autoencoder, made where they stay."
-        return random_networks(self.classes, self.configs, (weights, self.dtype), self.device, self.seed)
+        return random_networks(map(import_class, self.network_classes), self.configs, (weights, self.dtype), self.device, self.seed)
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         "Random rows, one a prompt."
