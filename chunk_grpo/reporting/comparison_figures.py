@@ -33,7 +33,7 @@ def add_image_panel(figure: Figure, image: Image.Image | Path, left: float, top:
     axis.set_xlabel(below, fontsize=7.5, labelpad=2)
     return axis
 
-
+# %% ../../nbs/11_reporting/02_comparison_figures.ipynb #4b51e10f
 @with_house_style
 def plot_image_grid(
     images: Sequence[Sequence[Image.Image | Path]],  # rows of images, or of files
@@ -46,8 +46,7 @@ def plot_image_grid(
     p, lines = GRID_INCHES, -(-len(prompts) // blocks)
     pitch, wide = p["side"] + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (p["side"] + p["gap"])
     size = blocks * wide + (blocks - 1) * p["between"], p["head"] + lines * pitch
-    figure = Figure(figsize=size)
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure := Figure(figsize=size))
     for r, row in enumerate(images):
         left, top = (r // lines) * (wide + p["between"]), p["head"] + (r % lines) * pitch
         words = textwrap.fill(prompts[r], 20, max_lines=5, placeholder=" ...")
@@ -73,13 +72,10 @@ def plot_before_after(
     arms = [arm for arm in ("base", "plain", "hybrid") if (first.arm == arm).any()]
     cells = {(row.prompt_index, row.arm): row for row in first.itertuples()}
     rows = [[cells[p, arm] for arm in arms] for p in chosen]
-    return plot_image_grid(
-        [[Path(folder) / cell.file for cell in row] for row in rows],
-        [row[0].prompt for row in rows],
-        [{"plain": "trained"}.get(arm, arm) for arm in arms],
-        [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows],
-        blocks=1 + (len(rows) > 3),
-    )
+    files = [[Path(folder) / cell.file for cell in row] for row in rows]
+    words = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
+    return plot_image_grid(files, [row[0].prompt for row in rows], [{"plain": "trained"}.get(arm, arm) for arm in arms],
+                           words, blocks=1 + (len(rows) > 3))
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #7e595335
 @with_house_style
@@ -143,25 +139,18 @@ def plot_comparison(
     for group in groups:
         rows, start = table[table.group == group], y
         for row in rows.itertuples():
-            error = [[row.delta - row.lo], [row.hi - row.delta]]
-            axis.errorbar(
-                row.delta, y, xerr=error, fmt="o", color=METHOD_COLOURS[row.method], capsize=2, markersize=4.5
-            )
+            axis.errorbar(row.delta, y, xerr=[[row.delta - row.lo], [row.hi - row.delta]], fmt="o", capsize=2,
+                          color=METHOD_COLOURS[row.method], markersize=4.5)
             y -= 1
-        axis.plot(
-            [rows.delta.mean()] * 2,
-            [start + 0.45, y + 0.55],
-            color=METHOD_COLOURS[rows.method.iloc[0]],
-            linewidth=3,
-            alpha=0.5,
-        )
+        axis.plot([rows.delta.mean()] * 2, [start + 0.45, y + 0.55], color=METHOD_COLOURS[rows.method.iloc[0]],
+                  linewidth=3, alpha=0.5)
         ticks.append(((start + y + 1) / 2, group))
         y -= 0.7
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set(yticks=[t for t, _ in ticks], yticklabels=[g for _, g in ticks], xlabel=f"{name}: trained minus base")
     return figure
 
-
+# %% ../../nbs/11_reporting/02_comparison_figures.ipynb #bc3f4e2d
 @with_house_style
 def plot_reward_curves(
     runs: Mapping[str, Sequence[pd.DataFrame]],  # group -> metrics of its runs
@@ -170,8 +159,8 @@ def plot_reward_curves(
     "The reward over the iterations: mean of a group's runs, and their smallest and largest."
     figure, axes = create_subplots()
     for group, tables in runs.items():
-        joined = pd.concat([t.dropna(subset=["reward_mean"]).set_index("iteration").reward_mean.astype(float)
-                            for t in tables], axis=1)
+        each = [t.dropna(subset=["reward_mean"]).set_index("iteration").reward_mean.astype(float) for t in tables]
+        joined = pd.concat(each, axis=1)
         axes[0, 0].plot(joined.index, joined.mean(axis=1), color=colours[group], label=group)
         if joined.shape[1] > 1:
             axes[0, 0].fill_between(joined.index, joined.min(axis=1), joined.max(axis=1), color=colours[group],

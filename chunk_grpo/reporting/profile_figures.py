@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from .figures import METHOD_COLOURS, create_subplots, with_house_style
 from ..core.statistics import NORMAL_QUANTILE
+from .figures import METHOD_COLOURS, create_subplots, with_house_style
 
 # %% ../../nbs/11_reporting/01_profile_figures.ipynb #0b287e93
 @with_house_style
