@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import settings
-from chunk_grpo.reporting import notebooks
-from chunk_grpo.runs import runs
+from chunk_grpo.reporting import notebooks, reports
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -76,7 +75,7 @@ def note(run):
 def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     note(tmp_path / "run")
-    monkeypatch.setattr(runs, "write_report", lambda *_, **__: pytest.fail("a report was started"))
+    monkeypatch.setattr(reports, "write_report", lambda *_, **__: pytest.fail("a report was started"))
     for words, part in (([], "`--run` must be a finished run"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
                         (["eta=0"], "`eta`")):
         answer = CliRunner().invoke(main.app, ["profile", *words, "--run", str(tmp_path / "run")])
@@ -88,7 +87,7 @@ def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
     note(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     given = []
-    monkeypatch.setattr(runs, "write_report", lambda name, out, /, **values: given.append((name, out, values)))
+    monkeypatch.setattr(reports, "write_report", lambda name, out, /, **values: given.append((name, out, values)))
     for words in (["pocket/tiny"], ["seed=4", "--run", "run", "--prompts", "3", "--images", "1", "--steps", "10,50",
                                     "--json", "p.json", "--out", "p.html"]):
         answer = CliRunner().invoke(main.app, ["profile", *words], catch_exceptions=False)
@@ -119,11 +118,9 @@ def test_help_names_every_command():
 
 
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
-    code = (
-        "import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main; from chunk_grpo.core import settings\n"
-        "try: settings.load_settings('pocket/demo', ['learnin_rate=1'])\n"
-        "except InputError: sys.exit(3 + ('torch' in sys.modules))"
-    )
+    code = ("import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main\n"
+            "try: main.settings.load_settings('pocket/demo', ['learnin_rate=1'])\n"
+            "except InputError: sys.exit(3 + ('torch' in sys.modules))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 
 

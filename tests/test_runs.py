@@ -211,7 +211,7 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert notebooks.list_reports() == ["bench", "compare", "evaluate", "profile", "tables", "train"]
+    assert notebooks.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
     for name in notebooks.list_reports():
         cells = nbformat.read(notebooks.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
@@ -239,7 +239,8 @@ def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
 
     new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
     arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
-    (new / "evaluation" / "summary.json").write_text(json.dumps(run_folder.read_evaluation_summary(new) | {"arms": arms}))
+    summary = run_folder.read_evaluation_summary(new) | {"arms": arms}
+    (new / "evaluation" / "summary.json").write_text(json.dumps(summary))
     page = write_run_report(new, "evaluate").read_text()
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page

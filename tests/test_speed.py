@@ -1,4 +1,4 @@
-"""chunk-grpo bench, compiled blocks and kernels of attention, as a user meets them. Nothing here asks how fast."""
+"""chunk-grpo speed, compiled blocks and kernels of attention, as a user meets them. Nothing here asks how fast."""
 
 import json
 import os
@@ -35,9 +35,9 @@ def tiny(tmp_path_factory):
     return str(tiny_flux.build(tmp_path_factory.mktemp("models") / "flux"))
 
 
-def test_bench_says_what_an_iteration_takes(tmp_path):
+def test_speed_says_what_an_iteration_takes(tmp_path):
     given = ["--prompts", 1, "--images", 2, "--steps", 4, "--repeats", 1, "--out", tmp_path / "speed.json"]
-    said = run("bench", *FEW, *given)
+    said = run("speed", *FEW, *given)
     for word in ("rollout", "decode", "reward", "update", "share of rate", "the gradients of both orders are equal"):
         assert word in said
     kept = json.loads((tmp_path / "speed.json").read_text())
@@ -46,14 +46,14 @@ def test_bench_says_what_an_iteration_takes(tmp_path):
     assert {"torch", "diffusers"} <= set(kept["versions"]) and kept["machine"]["cores"]
 
 
-def test_bench_without_the_reference_order():
+def test_speed_without_the_reference_order():
     s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
     result = speed.measure_iteration(s, 1, with_reference=False)
     assert result["gradient_error"] is None and "gradients" not in "\n".join(speed.speed_lines(result))
 
 
 def test_a_wrong_model_is_one_sentence():
-    done = call("bench", "--model", "poket")
+    done = call("speed", "--model", "poket")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "`--model` must be pocket, flux-size, a settings file or a preset" in done.stderr
 
@@ -178,6 +178,6 @@ def test_the_program_measures_and_the_page_shows_it(tmp_path):
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads(out.read_text())
-    assert {"profile", "bench", "growth", "ranks", "levers", "levers of a middle size"} <= set(kept)
+    assert {"profile", "iteration", "growth", "ranks", "levers", "levers of a middle size"} <= set(kept)
     assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
     page_runs(tmp_path)

@@ -17,7 +17,7 @@ from chunk_grpo.evaluation import benchmark_images, benchmark_scores, dpg, evalu
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     "A finished small run and a list of six prompts."
-    folder = tmp_path_factory.mktemp("bench")
+    folder = tmp_path_factory.mktemp("benchmark")
     prompts = ("a red circle", "a blue square", "two stars", "a green star", "three circles", "a red square")
     (folder / "six.txt").write_text("\n".join(prompts))
     run("train", "pocket/tiny", "iterations=1", "eval_every=0", "threads=1", "rollout_batch=1", "--out", folder / "run",
@@ -32,7 +32,8 @@ def images(folder):
 
 def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder = trained / "run" / "benchmarks" / "six"
-    words = ("evaluate", trained / "run", "--bench", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
+    words = ("evaluate", trained / "run", "--benchmark", trained / "six.txt", "--samples", "2", "--rewards",
+             "pocket-clip")
     said = run(*words)
     whole = images(folder)
     assert len(whole) == 3 * 6 * 2 and "report:" in said and "pocket-clip" in said
@@ -79,7 +80,7 @@ def test_the_papers_tables_take_the_run_in(trained):
 def test_images_of_another_origin(trained):
     folders = {arm: trained / "again" / arm for arm in ("base", "plain")}
     pairs = [word for arm, folder in folders.items() for word in ("--images", f"{arm}={folder}")]
-    words = ("evaluate", "--bench", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
+    words = ("evaluate", "--benchmark", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
     out = trained / "elsewhere"
     assert "scores:" in run(*words, *pairs, "--out", out, "--no-report")
     mine, theirs = (read_json(f / "summary.json")["rewards"]["pocket-clip"] for f in (out, trained / "again"))
@@ -96,7 +97,7 @@ def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
     record = {"tag": "counting", "include": [{"class": "bench", "count": 2}],
               "exclude": [{"class": "bench", "count": 3}], "prompt": "a photo of two benches"}
     (tmp_path / "few.jsonl").write_text(json.dumps(record) + "\n")
-    said = run("evaluate", trained / "run", "--bench", "geneval", "--source", tmp_path / "few.jsonl", code=2)
+    said = run("evaluate", trained / "run", "--benchmark", "geneval", "--source", tmp_path / "few.jsonl", code=2)
     folder = trained / "run" / "benchmarks" / "geneval"
     assert "detector" in said and "convert-detector" in said
     assert not folder.exists(), "images were drawn before the detector was asked for"
@@ -122,7 +123,7 @@ def test_dpg_asks_a_judge_about_a_runs_images(trained):
     texts = enumerate(("a red circle", "two stars"))
     rows = [(f"item{n}", text, 1, "0", "entity - x (y)", f"Is it {text}?") for n, text in texts]
     pd.DataFrame(rows, columns=dpg.DPG_COLUMNS).to_csv(table, index=False)
-    words = ["evaluate", trained / "run", "--bench", "dpg", "--source", table, "--no-report"]
+    words = ["evaluate", trained / "run", "--benchmark", "dpg", "--source", table, "--no-report"]
     assert "judge" in run(*words, code=2) and not (trained / "run" / "benchmarks" / "dpg").exists()
     with serve(lambda text, grey: "yes" if "star" in text else "no") as stub:
         words += ["--judge-url", stub.url, "--judge-model", "stub"]
