@@ -239,8 +239,8 @@ def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
 
     new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
     arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
-    summary = run_folder.read_evaluation_summary(new) | {"arms": arms}
-    (new / "evaluation" / "summary.json").write_text(json.dumps(summary))
+    newer = run_folder.read_evaluation_summary(new) | {"arms": arms}
+    (new / "evaluation" / "summary.json").write_text(json.dumps(newer))
     page = write_run_report(new, "evaluate").read_text()
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page

@@ -1,0 +1,86 @@
+"""What `from chunk_grpo import ...` offers: the right objects, for people and type checkers, without a heavy import."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import chunk_grpo
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def package_files():
+    "The data files that a wheel of the package holds, as setup.py names them."
+    program = ("import os, setuptools, distutils.core\n"
+               "command = distutils.core.run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
+               "command.ensure_finalized()\n"
+               "print(*[os.path.join(source, name) for _, source, _, names in command.data_files for name in names])")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def loaded(program: str, *modules: str) -> set[str]:
+    "Which of these modules a program of its own has imported in the end."
+    ending = f"\nimport sys; print('loaded', *[name for name in {modules!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program + ending], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+def test_the_names_are_those_of_all():
+    assert sorted(chunk_grpo.__all__) == sorted({"InputError", *chunk_grpo.MODULE_OF})
+    assert {*chunk_grpo.__all__, "__version__"} <= set(dir(chunk_grpo))
+    namespace = {}
+    exec("from chunk_grpo import *", namespace)
+    assert set(chunk_grpo.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize("name", chunk_grpo.MODULE_OF)
+def test_a_name_is_the_object_of_its_module(name):
+    module = f"chunk_grpo.{chunk_grpo.MODULE_OF[name]}"
+    found = getattr(chunk_grpo, name)
+    assert found is getattr(import_module(module), name)
+    assert getattr(found, "__module__", module) == module, "the chapter that it comes from, not one that imports it"
+
+
+def test_no_name_hides_a_chapter():
+    chapters = {folder.name for folder in (ROOT / "chunk_grpo").iterdir() if folder.is_dir()}
+    assert not chapters & set(chunk_grpo.__all__)
+
+
+def test_an_unknown_name_is_said_with_the_package():
+    with pytest.raises(AttributeError, match="module 'chunk_grpo' has no attribute 'chunk_ration'"):
+        chunk_grpo.chunk_ration  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'chunk_ration' from 'chunk_grpo'"):
+        from chunk_grpo import chunk_ration  # noqa: F401
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    heavy = ("torch", "pydantic", "numpy", "pandas", "yaml", "chunk_grpo.core")
+    assert loaded("import chunk_grpo", *heavy) == set()
+    assert loaded("from chunk_grpo import Settings", *heavy) == {"pydantic", "yaml", "chunk_grpo.core"}
+
+
+def test_help_imports_nothing_heavy():
+    program = ("import sys\nsys.argv = ['chunk-grpo', '--help']\nfrom chunk_grpo.cli import main\n"
+               "try: main.main()\nexcept SystemExit: pass")
+    assert loaded(program, "torch", "numpy", "pandas", "scipy", "diffusers", "matplotlib", "nbformat") == set()
+
+
+def test_type_checkers_see_every_name():
+    "They do not run `__getattr__`: each name is imported for them too, from the same module, and marked as offered."
+    tree = ast.parse((ROOT / "chunk_grpo/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = [(node.module, alias.name, alias.asname) for node in block.body for alias in node.names]
+    assert sorted(seen) == sorted((module, name, name) for name, module in chunk_grpo.MODULE_OF.items())
+
+
+def test_the_package_says_that_it_is_typed(package_files):
+    assert "chunk_grpo/py.typed" in package_files
+    assert any(name.endswith("reports/train.ipynb") for name in package_files), "the listing is the wheel's"
