@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['VERSIONED_LIBRARIES', 'ENCODER_FOLDERS', 'MODEL_FOLDERS', 'library_versions', 'current_git_commit', 'machine_info',
-           'content_hashes', 'estimate_disk_bytes', 'check_disk_space', 'find_run', 'is_training', 'read_run_info',
-           'update_run_json', 'read_run_settings', 'read_metrics_lines', 'read_metrics', 'read_run_profile',
-           'read_evaluation_summary', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'new_run_info',
-           'write_new_run', 'resume_run', 'create_run']
+           'content_hashes', 'count_stored_weights', 'estimate_disk_bytes', 'check_disk_space', 'find_run',
+           'is_training', 'read_run_info', 'update_run_json', 'read_run_settings', 'read_metrics_lines', 'read_metrics',
+           'read_run_profile', 'read_evaluation_summary', 'read_evaluation_scores', 'next_run_folder',
+           'check_new_folder', 'new_run_info', 'write_new_run', 'resume_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -30,7 +31,7 @@ from .. import InputError
 from ..core.files import atomic_write, read_json, read_json_lines, write_json
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, hash_model_files, locate_model, read_prompts
-from ..planning.model_cost import count_trained_parameters, find_cost_model
+from ..models.inputs import read_tensor_shapes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -89,13 +90,24 @@ def content_hashes(
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #66093860
+def count_stored_weights(
+    s: Settings,
+) -> int:
+    "Weights that a run trains, from the shapes that stand in its model's files: all, or those of adapters."
+    shapes = read_tensor_shapes(locate_model(s.model), "transformer")
+    if not s.lora_rank:
+        return sum(math.prod(shape) for shape in shapes.values())
+    adapted = [shape for name, shape in shapes.items() for target in s.lora_targets
+               if f".{name}".endswith(f".{target}.weight") and len(shape) == 2]
+    return s.lora_rank * sum(sum(shape) for shape in adapted)
+
 # %% ../../nbs/08_runs/00_run_folder.ipynb #4e99a0fe
 def estimate_disk_bytes(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    sizes = find_cost_model(s.model)
-    trained = count_trained_parameters(sizes, s.lora_rank, s.lora_targets) if sizes else 0
+    trained = count_stored_weights(s)
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
     images = 8 * times + 3 * s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))
