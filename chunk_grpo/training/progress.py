@@ -26,7 +26,8 @@ def format_progress(
     if "reward_mean" not in line:
         return f"base{held}"
     number, total = line["iteration"], line.get("seconds_total") or 0.0
-    clipped, left = [x for x in line.get("clip_fraction") or [] if x is not None], total / number * (iterations - number)
+    clipped = [x for x in line.get("clip_fraction") or [] if x is not None]
+    left = total / number * (iterations - number)
     share = sum(clipped) / len(clipped) if clipped else 0.0
     if log:
         return (f"iteration {number}/{iterations}  reward {line['reward_mean']:.4f} +- {line['reward_se']:.4f}  "
