@@ -21,7 +21,7 @@ from chunk_grpo.evaluation import dpg, wise
 from chunk_grpo.evaluation.judge import Judge
 
 ARMS = {"base": 10, "plain": 11}  # grey of the images
-QUICK = dict(together=6, timeout=20.0, retries=8, pause=0.01)
+QUICK = dict(max_concurrency=6, timeout=20.0, retries=8, pause=0.01)
 
 
 def pictures(folder, names):
@@ -100,7 +100,7 @@ from chunk_grpo.evaluation.judge import Judge
 source, images, out, url, pause = sys.argv[1:]
 arms = {arm: Path(images) / arm for arm in ("base", "plain")}
 evaluate = dpg.evaluate_dpg if source.endswith(".csv") else wise.evaluate_wise
-evaluate(Path(source), arms, Judge(url, "asked-for", together=6, pause=float(pause)), Path(out))
+evaluate(Path(source), arms, Judge(url, "asked-for", max_concurrency=6, pause=float(pause)), Path(out))
 """
 
 
@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_to_the_same_table(small, tmp_path):
         file.write_bytes(b"".join(lines[:24]) + lines[24][:60])  # as if killed in the middle of a line
         judge = Judge(stub.url, "asked-for", **QUICK)
         dpg.evaluate_dpg(*small, judge, tmp_path / "killed")
-        twice = judge.together + len(lines) - 24  # what was under way when it was killed, and the lines cut off
+        twice = judge.max_concurrency + len(lines) - 24  # what was under way when it was killed, and the lines cut off
         assert sum(stub.came.values()) <= 72 + 6 + twice
     with serve(yes_or_no) as stub:
         dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "whole")
@@ -158,11 +158,11 @@ def test_wise_killed_twice_goes_on_to_the_same_table(checkout, tmp_path):
     with serve(three_scores) as stub:
         for count in (300, 900):
             kill_at(count, file, start(home, images, tmp_path / "killed", stub.url))
-        judge = Judge(stub.url, "asked-for", together=6)
+        judge = Judge(stub.url, "asked-for", max_concurrency=6)
         again = wise.evaluate_wise(home, images, judge, tmp_path / "killed")
-        assert sum(stub.came.values()) <= 2000 + 2 * judge.together  # only what was under way is asked twice
+        assert sum(stub.came.values()) <= 2000 + 2 * judge.max_concurrency  # only what was under way is asked twice
     with serve(three_scores) as stub:
-        whole = wise.evaluate_wise(home, images, Judge(stub.url, "asked-for", together=6), tmp_path / "whole")
+        whole = wise.evaluate_wise(home, images, Judge(stub.url, "asked-for", max_concurrency=6), tmp_path / "whole")
         assert sum(stub.came.values()) == 2000
     assert again == whole and same(tmp_path / "killed", tmp_path / "whole")
     ids = [record["id"] for record in read_json_lines(file)]
@@ -183,7 +183,7 @@ def test_the_two_sets_of_wise_are_never_mixed(checkout, tmp_path):
     home, images = checkout
     one = {"base": images["base"]}
     with serve(lambda text, grey: f"Score: {number(text) % 2}") as stub:
-        judge = Judge(stub.url, "asked-for", together=6)
+        judge = Judge(stub.url, "asked-for", max_concurrency=6)
         found = wise.evaluate_wise(home, one, judge, tmp_path / "out", version="verified")
         assert found["overall"]["base"]["mean"] == pytest.approx(0.5)
         assert "one score of 0 or 1 instead of a WiScore" in found["label"]
@@ -238,7 +238,7 @@ def test_some_nonsense_leaves_the_rest_in_pairs(small, tmp_path):
 
 def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
     with serve(yes_or_no, key="sk-right-4711") as stub:
-        judge = Judge(stub.url, "asked-for", **QUICK | {"key_variable": "JUDGE_KEY_OF_THE_TESTS", "together": 1})
+        judge = Judge(stub.url, "asked-for", **QUICK | {"key_variable": "JUDGE_KEY_OF_THE_TESTS", "max_concurrency": 1})
         monkeypatch.delenv("JUDGE_KEY_OF_THE_TESTS", raising=False)
         with pytest.raises(InputError, match="environment variable JUDGE_KEY_OF_THE_TESTS is not set"):
             dpg.evaluate_dpg(*small, judge, tmp_path / "out")
@@ -267,7 +267,7 @@ def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(small, tm
             dpg.evaluate_dpg(*small, judge, tmp_path / "out")
         kept = len(read_json_lines(tmp_path / "out/answers.jsonl"))
         assert kept == 18 and not (tmp_path / "out/summary.json").exists()
-        assert stub.done[fault] <= judge.together * 3
+        assert stub.done[fault] <= judge.max_concurrency * 3
         away["now"], asked = False, sum(stub.came.values())
         found = dpg.evaluate_dpg(*small, judge, tmp_path / "out")
         assert sum(stub.came.values()) - asked == 72 - kept
