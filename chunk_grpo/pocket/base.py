@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHIPPED_DIRS', 'TRAINING_RECIPE', 'sample_flow_images', 'save_pipeline', 'load_flow', 'within_group_auc',
-           'measure_quality', 'measure_reward_reliability', 'contact_sheet', 'write_pocket_manifest', 'build_pocket',
-           'main']
+           'judge_heldout_images', 'mean_accuracy_with_error', 'measure_quality', 'measure_reward_reliability',
+           'contact_sheet', 'write_pocket_manifest', 'train_pocket_parts', 'build_pocket', 'main']
 
 # %% ../../nbs/01_pocket/07_base.ipynb #6b18dab2
 import argparse
@@ -24,12 +24,12 @@ from PIL import Image, ImageDraw
 
 from .. import pocket
 from . import clip, geneval
-from .captions import CAPTION_PREFIXES, hard_negatives, split_prompts
+from .captions import CAPTION_PREFIXES, hard_negatives, parse_caption, split_prompts
 from .flow import PocketFlow, iter_slices, train_flow, unpack_flow_latents
 from .vae import new_tokenizer, tokenize_captions, train_vae
 from .world import render_scene, sample_scene
 
-
+# %% ../../nbs/01_pocket/07_base.ipynb #ab4edb6d
 @torch.no_grad()
 def sample_flow_images(
     model: PocketFlow,
@@ -87,7 +87,38 @@ def within_group_auc(
     pair = (right[:, :, None] > right[:, None]).double()
     return float((higher * pair).sum() / pair.sum().clamp(min=1))
 
+# %% ../../nbs/01_pocket/07_base.ipynb #909b8ac5
+def judge_heldout_images(
+    model: PocketFlow,
+    vae: AutoencoderKL,
+    prompts: list[str],
+    images_per_prompt: int,
+    steps: int,
+    eta: float,
+    reward: clip.PocketCLIP,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor]: # (P, G) each: the checker's verdicts, 0 or 1; the reward's cosines
+    "Sample images of every prompt and have both judges see the same ones."
+    check, verdicts, scores = geneval.load_pocket_geneval(), [], []
+    for i in range(images_per_prompt):
+        images = torch.cat([sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
+                            for j, part in enumerate(iter_slices(prompts, 48))])
+        verdicts.append(check(images, prompts))
+        scores.append(reward(images, prompts))
+    return torch.stack(verdicts, 1), torch.stack(scores, 1)
 
+# %% ../../nbs/01_pocket/07_base.ipynb #4f6f04a8
+def mean_accuracy_with_error(
+    right: torch.Tensor, # verdicts, (P, G)
+    prompts: list[str], # (P,)
+) -> tuple[float, float, dict[str, float]]: # mean over categories, its standard error, accuracy of each category
+    "GenEval's score of several images a prompt, and its standard error over prompts."
+    mean, table = geneval.mean_category_accuracy(right.mean(1), prompts)
+    categories = [parse_caption(p).category for p in prompts]
+    groups = [right.mean(1)[[k == c for k in categories]] for c in table]
+    return mean, math.sqrt(sum(g.var().item() / len(g) for g in groups)) / len(groups), table
+
+# %% ../../nbs/01_pocket/07_base.ipynb #84363e73
 def measure_quality(
     model: PocketFlow,
     vae: AutoencoderKL,
@@ -99,29 +130,13 @@ def measure_quality(
     seed: int = 0,
 ) -> dict[str, float]:
     "The checker's verdict on held-out prompts, and how the reward orders the same images."
-    prompts, check, reward = (
-        pocket.read_pocket_prompts("heldout")[::every],
-        geneval.load_pocket_geneval(),
-        reward or clip.load_pocket_clip(),
-    )
-    verdicts, scores = [], []
-    for i in range(images_per_prompt):
-        images = torch.cat([
-            sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
-            for j, part in enumerate(iter_slices(prompts, 48))
-        ])
-        verdicts.append(check(images, prompts))
-        scores.append(reward(images, prompts))
-    right, score = torch.stack(verdicts, 1), torch.stack(scores, 1)
-    mean, table = geneval.mean_category_accuracy(right.mean(1), prompts)
-    kinds = [check.category(p) for p in prompts]
-    spread = [right.mean(1)[[k == c for k in kinds]] for c in table]
-    error = math.sqrt(sum(s.var().item() / len(s) for s in spread)) / len(spread)
+    prompts, reward = pocket.read_pocket_prompts("heldout")[::every], reward or clip.load_pocket_clip()
+    right, score = judge_heldout_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
+    mean, error, table = mean_accuracy_with_error(right, prompts)
     return {
         "geneval": round(mean, 4), "geneval_se": round(error, 4),
         **{f"geneval_{c}": round(v, 4) for c, v in table.items()},
-        "clip": round(score.mean().item(), 4),
-        "clip_auc_in_prompt": round(within_group_auc(score, right), 4),
+        "clip": round(score.mean().item(), 4), "clip_auc_in_prompt": round(within_group_auc(score, right), 4),
         "images": right.numel(), "prompts": len(prompts), "steps": steps, "eta": eta, "seed": seed,
     }
 
@@ -132,11 +147,8 @@ def measure_reward_reliability(
     seed: int = 7,
 ) -> dict[str, float]: # shares of the scenes
     "How reliable reward and checker are on pictures whose truth is known."
-    rng, check, prompts = (
-        np.random.default_rng(seed),
-        geneval.load_pocket_geneval(),
-        pocket.read_pocket_prompts("heldout") * scenes,
-    )
+    rng, check = np.random.default_rng(seed), geneval.load_pocket_geneval()
+    prompts = pocket.read_pocket_prompts("heldout") * scenes
     drawn = [sample_scene(p, rng) for p in prompts]
     true = [render_scene(s) for s in drawn]
     score = reward(true, prompts)
@@ -204,6 +216,22 @@ def write_pocket_manifest(
     return content
 
 # %% ../../nbs/01_pocket/07_base.ipynb #5db51cda
+def train_pocket_parts(
+    work: Path, # states and training sets, to go on from
+    recipe: dict, # settings of the three trainings
+    compiled: bool, # compile the velocity network while it is trained
+    log: Callable[[str], None],
+) -> tuple[dict, dict[str, float]]: # "vae", "flow" and "clip"; the seconds that each took
+    "Train autoencoder, flow and CLIP."
+    made, seconds = {}, {}
+    for name, train, options in (("vae", train_vae, {}), ("flow", train_flow, {"compiled": compiled}),
+                                 ("clip", clip.train_clip, {})):
+        start, before = time.time(), () if name == "vae" else (made["vae"],)
+        made[name] = train(work, *before, **recipe[name], **options, log=log)
+        seconds[name] = time.time() - start
+    return made, seconds
+
+# %% ../../nbs/01_pocket/07_base.ipynb #bdaf63b6
 def build_pocket(
     out: Path, # base, clip, prompts and manifest.json are written here
     work: Path, # states and training sets, to go on from
@@ -213,28 +241,22 @@ def build_pocket(
     log: Callable[[str], None] = print,
 ) -> dict: # the manifest
     "Train everything and write what the package ships."
-    recipe, out, work, seconds = recipe or TRAINING_RECIPE, Path(out), Path(work), {}
+    recipe, out, work = recipe or TRAINING_RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
     for name, captions in zip(("train", "heldout"), split_prompts(), strict=True):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
-    start = time.time()
-    vae = train_vae(work, **recipe["vae"], log=log)
-    seconds["vae"], start = time.time() - start, time.time()
-    model = train_flow(work, vae, **recipe["flow"], compiled=compiled, log=log)
-    seconds["flow"], start = time.time() - start, time.time()
-    scorer = clip.train_clip(work, vae, **recipe["clip"], log=log)
-    seconds["clip"] = time.time() - start
-    save_pipeline(model, vae, out / "base")
-    scorer.save_pretrained(out / "clip")
+    made, seconds = train_pocket_parts(work, recipe, compiled, log)
+    save_pipeline(made["flow"], made["vae"], out / "base")
+    made["clip"].save_pretrained(out / "clip")
     new_tokenizer("clip").save_pretrained(out / "clip")
     reward = clip.PocketCLIP(out / "clip")
-    measured = {"ode": measure_quality(model, vae, images, 20, reward=reward)} if images else {}
+    measured = {}
     if images:
-        measured["sde"] = measure_quality(model, vae, images, 17, eta=0.7, reward=reward)
+        measured = {name: measure_quality(made["flow"], made["vae"], images, steps, eta, reward=reward)
+                    for name, steps, eta in (("ode", 20, 0.0), ("sde", 17, 0.7))}
         measured["rewards"] = measure_reward_reliability(reward)
-    training = {name: recipe[name] | {"seconds": round(seconds[name], 1)} for name in seconds}
-    return write_pocket_manifest(out, training, measured)
+    return write_pocket_manifest(out, {k: recipe[k] | {"seconds": round(s, 1)} for k, s in seconds.items()}, measured)
 
 # %% ../../nbs/01_pocket/07_base.ipynb #b790f81a
 def main(

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['CATEGORY_SAMPLING_WEIGHTS', 'new_transformer', 'new_t5', 'new_clip_text', 'PocketFlow', 'pack_flow_latents',
            'unpack_flow_latents', 'iter_slices', 'cache_training_latents', 'flow_loss', 'scheduled_learning_rate',
-           'build_optimizers', 'train_flow']
+           'build_optimizers', 'flow_step', 'averaged_weights', 'train_flow']
 
 # %% ../../nbs/01_pocket/06_flow.ipynb #5214b1e5
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from . import MAX_TOKENS
-from .vae import load_training_state, new_tokenizer, numpy_to_vae_input, sample_captioned_images
-from .vae import save_training_state, tokenize_captions
+from .vae import new_tokenizer, numpy_to_vae_input, sample_captioned_images, tokenize_captions
+from .vae import train_resumable
 
 
 def new_transformer() -> FluxTransformer2DModel:
@@ -32,7 +31,7 @@ def new_transformer() -> FluxTransformer2DModel:
         joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=False, axes_dims_rope=(8, 12, 12),
     )
 
-
+# %% ../../nbs/01_pocket/06_flow.ipynb #1b61229f
 def new_t5(
     vocabulary: int, # words, marks included
 ) -> T5EncoderModel:
@@ -101,14 +100,8 @@ def iter_slices(
     return (items[i:i + size] for i in range(0, len(items), size))
 
 # %% ../../nbs/01_pocket/06_flow.ipynb #26aa5c40
-CATEGORY_SAMPLING_WEIGHTS = {
-    "single_object": 0.5,
-    "two_object": 1.0,
-    "counting": 1.0,
-    "colors": 0.75,
-    "position": 1.5,
-    "color_attr": 1.5,
-}
+CATEGORY_SAMPLING_WEIGHTS = {"single_object": 0.5, "two_object": 1.0, "counting": 1.0, "colors": 0.75, "position": 1.5,
+                             "color_attr": 1.5}
 
 
 @torch.no_grad()
@@ -121,9 +114,7 @@ def cache_training_latents(
     "The training set, drawn and encoded once."
     file = Path(work) / "latents.safetensors"
     if not file.exists():
-        captions, pictures = sample_captioned_images(
-            count, seed=seed + 2, weights=CATEGORY_SAMPLING_WEIGHTS, free=False
-        )
+        captions, pictures = sample_captioned_images(count, seed + 2, CATEGORY_SAMPLING_WEIGHTS, free=False)
         code = torch.cat([vae.encode(numpy_to_vae_input(p)).latent_dist.mean for p in iter_slices(pictures, 250)])
         shift, factor = code.mean(), 1 / code.std()
         data = {"latents": pack_flow_latents((code - shift) * factor), "scale": torch.stack([shift, factor])}
@@ -173,16 +164,39 @@ def build_optimizers(
 
     named = list(model.named_parameters())
     return {
-        "muon": torch.optim.Muon(
-            [p for n, p in named if inside(n, p)], lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
-        ),
-        "adamw": torch.optim.AdamW(
-            [p for n, p in named if not inside(n, p)], lr=rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True
-        ),
+        "muon": torch.optim.Muon([p for n, p in named if inside(n, p)], lr=rate, weight_decay=0.01,
+                                 adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW([p for n, p in named if not inside(n, p)], lr=rate, betas=(0.9, 0.99),
+                                   weight_decay=0.01, fused=True),
     }
 
 # %% ../../nbs/01_pocket/06_flow.ipynb #0e3c33ac
-def _named(model: PocketFlow,
+def flow_step(
+    model: PocketFlow,
+    ema: EMAModel, # averages of its weights
+    optimizers: dict[str, torch.optim.Optimizer], # from `build_optimizers`
+    data: dict[str, torch.Tensor], # from `cache_training_latents`
+    batch: int,
+    rate: float, # learning rate of this step
+    seed: int, # of this step
+) -> float: # the loss
+    "One step of every optimizer and of the averages, the gradient's norm clipped at 1."
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
+    for group in (g for o in optimizers.values() for g in o.param_groups):
+        group["lr"] = rate
+    loss = flow_loss(model, *(data[k][pick] for k in ("latents", "t5", "clip")), generator)
+    model.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers.values():
+        optimizer.step()
+    ema.step(model.parameters())
+    return loss.item()
+
+# %% ../../nbs/01_pocket/06_flow.ipynb #addafdd5
+def averaged_weights(
+    model: PocketFlow,
     ema: EMAModel,
 ) -> dict[str, torch.Tensor]:
     "The averaged weights by name."
@@ -204,32 +218,13 @@ def train_flow(
     "Train the flow; a call on the same folder goes on where the last one stopped."
     torch.manual_seed(seed)
     model, work = PocketFlow(), Path(work)
-    data = cache_training_latents(work, vae, count, seed)
-    parameters = list(model.parameters())
-    steppers = build_optimizers(model, rate)
-    ema = EMAModel(parameters, decay=0.998, use_ema_warmup=True, power=0.8)
-    parts = {"model": model, "ema": ema} | steppers
-    start, total = time.time(), 0.0
+    data, optimizers = cache_training_latents(work, vae, count, seed), build_optimizers(model, rate)
+    ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
     if compiled:
         model.transformer.compile()
-    for step in range(load_training_state(work / "flow-state.pt", **parts), steps):
-        generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
-        pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
-        for group in (g for o in steppers.values() for g in o.param_groups):
-            group["lr"] = scheduled_learning_rate(step, steps, rate)
-        loss = flow_loss(model, *(data[k][pick] for k in ("latents", "t5", "clip")), generator)
-        model.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        for optimizer in steppers.values():
-            optimizer.step()
-        ema.step(parameters)
-        total += loss.item()
-        if (step + 1) % 100 == 0:
-            log(f"flow {step + 1}/{steps} loss {total / 100:.4f} {time.time() - start:.0f} s")
-            total = 0.0
-        if (step + 1) % every == 0 or step + 1 == steps:
-            save_file(_named(model, ema), work / f"flow-{step + 1:06d}.safetensors")
-            save_training_state(work / "flow-state.pt", step + 1, **parts)
-    ema.copy_to(parameters)
+    train_resumable("flow", steps, work / "flow-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
+                    lambda step: flow_step(model, ema, optimizers, data, batch,
+                                           scheduled_learning_rate(step, steps, rate), seed * 10_000_019 + step),
+                    lambda done: save_file(averaged_weights(model, ema), work / f"flow-{done:06d}.safetensors"))
+    ema.copy_to(model.parameters())
     return model.eval()
