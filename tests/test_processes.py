@@ -114,3 +114,15 @@ def test_compiled_parts_train_the_same(world):
         env=environment(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert alike(outs[1], outs[0])
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_with_two_processes(tmp_path):
+    "As the page about a GPU host says: more iterations, another number of processes, and what is there stays."
+    words, out = ["train", "pocket/tiny", "--out", tmp_path / "run", "--no-report"], tmp_path / "run"
+    run(*words, "iterations=3")
+    before = metrics(out)
+    said = run(*words, "iterations=4", "--resume", "--processes", 2)
+    assert "iteration 4/4" in said and "iteration 3/4" not in said
+    assert metrics(out)[:4] == before and len(metrics(out)) == 5
+    assert json.loads((out / "run.json").read_text())["processes"] == 2

@@ -199,11 +199,12 @@ def serve_reward(
     if token and not os.environ.get(token):
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
     from chunk_grpo.core import fields
-    from chunk_grpo.reward_serving import server  # here, since it imports torch
+    from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
     given = {key: fields.parse_yaml(value, key) for key, _, value in (text.partition("=") for text in options or ())}
     secret = os.environ.get(token) if token else None
-    server.run_reward_server(name, host, port, secret, max_images, batch_wait_ms=batch_wait_ms, **given)
+    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, max_images,
+                             batch_wait_ms=batch_wait_ms)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
 REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
