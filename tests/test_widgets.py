@@ -22,7 +22,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.measurements import profiles
 from chunk_grpo.method import chunks
 from chunk_grpo.models import trainable
-from chunk_grpo.reporting import widgets
+from chunk_grpo.reporting import trajectory_widget, widgets
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -125,22 +125,18 @@ def invented():
 
 
 def test_scrubber_shows_base_beside_trained(invented):
-    scrub = widgets.trajectory_scrubber(invented)
+    scrub = trajectory_widget.trajectory_scrubber(invented)
     prompt, place, words, images = scrub.children
     prompt.value, place.value = 1, 3
     assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
-    assert images.value == widgets.gallery_html(
-        [
-            (view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
-            for v, view in enumerate(widgets.TRAJECTORY_VIEWS)
-        ],
-        ("base", "trained"),
-        192,
-    )
+    rows = [(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
+            for v, view in enumerate(trajectory_widget.TRAJECTORY_VIEWS)]
+    assert images.value == trajectory_widget.gallery_html(rows, ("base", "trained"), 192)
 
 
 def test_both_leave_a_page_without_a_kernel(invented):
-    for widget, pictures in ((widgets.chunk_editor(MEASURED), 1), (widgets.trajectory_scrubber(invented), 2 * 4 * 5)):
+    editor, scrub = widgets.chunk_editor(MEASURED), trajectory_widget.trajectory_scrubber(invented)
+    for widget, pictures in ((editor, 1), (scrub, 2 * 4 * 5)):
         page = widget._repr_mimebundle_()["text/html"]
         alts = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)"', page)
         assert len(alts) == pictures and "<script" not in page and "<two>" not in page

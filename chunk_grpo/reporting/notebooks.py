@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['REPORTS_FOLDER', 'PARAMETER_TYPES', 'REPORT_CSS', 'REPORT_HTML_TEMPLATE', 'list_reports', 'find_report_notebook',
-           'report_parameters', 'check_report_parameters', 'execute_report', 'notebook_to_html']
+           'report_parameters', 'check_report_parameters', 'execute_report', 'drop_log_outputs', 'notebook_to_html']
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #378344c3
 import ast
 import difflib
 import html as markup
-import os
 from pathlib import Path
 
 import nbformat
@@ -21,6 +20,7 @@ from traitlets.config import Config
 
 import chunk_grpo
 from .. import InputError
+from ..core.files import atomic_write
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #bbdfd973
 REPORTS_FOLDER = Path(chunk_grpo.__file__).parent / "reports"
@@ -37,9 +37,8 @@ def find_report_notebook(
     "Where a report notebook lies; InputError where there is none of that name."
     file = Path(name) if str(name).endswith(".ipynb") else REPORTS_FOLDER / f"{name}.ipynb"
     if not file.is_file():
-        raise InputError(
-            f"the report must be one of {', '.join(list_reports())}, or a notebook file; got {str(name)!r}"
-        )
+        raise InputError(f"the report must be one of {', '.join(list_reports())}, or a notebook file; "
+                         f"got {str(name)!r}")
     return file
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #a6ae8279
@@ -53,7 +52,7 @@ def report_parameters(
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #9c8a49b6
 PARAMETER_TYPES = {"str": (str, "a text"), "int": (int, "a whole number"), "float": ((int, float), "a number"),
-         "bool": (bool, "True or False"), "list": ((list, tuple), "a list"), "dict": (dict, "a mapping")}
+                   "bool": (bool, "True or False"), "list": ((list, tuple), "a list"), "dict": (dict, "a mapping")}
 
 
 def check_report_parameters(
@@ -118,6 +117,8 @@ details summary { cursor: pointer; color: #0a5b8c; margin: .5rem 0; } .prompt, .
 @media print { body { background: #fff; } main { border: 0; margin: 0; max-width: none; } }
 @media (max-width: 50rem) { main { margin: 0; padding: 1rem; border: 0; } }
 """
+
+# %% ../../nbs/11_reporting/04_notebooks.ipynb #eea31283
 REPORT_HTML_TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
@@ -125,6 +126,17 @@ REPORT_HTML_TEMPLATE = """<!DOCTYPE html>
 {body}
 </main></body></html>
 """
+
+
+def drop_log_outputs(
+    book: nbformat.NotebookNode,  # changed in place
+) -> None:
+    "Take warnings and widgets without HTML out of a notebook: they are for the log."
+    book.metadata.pop("widgets", None)
+    for cell in book.cells:
+        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"
+                        and ("application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+                             or "text/html" in o.data)]
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #12871475
 def notebook_to_html(
@@ -135,24 +147,15 @@ def notebook_to_html(
     source, out = Path(source), Path(out)
     if not source.is_file():
         raise InputError(f"the notebook to render must be a file; {source} is none")
-    book = nbformat.read(source, as_version=4)
-    book.metadata.pop("widgets", None)
-    for cell in book.cells:  # warnings of libraries are for the log
-        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"
-                        and ("application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-                             or "text/html" in o.data)]
+    drop_log_outputs(book := nbformat.read(source, as_version=4))
+    live = {"TagRemovePreprocessor": {"enabled": True, "remove_all_outputs_tags": {"live"}}}
     exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True,
-                            exclude_output_prompt=True, exclude_anchor_links=True, mathjax_url="",
-                            require_js_url="", config=Config(
-                                {"TagRemovePreprocessor": {"enabled": True, "remove_all_outputs_tags": {"live"}}}))
+                            exclude_output_prompt=True, exclude_anchor_links=True, mathjax_url="", require_js_url="",
+                            config=Config(live))
     body, _ = exporter.from_notebook_node(book)
     words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"
              for line in cell.source.splitlines() if line.startswith("# ")]
-    page = REPORT_HTML_TEMPLATE.format(
-        title=markup.escape(words[0] if words else source.stem), style=REPORT_CSS, body=body
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, out)
+    title = markup.escape(words[0] if words else source.stem)
+    with atomic_write(out) as new:
+        new.write_text(REPORT_HTML_TEMPLATE.format(title=title, style=REPORT_CSS, body=body), encoding="utf-8")
     return out

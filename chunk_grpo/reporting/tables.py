@@ -36,7 +36,7 @@ def format_small_number(
     "A small number with two significant digits, such as 3.2e\u22126."
     return "\u2013" if x is None or not math.isfinite(x) else f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
 
-
+# %% ../../nbs/11_reporting/03_tables.ipynb #110a66f1
 def format_interval(
     value: Mapping | None,  # mean, lo, hi; None where it was not measured
     signed: bool = False,
@@ -76,10 +76,8 @@ def describe_change(
     delta: Mapping,
 ) -> str:
     "A sentence about one reward on held-out prompts."
-    words = {"up": "rose from {} to {}", "down": "fell from {} to {}", "open": "went from {} to {}"}[
-        interval_direction(delta)
-    ]
-    moved = words.format(format_number(base["mean"]), format_number(trained["mean"]))
+    verb = {"up": "rose", "down": "fell", "open": "went"}[interval_direction(delta)]
+    moved = f"{verb} from {format_number(base['mean'])} to {format_number(trained['mean'])}"
     if delta.get("lo") is None:
         return f"{name} {moved}; one prompt gives no interval"
     tail = ", which does not exclude 0" if interval_direction(delta) == "open" else ""
@@ -104,7 +102,7 @@ def rows_to_html(
                    for row, mark in zip(rows, marks, strict=True))
     return f'<div class="tablebox"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
-
+# %% ../../nbs/11_reporting/03_tables.ipynb #080721be
 def display_html(
     *parts: str,  # HTML
 ) -> None:
@@ -155,12 +153,10 @@ def evaluation_html(
                 marks.append({"difference to the base": {"up": "good", "down": "bad"}.get(side, "")})
     return rows_to_html(rows, ("mean (95% interval)", "difference to the base"), marks)
 
-
+# %% ../../nbs/11_reporting/03_tables.ipynb #ff8ea4ba
 def category_html(
     values: Mapping,  # a reward of an evaluation's summary, with categories
-    reported: Sequence[
-        Mapping
-    ] = (),  # rows of the paper with numbers of these categories, see `paper.paper_table_rows`
+    reported: Sequence[Mapping] = (),  # rows of the paper with these categories, see `paper_table_rows`
 ) -> str:
     "The mean of every category, an arm a column, and their mean at the end; the paper's rows as further columns."
     arms = {ARM_LABELS.get(arm, arm): means for arm, means in values["categories"].items()}
@@ -197,20 +193,10 @@ def comparison_html(
              "hybrid difference": format_number(row.hybrid_delta, signed=True),
              "transitions trained": f"{row.transitions:,}", "images seen": f"{row.images:,}",
              "time": format_seconds(row.seconds)} for row in runs.itertuples()]
-    return rows_to_html(
-        rows,
-        (
-            "base",
-            "trained",
-            "difference (95% interval)",
-            "hybrid difference",
-            "transitions trained",
-            "images seen",
-            "time",
-        ),
-    )
+    texts = "group", "run", "seed"
+    return rows_to_html(rows, [name for name in rows[0] if name not in texts] if rows else ())
 
-
+# %% ../../nbs/11_reporting/03_tables.ipynb #2a9e4b0b
 def group_html(
     runs: pd.DataFrame,  # as above
 ) -> str:
@@ -218,15 +204,10 @@ def group_html(
     rows = []
     for name, part in runs.groupby("group", sort=False):
         spread = format_number(part.delta.std()) if len(part) > 1 else format_number(None)
-        rows.append(
-            {
-                "group": name,
-                "runs": str(len(part)),
-                "mean difference": format_number(part.delta.mean(), signed=True),
-                "standard deviation over runs": spread,
-                "transitions trained a run": f"{part.transitions.mean():,.0f}",
-                "images seen a run": f"{part.images.mean():,.0f}",
-                "time a run": format_seconds(part.seconds.mean()),
-            }
-        )
+        rows.append({"group": name, "runs": str(len(part)),
+                     "mean difference": format_number(part.delta.mean(), signed=True),
+                     "standard deviation over runs": spread,
+                     "transitions trained a run": f"{part.transitions.mean():,.0f}",
+                     "images seen a run": f"{part.images.mean():,.0f}",
+                     "time a run": format_seconds(part.seconds.mean())})
     return rows_to_html(rows, list(rows[0])[1:] if rows else ())
