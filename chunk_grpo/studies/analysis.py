@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'provenance_note',
            'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences', 'training_rewards',
-           'common_rewards', 'format_difference', 'study_table', 'differing_settings', 'study_commands']
+           'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'differing_settings', 'study_commands']
 
 # %% ../../nbs/12_studies/05_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +17,9 @@ from scipy import stats
 from .. import InputError
 from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR
-from .design import load_study
-from ..reporting.tables import format_interval, format_number, format_seconds, format_small_number
 from ..core.statistics import t_intervals
+from ..reporting.tables import format_interval, format_number, format_seconds, format_small_number
+from .design import load_study
 
 # %% ../../nbs/12_studies/05_analysis.ipynb #af5c69d3
 STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
@@ -82,9 +82,8 @@ def pivot_by_seed(
     value: Callable[[Mapping], float],  # of a row
 ) -> pd.DataFrame:  # a row a seed, a column an arm; nan where there is no run
     "One number a run."
-    columns = {
-        arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm}) for arm in arms_with_runs(rows)
-    }
+    columns = {arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
+               for arm in arms_with_runs(rows)}
     return pd.DataFrame(columns, dtype=float).sort_index()
 
 
@@ -102,7 +101,7 @@ def mean_score(
                          f"on: {', '.join(allowed)}.")
     return sum(found[reward]) / len(found[reward])
 
-
+# %% ../../nbs/12_studies/05_analysis.ipynb #89401e28
 def gains_by_seed(
     rows: Sequence[Mapping],
     reward: str,  # its name
@@ -118,7 +117,7 @@ def paired_intervals(
     reference: str,  # the arm that all others are compared with
     arm: str = "plain",  # of the evaluation
 ) -> pd.DataFrame:  # a row an arm, as of `t_intervals`
-    "Differences (b) to the reference on the same seeds; InputError where the reference has no run."
+    "Differences (a) to the reference on the same seeds; InputError where the reference has no run."
     if reference not in arms_with_runs(rows):
         there = ", ".join(arms_with_runs(rows)) or "none yet"
         raise InputError(f"reference: got {reference!r}, allowed is an arm with runs: {there}.")
@@ -157,28 +156,31 @@ def format_difference(
     return format_interval(known, signed=True)
 
 # %% ../../nbs/12_studies/05_analysis.ipynb #e8a7ce28
+def cost_columns(
+    mine: Sequence[Mapping],  # the runs of an arm
+) -> dict[str, str]:  # column -> text
+    "Seeds, chunks and what an arm cost, as a mean over its runs."
+    mean, s = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean(), mine[0]["settings"]
+    profiled = "; ".join(dict.fromkeys(row["chunks"] for row in mine if s["chunks"] == "profile"))  # as measured
+    only = "" if s["train_chunks"] == "all" else f", only {s['train_chunks']}"
+    return {"seeds": str(len(mine)), "chunks": (profiled or s["chunks"]) + only,
+            "images seen": f"{mean.images:,.0f}", "transitions trained": f"{mean.transitions:,.0f}",
+            "CPU time": format_seconds(mean.cpu_seconds)}
+
+# %% ../../nbs/12_studies/05_analysis.ipynb #5bf3d2f6
 def study_table(
     rows: Sequence[Mapping],
     reference: str | None = None,  # the arm that all others are compared with
 ) -> list[dict]:  # column -> text
     "A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference."
-    out = [{"arm": arm} for arm in arms_with_runs(rows)]
-    for line in out:
-        mine = [row for row in rows if row["arm"] == line["arm"]]
-        mean, s = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean(), mine[0]["settings"]
-        profiled = "; ".join(dict.fromkeys(row["chunks"] for row in mine if s["chunks"] == "profile"))  # as measured
-        only = "" if s["train_chunks"] == "all" else f", only {s['train_chunks']}"
-        line |= {"seeds": str(len(mine)), "chunks": (profiled or s["chunks"]) + only,
-                 "images seen": f"{mean.images:,.0f}", "transitions trained": f"{mean.transitions:,.0f}",
-                 "CPU time": format_seconds(mean.cpu_seconds)}
+    out = [{"arm": arm} | cost_columns([row for row in rows if row["arm"] == arm]) for arm in arms_with_runs(rows)]
     for reward in common_rewards(rows):
         gained = t_intervals(gains_by_seed(rows, reward))
         against = paired_intervals(rows, reward, reference) if reference else None
         for line in out:
             found = gained.loc[line["arm"]]
-            line[f"{reward}: gain"] = (
-                f"{format_number(found['mean'], signed=True)} \u00b1 {format_number((found.hi - found.lo) / 2)}"
-            )
+            half = format_number((found.hi - found.lo) / 2)
+            line[f"{reward}: gain"] = f"{format_number(found['mean'], signed=True)} \u00b1 {half}"
             if against is not None:
                 other = against.loc[line["arm"]] if line["arm"] != reference else None
                 line[f"{reward}: less {reference}"] = "reference" if other is None else format_difference(other)

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .. import InputError
 from ..core import fields
-from ..runs import run_folder
 from ..core import settings as setting
-from ..core.files import read_json
 from ..core.fields import parse_yaml
 from ..core.fields import setting as field
+from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
+from ..runs import run_folder
 
 # %% ../../nbs/12_studies/00_design.ipynb #b1530d1c
 STUDIES_FOLDER = PRESETS_DIR / "pocket" / "studies"
@@ -40,7 +40,7 @@ class Study(BaseModel):
     evaluation: dict = field({}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings")
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
 
-
+# %% ../../nbs/12_studies/00_design.ipynb #56805b12
 @dataclass(frozen=True)
 class Trial:
     "One arm with one seed."
@@ -76,7 +76,7 @@ def find_study_folder(
         f"got {str(source)!r}"
     )
 
-
+# %% ../../nbs/12_studies/00_design.ipynb #e9f4cdff
 def load_study(
     source: str | Path,  # name of a study, or its folder
 ) -> Study:
@@ -141,7 +141,7 @@ def row_matches_trial(
         return False
     return all(row[name] == value for name, value in run_folder.content_hashes(trial.settings).items())
 
-
+# %% ../../nbs/12_studies/00_design.ipynb #1c7f1b57
 def find_finished_row(
     trial: Trial,
     out: Path,  # the study's folder

@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .. import InputError
-from ..reporting.figures import METHOD_COLOURS, create_subplots, with_house_style
 from ..core.settings import training_method
+from ..core.statistics import t_intervals
+from ..reporting.figures import METHOD_COLOURS, create_subplots, with_house_style
+from ..reporting.tables import format_number
 from .analysis import arms_with_runs, format_difference, gains_by_seed, paired_differences
 from .analysis import paired_intervals, pivot_by_seed
-from ..core.statistics import t_intervals
-from ..reporting.tables import format_number
 
 # %% ../../nbs/12_studies/06_figures.ipynb #7f27d758
 def arm_colour(
@@ -34,7 +34,7 @@ def arm_colour(
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
     return METHOD_COLOURS[training_method(SimpleNamespace(**settings))]
 
-
+# %% ../../nbs/12_studies/06_figures.ipynb #31549756
 @with_house_style
 def plot_forest(
     rows: Sequence[Mapping],
@@ -43,23 +43,16 @@ def plot_forest(
     arm: str = "plain",  # of the evaluation
 ) -> Figure:
     "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
-    found, seeds = (
-        paired_intervals(rows, reward, reference, arm),
-        paired_differences(gains_by_seed(rows, reward, arm), reference),
-    )
+    found = paired_intervals(rows, reward, reference, arm)
+    seeds = paired_differences(gains_by_seed(rows, reward, arm), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
     axis = axes[0, 0]
     for y, name in enumerate(found.index[::-1]):
         line, shade = found.loc[name], arm_colour(rows, name)
         axis.plot(seeds[name], np.full(len(seeds), y - 0.22), ".", color=shade, markersize=3.5, alpha=0.7)
         axis.errorbar(line["mean"], y, xerr=np.nan_to_num(line.hi - line["mean"]), fmt="o", color=shade, capsize=3)
-        axis.annotate(
-            format_number(line["mean"], signed=True),
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            fontsize=8,
-            va="center",
-        )
+        axis.annotate(format_number(line["mean"], signed=True), (1.01, y), xycoords=("axes fraction", "data"),
+                      fontsize=8, va="center")
     axis.axvline(0, color="black", linewidth=0.8)
     axis.xaxis.set_major_locator(MaxNLocator(6))
     axis.set(yticks=range(len(found)), yticklabels=list(found.index[::-1]), ylim=(-0.6, len(found) - 0.4),
@@ -93,7 +86,7 @@ def draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window:
     axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.2, linewidth=0)
     axis.plot(found.index, found["mean"], color=shade)
 
-
+# %% ../../nbs/12_studies/06_figures.ipynb #5afcb9eb
 @with_house_style
 def plot_training_curves(
     rows: Sequence[Mapping],
@@ -131,10 +124,8 @@ def find_lasting_fall(
 ) -> int | None:  # the iteration, from 1, from which the curve stays below; None: never
     "When a curve falls for good (a); InputError on another level or a curve shorter than two windows."
     if level not in FALL_LEVELS or len(values) < 2 * window:
-        raise InputError(
-            f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} for a "
-            f"curve of at least {2 * window}."
-        )
+        raise InputError(f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
+                         f"for a curve of at least {2 * window}.")
     means = rolling_mean(values, window)
     error = np.sqrt(np.nanmean(np.diff(values) ** 2) / 2) * np.sqrt(2 / window)
     high = means[window - 1] if level == "start" else np.nanmax(means)
@@ -169,11 +160,10 @@ def gains_by_split(
     "The gain at every split, with its interval over seeds."
     mine = [row for row in rows if row["arm"] == arm]
     places = {split_step(mine[0], name): name for name in mine[0]["scores"]}
-    return t_intervals(
-        pd.DataFrame({split: gains_by_seed(mine, reward, places[split])[arm] for split in sorted(places)})
-    )
+    gains = {split: gains_by_seed(mine, reward, places[split])[arm] for split in sorted(places)}
+    return t_intervals(pd.DataFrame(gains))
 
-
+# %% ../../nbs/12_studies/06_figures.ipynb #8561a3bb
 @with_house_style
 def plot_split_curves(
     rows: Sequence[Mapping],
@@ -231,7 +221,7 @@ def changed_share(
 
     return pivot_by_seed(rows, of)
 
-
+# %% ../../nbs/12_studies/06_figures.ipynb #ab09584f
 def preservation_table(
     rows: Sequence[Mapping],
     reward: str,  # one that knows objects
@@ -239,9 +229,6 @@ def preservation_table(
 ) -> list[dict]:  # column -> text, a row an arm; empty where nothing of the kind is known
     "Lost and gained shares with their intervals over seeds."
     found = {count: t_intervals(changed_share(rows, reward, count, what)) for count in SHARE_DENOMINATORS}
-    return [
-        {"arm": name}
-        | {f"{what} {count}": format_difference(part.loc[name]).replace("+", "") for count, part in found.items()}
-        for name in arms_with_runs(rows)
-        if found["lost"].n[name]
-    ]
+    return [{"arm": name} | {f"{what} {count}": format_difference(part.loc[name]).replace("+", "")
+                             for count, part in found.items()}
+            for name in arms_with_runs(rows) if found["lost"].n[name]]

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 import torch
 
-from . import analysis
 from ..core.files import read_json
+from ..core.settings import PRESETS_DIR
+from ..core.statistics import NORMAL_QUANTILE, t_intervals
 from ..method.chunks import Chunks
 from ..method.objective import chunk_ratio, clipped_objective
-from ..core.statistics import NORMAL_QUANTILE
-from ..core.settings import PRESETS_DIR
+from . import analysis
 from .figures import curve_column, rolling_mean
-from ..core.statistics import t_intervals
 
 # %% ../../nbs/12_studies/07_measures.ipynb #291d512a
 MIN_EFFECT_FRACTION = 0.1  # of the gain of the other arm: the smallest effect of interest
@@ -43,7 +42,7 @@ def paired_effect(
     bounds = {name: float(found[name]) for name in ("mean", "lo", "hi")}
     return bounds | {"n": int(found.n), "unit": unit} | sizes if found.n else None
 
-
+# %% ../../nbs/12_studies/07_measures.ipynb #46f6ec44
 def contrast_arms(
     study: str,
     arm: str | Callable,  # name of an arm, or rows -> names
@@ -66,12 +65,9 @@ def equal_chunk_arms(
     rows: Sequence[Mapping],
 ) -> list[str]:
     "Arms of equal chunks, longer than a step and shorter than the whole, with the steps of the first row."
-    return [
-        arm
-        for arm in analysis.arms_with_runs(rows)
-        for s in [next(row["settings"] for row in rows if row["arm"] == arm)]
-        if s["chunks"].startswith("equal:") and s["steps"] == rows[0]["settings"]["steps"]
-    ]
+    first = {arm: next(row["settings"] for row in rows if row["arm"] == arm) for arm in analysis.arms_with_runs(rows)}
+    return [arm for arm, s in first.items()
+            if s["chunks"].startswith("equal:") and s["steps"] == rows[0]["settings"]["steps"]]
 
 
 def single_chunk_arm(
@@ -84,7 +80,7 @@ def single_chunk_arm(
         return [alone[sorted(alone)[place]]] if len(alone) > 1 else []
     return pick
 
-# %% ../../nbs/12_studies/07_measures.ipynb #007cfd75
+# %% ../../nbs/12_studies/07_measures.ipynb #e02ef730
 def noise_chunk_instability() -> dict | None:
     "How far the chunk nearest to the noise ends below its peak, minus the same of the one nearest to the image."
     rows = analysis.load_study_rows("single-chunk")
@@ -96,15 +92,11 @@ def noise_chunk_instability() -> dict | None:
         curve = rolling_mean(curve_column(row, reward), 5)
         return float(pd.Series(curve).max() - curve[-1])
 
-    return paired_effect(
-        analysis.pivot_by_seed(rows, drop),
-        single_chunk_arm(0)(rows),
-        single_chunk_arm(-1)(rows),
-        reward,
-        float(analysis.gains_by_seed(rows, reward).mean(axis=None)),
-    )
+    gain = float(analysis.gains_by_seed(rows, reward).mean(axis=None))
+    sides = single_chunk_arm(0)(rows), single_chunk_arm(-1)(rows)
+    return paired_effect(analysis.pivot_by_seed(rows, drop), *sides, reward, gain)
 
-
+# %% ../../nbs/12_studies/07_measures.ipynb #8eb776aa
 def reward_transfer(
     arm: str,  # of the study rewards, trained on one reward
     to: str,  # the arm trained on the other one
@@ -117,7 +109,7 @@ def reward_transfer(
     values = analysis.gains_by_seed(rows, reward)
     return paired_effect(values.assign(base=0.0), [arm], ["base"], reward, float(values[to].mean()))
 
-
+# %% ../../nbs/12_studies/07_measures.ipynb #daf210c1
 def hybrid_effect() -> dict | None:
     "On `STRUCTURE_REWARD`: the longest run with the base taking over at 3/5, minus the same run without it."
     rows = analysis.load_study_rows("hybrid")
@@ -179,11 +171,9 @@ def wrong_sign_share() -> dict | None:
 def images_needed() -> dict | None:
     "Images for a gradient of [2,3,4,7] as true as one of steps, as a multiple; all transitions trained."
     found = read_kept_entries("ground_truth.json", "gradients", sampler="flow", transitions=16, estimator="2,3,4,7")
-    return (
-        normal_interval(found[0]["images_of_steps"], found[0]["images_of_steps_se"], "of steps' images")
-        if found
-        else None
-    )
+    if not found:
+        return None
+    return normal_interval(found[0]["images_of_steps"], found[0]["images_of_steps_se"], "of steps' images")
 
 
 def prompt_share() -> dict | None:

@@ -175,7 +175,7 @@ def leave_mark(
     mark.touch()
     return mark
 
-
+# %% ../../nbs/12_studies/04_ray_cluster.ipynb #ef0676a2
 def ask_nodes(
     ray: ModuleType,
     mark: Path,

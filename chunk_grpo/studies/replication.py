@@ -14,11 +14,11 @@ from pathlib import Path
 import pandas as pd
 
 from .. import InputError
-from ..runs import run_folder
-from ..evaluation import paired_scores
 from ..core import settings as setting
 from ..core.files import read_json
+from ..evaluation import paired_scores
 from ..method.chunks import Chunks
+from ..runs import run_folder
 
 # %% ../../nbs/12_studies/09_replication.ipynb #1329d740
 def format_chunk_sizes(

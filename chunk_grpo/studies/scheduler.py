@@ -154,7 +154,7 @@ def submit_trial(
     before = count_finished_iterations(find_source_run(trial, state.out) or run)
     state.running[slot] = RunningTrial(trial, run, state.executor.submit(trial, state.out, slot), before)
 
-
+# %% ../../nbs/12_studies/03_scheduler.ipynb #049d4dfd
 def poll(
     state: StudyState,
     processes: int,  # trials at once

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 from .. import InputError
+from ..core import settings as setting
+from ..core.files import read_json, read_json_lines, write_json
 from ..evaluation import evaluate
 from ..runs import run_folder
 from ..training import trainer
-from ..core import settings as setting
-from ..core.files import read_json, read_json_lines, write_json
 
 # %% ../../nbs/12_studies/01_trial.ipynb #2cf22b17
 SCALAR_METRICS = ("grad_norm", "reward_mean", "ratio_max_dev")
@@ -37,7 +37,7 @@ def mean_over_chunks(
     drawn = [value for value in values if value is not None]
     return sum(drawn) / len(drawn) if drawn else None
 
-
+# %% ../../nbs/12_studies/01_trial.ipynb #914ee0af
 def metric_curves(
     lines: list[dict],  # of the metrics, iteration 0 first
 ) -> tuple[dict[str, list], dict[str, list]]:  # on training prompts, on held-out prompts; both with `iteration`
@@ -52,9 +52,8 @@ def metric_curves(
     on |= {name.removeprefix("reward_"): [round_significant(line[name]) for line in trained] for name in rewards}
     names = [name for name in held[0] if name.startswith("eval_") and not name.endswith("_se")] if held else []
     off = {"iteration": [line["iteration"] for line in held]}
-    return on, off | {
-        name.removeprefix("eval_"): [round_significant(line.get(name)) for line in held] for name in names
-    }
+    off |= {name.removeprefix("eval_"): [round_significant(line.get(name)) for line in held] for name in names}
+    return on, off
 
 # %% ../../nbs/12_studies/01_trial.ipynb #3197d503
 def preservation_counts(
@@ -64,27 +63,24 @@ def preservation_counts(
     return {kind: {"right": x["lost"]["of"], "lost": x["lost"]["count"], "missed": x["gained"]["of"],
                    "gained": x["gained"]["count"]} for kind, x in found.items() if x}
 
-
+# %% ../../nbs/12_studies/01_trial.ipynb #0bb2ee45
 def evaluation_results(
     run: Path,  # a trained and evaluated run
 ) -> dict:  # scores and categories by arm of the evaluation and reward; what was lost and gained against the base
     "What the evaluation found."
     records, summary = read_json_lines(run / "evaluation" / "scores.jsonl"), run_folder.read_evaluation_summary(run)
     arms, rewards = list(dict.fromkeys(record["arm"] for record in records)), list(summary["rewards"])
-    means = {
-        a: {name: [round_significant(x) for x in evaluate.prompt_means(records, a, name)] for name in rewards}
-        for a in arms
-    }
+    means = {a: {name: [round_significant(x) for x in evaluate.prompt_means(records, a, name)] for name in rewards}
+             for a in arms}
     kinds = {a: {name: evaluate.category_means(records, a, name) for name in rewards} for a in arms}
     kinds = {arm: {name: {k: round_significant(x) for k, x in found.items()} for name, found in by.items() if found}
              for arm, by in kinds.items()}
     kept = {name: summary["rewards"][name].get("preserved") for name in rewards}
-    kept = {
-        arm: {name: preservation_counts(by[arm]) for name, by in kept.items() if by} for arm in arms if arm != "base"
-    }
+    kept = {arm: {name: preservation_counts(by[arm]) for name, by in kept.items() if by}
+            for arm in arms if arm != "base"}
     return {"scores": means, "categories": kinds, "preserved": kept}
 
-
+# %% ../../nbs/12_studies/01_trial.ipynb #737e4d4c
 def build_trial_row(
     run: Path,  # a trained and evaluated run with its trial.json
 ) -> dict:
@@ -96,14 +92,8 @@ def build_trial_row(
             "seconds": round(lines[-1]["seconds_total"], 1), "cpu_seconds": round(lines[-1]["seconds_cpu_total"], 1)}
     where = {name: note[name] for name in ("model_sha256", "prompts_sha256", "git_commit", "machine", "versions")}
     measured = {"chunks": run_folder.read_run_profile(run)["chunks"], "curve": on, "held_out_curve": off}
-    return (
-        read_json(run / "trial.json")
-        | {"settings": note["settings"]}
-        | where
-        | cost
-        | measured
-        | evaluation_results(run)
-    )
+    asked = read_json(run / "trial.json") | {"settings": note["settings"]}
+    return asked | where | cost | measured | evaluation_results(run)
 
 # %% ../../nbs/12_studies/01_trial.ipynb #4f0553f6
 def evaluate_trial(
@@ -134,6 +124,7 @@ def main(
     return 0
 
 
+# %% ../../nbs/12_studies/01_trial.ipynb #db6dd9b2
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())
