@@ -126,7 +126,7 @@ def test_pauses_double_and_end_at_a_minute(monkeypatch):
     def ask():
         raise worker.WorkerDied("no")
     with pytest.raises(protocol.RewardUnavailable):
-        child.call_with_retries(ask)
+        worker.call_with_retries(child, ask)
     assert slept == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 

@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from PIL import Image
 
 # %% ../../nbs/05_reward_serving/00_worker_program.ipynb #c4bfdca6
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 1  # number of the messages' form; both ends must have the same
 MAX_IMAGE_SIDE = 8192  # pixels, of a side
 
 
@@ -105,7 +105,7 @@ def format_error(
     said = " ".join(str(error).split())
     return said if type(error).__name__ == "InputError" else f"{type(error).__name__}: {said}"
 
-
+# %% ../../nbs/05_reward_serving/00_worker_program.ipynb #d77ff7e7
 def scorer_versions() -> dict[str, str]:
     "Versions of Python and of the libraries that decide a score."
     found = {"python": platform.python_version()}
@@ -182,7 +182,7 @@ def serve_requests(
     for line in lines:
         say(answer_request(reward, json.loads(line)))
 
-
+# %% ../../nbs/05_reward_serving/00_worker_program.ipynb #4f1caf7d
 def main() -> int:  # exit status
     "Load the reward that the command line names, say so, and answer."
     parser = argparse.ArgumentParser(description="scores images that come as lines of JSON")
@@ -198,14 +198,8 @@ def main() -> int:  # exit status
     except Exception as error:  # whatever a loader raises is said to the other end
         say({"failed": format_error(error)})
         return 1
-    say(
-        {
-            "ready": PROTOCOL_VERSION,
-            "name": given.loader,
-            "device": reward_device(reward),
-            "versions": scorer_versions(),
-        }
-    )
+    say({"ready": PROTOCOL_VERSION, "name": given.loader, "device": reward_device(reward),
+         "versions": scorer_versions()})
     serve_requests(reward, lines, say)
     return 0
 
