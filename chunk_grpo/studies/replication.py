@@ -86,11 +86,12 @@ def summary_score_rows(
         return reward_score_rows(summary["rewards"])
     out = []
     for arm, found in summary["arms"].items():
-        for column, part in {"overall": summary["overall"].get(arm) or {}, **(found.get("tasks") or found["categories"])}.items():
+        parts = {"overall": summary["overall"].get(arm) or {}} | (found.get("tasks") or found["categories"])
+        for column, part in parts.items():
             out.append({"measure": summary["name"], "column": column, "arm": arm, **score_statistics(part)})
     return out
 
-
+# %% ../../nbs/12_studies/09_replication.ipynb #44664c56
 def collect_scores(
     runs: Sequence[str | Path],  # run folders
 ) -> pd.DataFrame:  # a row a run, benchmark, measure, column and arm
