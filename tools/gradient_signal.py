@@ -38,9 +38,8 @@ def table(policy, prompts, images, kind, eta):
     conditioning = policy.encode([texts[p] for p in chosen])
     paths = sample_trajectories(policy, conditioning, row, keys, grid, kind, eta, 48)
     drawn = decode_latents(policy, paths.latents[:, -1], 48)
-    score = rewards.score_images(
-        "pocket-clip", rewards.load_reward("pocket-clip"), drawn, [texts[key[2]] for key in keys]
-    )
+    clip, asked = rewards.load_reward("pocket-clip"), [texts[key[2]] for key in keys]
+    score = rewards.score_images("pocket-clip", clip, drawn, asked)
     advantage = group_advantages(score.reshape(prompts, images)).flatten()
     grams = gradient_gram(ReplayContext(policy, conditioning, paths, grid, kind, eta), advantage, BLOCKS)
     grams["all layers"] = sum(grams.values())
@@ -63,11 +62,8 @@ def main():
         for line in table(policy, chosen.prompts, chosen.images, kind, eta):
             rows.append(line)
             print("{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(**line))
-    where = {
-        "git_commit": run_folder.current_git_commit(),
-        "machine": run_folder.machine_info(),
-        "versions": run_folder.library_versions(),
-    }
+    where = {"git_commit": run_folder.current_git_commit(), "machine": run_folder.machine_info(),
+             "versions": run_folder.library_versions()}
     sizes = {"prompts": chosen.prompts, "images": chosen.images, "seconds": time.time() - start}
     if chosen.out:
         write_json(Path(chosen.out), sizes | where | {"rows": rows})

@@ -57,13 +57,11 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
     conditioning = policy.encode([texts[prompt]])
 
     def outcome(latents, which):
-        return rewards.score_images(
-            "pocket-clip", clip, decode_latents(policy, latents, 48), [texts[prompt]] * len(latents)
-        )
+        drawn = decode_latents(policy, latents, 48)
+        return rewards.score_images("pocket-clip", clip, drawn, [texts[prompt]] * len(latents))
 
-    paths = sample_trajectories(
-        policy, conditioning, torch.zeros(images, dtype=torch.long), keys, grid, kind, ETA[kind], 48
-    )
+    row = torch.zeros(images, dtype=torch.long)
+    paths = sample_trajectories(policy, conditioning, row, keys, grid, kind, ETA[kind], 48)
     what = ReplayContext(policy, conditioning, paths, grid, kind, ETA[kind])
     drawn = branch_rewards(what, outcome, branches)
     score = drawn[:, -1, 0]
@@ -139,9 +137,8 @@ def gradients(found):
                 extra = chunk_sampling_variance(second[:last, :last] * own[:, None] * own, chunks, count)
             if name.endswith("noise"):
                 extra = -alignment_with_errors(weighted_inner_products(gram, truth, truth, row=3), images)["variance"]
-            shrink = (
-                1.0 if row else (images - 1) / images
-            )  # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
+            # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
+            shrink = 1.0 if row else (images - 1) / images
             tables = [weighted_inner_products(gram, w, truth, row, mean) for mean in (None, (1, shrink))]
             base = tables[1] if base is None else base
             direct, theorem = (alignment_with_errors(x, images, extra, MANY) for x in tables)
@@ -180,9 +177,8 @@ def main():
     parser.add_argument("--sampler", choices=list(ETA))
     parser.add_argument("--out")
     chosen, tables = parser.parse_args(), {"signs": [], "proposition": [], "gradients": []}
-    policy = trainable.load_trainable_policy(
-        "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS, lora_rank=RANK
-    )
+    size = {"resolution": pocket.IMAGE_SIZE, "max_tokens": pocket.MAX_TOKENS}
+    policy = trainable.load_trainable_policy("pocket", **size, lora_rank=RANK)
     named = policy.transformer.named_parameters()
     policy.trained = [p for name, p in named if "lora_B" in name]  # they start at zero, so the others' gradient is zero
     parts = Path(f"{chosen.out}.parts") if chosen.out else Path("ground_truth.parts")
@@ -198,11 +194,8 @@ def main():
               "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))
     seconds = sum(float(x["seconds"].sum()) for x in found.values())
     sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {"core_seconds": seconds}
-    where = {
-        "git_commit": run_folder.current_git_commit(),
-        "machine": run_folder.machine_info(),
-        "versions": run_folder.library_versions(),
-    }
+    where = {"git_commit": run_folder.current_git_commit(), "machine": run_folder.machine_info(),
+             "versions": run_folder.library_versions()}
     if chosen.out:
         about = {"eta": ETA, "steps": STEPS, "sigmas": sigmas(STEPS, 3.0).tolist(), "lora_rank": RANK, "many": MANY}
         for row in (row for rows in tables.values() for row in rows):  # null where noise left nothing to divide by

@@ -2,8 +2,8 @@
 
     python tools/profile_shares.py [--prompts 48] [--images 4] [--out FILE.json]
 
-Shares (a) and (b) of notebook 06b over the 16 trained transitions of T 17; standard errors by leaving out one prompt
-at a time, intervals of 95% from the t distribution.
+Shares (a) and (b) of the notebook measurements/profiles over the 16 trained transitions of T 17; standard errors by
+leaving out one prompt at a time, intervals of 95% from the t distribution.
 """
 
 import argparse
@@ -42,19 +42,14 @@ def main():
     texts, grid, rows = pocket.read_pocket_prompts("train"), sigmas(17, 3.0), []
     chosen = sample_prompt_indices(len(texts), a.prompts, a.seed, 0)
     for kind, eta in DEFAULT_ETAS.items():
-        for name, distance in measure_distances(
-            policy, texts, chosen, a.images, a.seed, grid, kind, eta, a.batch
-        ).items():
-            found = shares(distance[..., :16])
-            rows.append({"sampler": kind, "eta": eta, "distance": name} | found)
-            print(f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in found.items()), flush=True)
+        found = measure_distances(policy, texts, chosen, a.images, a.seed, grid, kind, eta, a.batch)
+        for name, distance in found.items():
+            row = shares(distance[..., :16])
+            rows.append({"sampler": kind, "eta": eta, "distance": name} | row)
+            print(f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in row.items()), flush=True)
     if a.out:
-        about = {
-            "prompts": a.prompts,
-            "images": a.images,
-            "seed": a.seed,
-            "git_commit": run_folder.current_git_commit(),
-        }
+        about = {"prompts": a.prompts, "images": a.images, "seed": a.seed,
+                 "git_commit": run_folder.current_git_commit()}
         write_json(Path(a.out), about | {"machine": run_folder.machine_info(), "rows": rows})
 
 

@@ -134,9 +134,8 @@ def levers(b, repeats):
 
     row("update: activations kept, not computed again", f"{share:.0%} less, the forward that is computed again",
         checkpointed, forward_backward, "gradient_checkpointing: false, where the memory is there")
-    kernels = [
-        name for name in trainable.SDPA_BACKENDS if trainable.has_attention_backend(name, device, b.policy.dtype)
-    ]
+    kernels = [name for name in trainable.SDPA_BACKENDS
+               if trainable.has_attention_backend(name, device, b.policy.dtype)]
     for name in kernels:
 
         def other(call, name=name):
@@ -192,9 +191,8 @@ def with_reward(b, repeats):
 
     def in_order():
         paths = b.rollout()
-        rewards.score_images(
-            "reward", b.reward, decode_latents(b.policy, paths.latents[:, -1], b.s.rollout_batch), texts
-        )
+        drawn = decode_latents(b.policy, paths.latents[:, -1], b.s.rollout_batch)
+        rewards.score_images("reward", b.reward, drawn, texts)
 
     def beside():
         s = b.s
@@ -255,18 +253,9 @@ def ranks(iterations):
     "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
-        s = setting.load_settings(
-            "pocket/demo",
-            {
-                "iterations": iterations,
-                "threads": threads,
-                "eval_every": 0,
-                "eval_count": 2,
-                "eval_steps": 1,
-                "hybrid_split": 0,
-                "checkpoint_every": iterations,
-            },
-        )
+        s = setting.load_settings("pocket/demo", {
+            "iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 2, "eval_steps": 1,
+            "hybrid_split": 0, "checkpoint_every": iterations})
         with tempfile.TemporaryDirectory() as tmp:
             lines = run_folder.read_metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
         phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
@@ -285,15 +274,9 @@ def main():
     parser.add_argument("--out")
     a = parser.parse_args()
     s, parts = workload.load_workload_settings(a.model, a.changes), a.parts.split(",")
-    result = {
-        "model": a.model,
-        "changes": a.changes,
-        "repeats": a.repeats,
-        "machine": run_folder.machine_info(),
-        "threads": torch.get_num_threads(),
-        "versions": run_folder.library_versions(),
-        "git_commit": run_folder.current_git_commit(),
-    }
+    result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": run_folder.machine_info(),
+              "threads": torch.get_num_threads(), "versions": run_folder.library_versions(),
+              "git_commit": run_folder.current_git_commit()}
     if "profile" in parts:
         say("profile")
         result["profile"] = {a.model: profiled(workload.prepare_workload(s))}
