@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.core import fields, settings
 from chunk_grpo.evaluation import paired_scores
-from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.studies import replication
 
 ROOT = Path(__file__).resolve().parents[1]
