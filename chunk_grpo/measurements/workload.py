@@ -9,7 +9,7 @@ __all__ = ['FLUX_TRANSFORMER_CONFIG', 'FLUX_VAE_CONFIG', 'POCKET_WORKLOAD', 'FLU
            'reference_log_ratio', 'accumulate_reference_gradients']
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #8d33a419
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ FLUX_VAE_CONFIG = {
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #c4eb1d17
 def random_networks(
-    classes: Sequence[type[nn.Module]],
+    classes: Iterable[type[nn.Module]],
     configs: Sequence[dict],
     dtypes: Sequence[torch.dtype],  # in which each one is kept
     device: torch.device,
@@ -82,7 +82,8 @@ class RandomFluxPolicy(FluxPolicy):
 
     def load_networks(self, weights: torch.dtype) -> tuple[nn.Module, nn.Module]:
         "Transformer and autoencoder, made where they stay."
-        return random_networks(map(import_class, self.network_classes), self.configs, (weights, self.dtype), self.device, self.seed)
+        classes, dtypes = map(import_class, self.network_classes), (weights, self.dtype)
+        return random_networks(classes, self.configs, dtypes, self.device, self.seed)
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         "Random rows, one a prompt."
