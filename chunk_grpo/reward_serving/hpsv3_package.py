@@ -65,7 +65,7 @@ def load_hpsv3_package(
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     load_hpsv3_package.kept = declare_torchvision_ops()
-    from hpsv3 import HPSv3RewardInferencer
+    from hpsv3 import HPSv3RewardInferencer  # only its environment has it
 
     scorer = HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
     if dtype == "float32" or (dtype == "auto" and device == "cpu"):

@@ -238,7 +238,7 @@ def create_scoring_app(
 ):  # FastAPI application
     "The application that scores; InputError where FastAPI is not installed."
     try:
-        from fastapi import FastAPI
+        from fastapi import FastAPI  # an extra of the package
     except ModuleNotFoundError as error:
         raise InputError(f"server: {error.name} is not installed; install chunk-grpo[server].") from None
     app, scoring = FastAPI(title=f"chunk-grpo: {name}"), ScoringQueue(name, reward, max_images, batch_wait_ms)
@@ -254,7 +254,7 @@ def serve_in_thread(
     port: int = 0,  # 0: any that is free
 ) -> Iterator[str]:  # the address
     "Serve on this machine, in a thread, as long as the block lasts."
-    import uvicorn
+    import uvicorn  # an extra of the package
 
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -74,7 +74,7 @@ def decode_images(
         return found
     if len({image.shape if form == "floats" else image.size for image in found}) > 1:
         raise ValueError("images: those of a tensor must be of one size")
-    import torch
+    import torch  # only a reward on tensors needs it
 
     if form == "floats" and found:
         return torch.stack([torch.from_numpy(x) for x in found])
