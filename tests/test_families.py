@@ -195,18 +195,9 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     "One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."
     _, folder = family
     base = load(folder, true_cfg_scale=scale)
-    trained = [
-        trainable.load_trainable_policy(
-            str(folder),
-            resolution=SIDE,
-            max_tokens=TOKENS,
-            guidance=2.5,
-            true_cfg_scale=scale,
-            lora_rank=rank,
-            lora_targets=trainable.LORA_TARGETS,
-        )
-        for _ in range(2)
-    ]
+    words = {"resolution": SIDE, "max_tokens": TOKENS, "guidance": 2.5, "true_cfg_scale": scale, "lora_rank": rank}
+    trained = [trainable.load_trainable_policy(str(folder), **words, lora_targets=trainable.LORA_TARGETS)
+               for _ in range(2)]
     model, again = trained
     what, work = drawn(model)
     x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])
@@ -285,12 +276,56 @@ def test_a_distilled_klein_is_not_guided(tmp_path):
 
 
 def test_no_pipeline_is_imported_before_its_model():
-    "The package, its policies' module and the settings know every family by name only."
-    names = ["chunk_grpo.models.sd3", "chunk_grpo.models.flux2", "diffusers.pipelines.qwenimage.pipeline_qwenimage"]
-    text = f"import sys, chunk_grpo.models.policy, chunk_grpo.core.settings; print([n for n in {names} if n in sys.modules])"
+    "The package, the families' own classes and the settings know every pipeline by name only."
+    names = ["sd3", "flux2", "qwen_image", "z_image", "flux"]
+    text = ("import sys, chunk_grpo.models.policy, chunk_grpo.core.settings\n"
+            f"print([n for n in {names} if 'chunk_grpo.models.' + n in sys.modules])\n"
+            "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
+            "print(len([find_family(name).known_configs for name in FAMILIES]),\n"
+            "      [n for n in sys.modules if n.startswith('diffusers.pipelines.') and '_' in n.split('.')[-1]])")
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split("\n")[:2] == ["[]", "5 []"]
     assert len(inputs.FAMILIES) == 5
+
+
+def shift(network, offset=8):
+    "Put every tensor of a network where a file may have it: so many bytes after a multiple of 64."
+    for tensor in (*network.parameters(), *network.buffers()):
+        size = tensor.element_size()
+        room = torch.empty(tensor.numel() + 64 // size, dtype=tensor.dtype)
+        tensor.data = room[offset // size :][: tensor.numel()].view_as(tensor).copy_(tensor)
+        assert tensor.data_ptr() % 64 == offset
+
+
+def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
+    """Some CPUs sum differently where weights do not begin on a multiple of 64 bytes.
+
+    All networks of a policy do, also after training's weights were loaded, so that the base and weights that were not
+    trained are one function to the bit."""
+    _, folder = family
+    load_networks = policy.Policy.load_networks
+
+    def shifted(self, weights):
+        networks = load_networks(self, weights)
+        for network in networks:
+            shift(network)
+        return networks
+
+    monkeypatch.setattr(policy.Policy, "load_networks", shifted)
+    model = trainable.load_trainable_policy(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5)
+    for network in (model.transformer, model.vae):
+        assert not [name for name, p in network.named_parameters() if p.data_ptr() % 64]
+        assert not [name for name, p in network.named_buffers() if p.data_ptr() % 64]
+    assert not [p for p in model.base_params if p.data_ptr() % 64]
+
+    rows, sigma = model.encode(PROMPTS), torch.tensor([0.9, 0.3])
+    x = torch.stack([model.noise(g) for g in generators()])
+    with torch.no_grad():
+        untrained = model.velocity(x, sigma, rows)
+        with trainable.base_weights(model):
+            assert torch.equal(model.velocity(x, sigma, rows), untrained)
+            assert not [p for p in model.transformer.parameters() if p.data_ptr() % 64]
+        assert torch.equal(load(folder).velocity(x, sigma, rows), untrained)
 
 
 def test_a_run_from_the_command_line(tmp_path):

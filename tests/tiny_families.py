@@ -40,14 +40,8 @@ MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
-VAE = {
-    "block_out_channels": (8, 8, 8, 8),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 4,
-    "layers_per_block": 1,
-    "norm_num_groups": 4,
-}
+VAE = {"block_out_channels": (8, 8, 8, 8), "down_block_types": ("DownEncoderBlock2D",) * 4,
+       "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4}
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:

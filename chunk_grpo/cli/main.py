@@ -74,7 +74,7 @@ def print_estimates(
     from chunk_grpo.planning import plan as planning
 
     where = memory_budget.find_device(device) if device else None
-    table, known = planning.describe_counts(s, processes), model_cost.find_cost_model(s.model) is not None
+    table, known = planning.describe_counts(s, processes), model_cost.find_model_config(s.model) is not None
     speed = getattr(where, s.dtype) * 1e12 if where else rate
     given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
     print_rows(table)

@@ -5,18 +5,21 @@
 # %% auto #0
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'measure_matmul_rate', 'describe_counts',
-           'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device', 'describe_measured']
+           'describe_model', 'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device',
+           'describe_measured']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import statistics
 import time
 from collections.abc import Sequence
 
-from .memory_budget import DTYPE_BYTES, DeviceSpec, FluxGeometry, ModelConfig, fits_on_device, peak_memory
-from .memory_budget import training_memory
-from .activation_memory import fit_update_batch
-from .model_cost import count_parameters, count_trained_parameters, find_cost_model, forward_flops
+import torch
+
 from ..core.settings import Settings, check_processes
+from ..models.policy import ModelConfig
+from .activation_memory import DTYPE_BYTES, fit_update_batch
+from .memory_budget import DeviceSpec, fits_on_device, peak_memory, training_memory
+from .model_cost import count_parameters, count_trained_parameters, find_model_config, forward_flops
 
 # %% ../../nbs/06_planning/03_plan.ipynb #1d89e9c3
 def images_per_iteration(
@@ -28,8 +31,8 @@ def images_per_iteration(
 
 def transitions_per_image(
     s: Settings,
-    sizes: Sequence[int] | None = None, # sizes of the chunks where they come from a profile
-) -> tuple[int, float, int]: # fewest, mean of a uniform draw, most
+    sizes: Sequence[int] | None = None,  # sizes of the chunks where they come from a profile
+) -> tuple[int, float, int]:  # fewest, mean of a uniform draw, most
     "Transitions of one image that are trained; with chunks from an unknown profile the widest bounds."
     if sizes is None and s.chunk_rule.kind != "fixed":
         return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
@@ -41,8 +44,8 @@ def transitions_per_image(
 
 def transitions_per_iteration(
     s: Settings,
-    sizes: Sequence[int] | None = None, # sizes of the chunks where they come from a profile
-) -> tuple[int, float, int]: # fewest, mean of a uniform draw, most
+    sizes: Sequence[int] | None = None,  # sizes of the chunks where they come from a profile
+) -> tuple[int, float, int]:  # fewest, mean of a uniform draw, most
     "Transitions trained in an iteration, all processes together."
     low, mean, high = transitions_per_image(s, sizes)
     return tuple(images_per_iteration(s) * n for n in (low, mean, high))
@@ -50,10 +53,10 @@ def transitions_per_iteration(
 # %% ../../nbs/06_planning/03_plan.ipynb #4ac2eaf9
 def iteration_flops(
     s: Settings,
-    m: FluxGeometry | ModelConfig,
-) -> dict[str, float]: # phase -> operations of one iteration, all processes together
+    config: ModelConfig,
+) -> dict[str, float]:  # phase -> operations of one iteration, all processes together
     "Operations of an iteration's rollout and updates."
-    forward = forward_flops(m, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
+    forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
     images, trained = images_per_iteration(s), transitions_per_iteration(s)[1]
     rollout = images * (s.steps - 1) + (s.prompts_per_iteration if s.shared_noise else images)
     return {"rollout": rollout * forward, "update": trained * forward_equivalents(s) * forward}
@@ -70,10 +73,10 @@ def forward_equivalents(
 # %% ../../nbs/06_planning/03_plan.ipynb #bd5c12ae
 def evaluation_flops(
     s: Settings,
-    m: FluxGeometry | ModelConfig,
-) -> tuple[float, int]: # operations of one evaluation, how many there are after the base's
+    config: ModelConfig,
+) -> tuple[float, int]:  # operations of one evaluation, how many there are after the base's
     "Operations of one evaluation during training, plain and hybrid."
-    forward = forward_flops(m, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
+    forward = forward_flops(config, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
     images = s.eval_count * s.eval_images
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
     arms = 2 if 0 < s.hybrid_split < s.eval_steps else 1
@@ -82,18 +85,16 @@ def evaluation_flops(
 
 def largest_chunk(
     s: Settings,
-) -> int: # transitions
+) -> int:  # transitions
     "The largest chunk; with chunks from an unknown profile all of the trajectory."
     return max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions
 
 # %% ../../nbs/06_planning/03_plan.ipynb #a2fd24b5
 def measure_matmul_rate(
-    dtype: str = "float32", # of the matrices
-    seconds: float = 0.3, # how long to measure
-) -> float: # floating-point operations a second
+    dtype: str = "float32",  # of the matrices
+    seconds: float = 0.3,  # how long to measure
+) -> float:  # floating-point operations a second
     "The rate at which this machine's device multiplies square matrices."
-    import torch  # here, since a plan with a given rate does without
-
     cuda = torch.cuda.is_available()
     size = 8192 if cuda else 1024
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
@@ -107,8 +108,8 @@ def measure_matmul_rate(
 
 # %% ../../nbs/06_planning/03_plan.ipynb #9fffac19
 def _amount(
-    x: float, # a number
-    unit: str, # its unit: FLOP or B
+    x: float,  # a number
+    unit: str,  # its unit: FLOP or B
 ) -> str:
     "A number with a prefix, three digits."
     names, power = ("", "k", "M", "G", "T", "P", "E"), 0
@@ -129,8 +130,8 @@ def _duration(
 # %% ../../nbs/06_planning/03_plan.ipynb #396a9c73
 def describe_counts(
     s: Settings,
-    processes: int = 1, # that share an iteration
-) -> list[tuple[str, str]]: # rows of name and text
+    processes: int = 1,  # that share an iteration
+) -> list[tuple[str, str]]:  # rows of name and text
     "What an iteration and the run draw and train; InputError where the processes cannot share it."
     check_processes(s, processes)
     images, (low, mean, high) = images_per_iteration(s), transitions_per_iteration(s)
@@ -147,31 +148,40 @@ def describe_counts(
                              f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
     ]
 
-# %% ../../nbs/06_planning/03_plan.ipynb #48b27402
-def describe_estimates(
+# %% ../../nbs/06_planning/03_plan.ipynb #ebdbd04b
+def describe_model(
     s: Settings,
-    rate: float, # operations a second that one process's device multiplies matrices with
-    processes: int = 1,
-) -> list[tuple[str, str]]: # rows of name and text
-    "Parameters, operations, memory and the least time of a run: estimated, not measured."
-    m = find_cost_model(s.model)
-    if m is None:
-        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
-    s = fit_update_batch(m, s)
-    work, (evaluation, times) = iteration_flops(s, m), evaluation_flops(s, m)
-    iteration, held = sum(work.values()), training_memory(s, m, processes)
-    total, speed = iteration * s.iterations + evaluation * times, rate * processes
-    parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
+    config: ModelConfig,
+) -> list[tuple[str, str]]:  # rows of name and text
+    "What is trained, and what a forward, an iteration and an evaluation take."
+    trained = count_trained_parameters(config, s.lora_rank, s.lora_targets)
+    work, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
     fitting = [("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")]
     return [
-        (
-            "parameters",
-            f"{count_parameters(m):,}, trained {count_trained_parameters(m, s.lora_rank, s.lora_targets):,}",
-        ),
-        ("one forward", f"{_amount(forward_flops(m, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
+        ("parameters", f"{count_parameters(config):,}, trained {trained:,}"),
+        ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),
         ("arithmetic an evaluation", f"{_amount(evaluation, 'FLOP')} at {s.eval_resolution} px, {times} times"),
         *(fitting if s.update_memory else []),
+    ]
+
+# %% ../../nbs/06_planning/03_plan.ipynb #48b27402
+def describe_estimates(
+    s: Settings,
+    rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1,
+) -> list[tuple[str, str]]:  # rows of name and text
+    "Parameters, operations, memory and the least time of a run: estimated, not measured."
+    config = find_model_config(s.model)
+    if config is None:
+        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
+    s = fit_update_batch(config, s)
+    iteration, (evaluation, times) = sum(iteration_flops(s, config).values()), evaluation_flops(s, config)
+    total, speed = iteration * s.iterations + evaluation * times, rate * processes
+    held = training_memory(s, config, processes)
+    parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
+    return [
+        *describe_model(s, config),
         ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
         ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
@@ -183,13 +193,13 @@ ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
 
 def iteration_bytes(
     s: Settings,
-    m: FluxGeometry | ModelConfig,
+    config: ModelConfig,
     processes: int = 1,
-) -> dict[str, float]: # phase -> bytes that a process reads and writes at least
+) -> dict[str, float]:  # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
-    weights = count_parameters(m) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
+    weights = count_parameters(config) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
     images, trained = images_per_iteration(s) / processes, transitions_per_iteration(s)[1] / processes
-    moved = count_trained_parameters(m, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
+    moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
     return {
         "rollout": -(-images // s.rollout_batch) * s.steps * weights,
         "update": -(-trained // s.update_batch) * forward_equivalents(s) * weights + s.updates_per_iteration * moved,
@@ -198,31 +208,30 @@ def iteration_bytes(
 
 def iteration_seconds(
     s: Settings,
-    m: FluxGeometry | ModelConfig,
+    config: ModelConfig,
     where: DeviceSpec,
-    share: float = ASSUMED_MFU, # of the device's rate
+    share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
-) -> dict[str, float]: # phase -> seconds
+) -> dict[str, float]:  # phase -> seconds
     "Time of an iteration's phases on a device: the longer of arithmetic and memory."
     rate = getattr(where, s.dtype) * 1e12 * share * processes
-    moved = iteration_bytes(s, m, processes)
-    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in iteration_flops(s, m).items()}
+    moved = iteration_bytes(s, config, processes)
+    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in iteration_flops(s, config).items()}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #a6457656
 def describe_on_device(
     s: Settings,
-    name: str, # of the device, for the text
+    name: str,  # of the device, for the text
     where: DeviceSpec,
-    share: float = ASSUMED_MFU, # of the device's rate
+    share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
-) -> list[tuple[str, str]]: # rows of name and text
+) -> list[tuple[str, str]]:  # rows of name and text
     "Memory by part against a device's, and the time of an iteration: estimated, not measured."
-    m = find_cost_model(s.model)
-    if m is None:
+    if (config := find_model_config(s.model)) is None:
         return []
-    s = fit_update_batch(m, s)
-    total, parts = peak_memory(s, m, processes)
-    phases, (evaluation, times) = iteration_seconds(s, m, where, share, processes), evaluation_flops(s, m)
+    s = fit_update_batch(config, s)
+    total, parts = peak_memory(s, config, processes)
+    phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
     iteration, rate = sum(phases.values()), getattr(where, s.dtype)
     run = iteration * s.iterations + evaluation * times / (rate * 1e12 * share * processes)  # seconds
     verdict = "fits" if fits_on_device(total, where) else "does not fit"
@@ -233,21 +242,22 @@ def describe_on_device(
         ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
         ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
         ("time of the run", f"{_duration(run)} with evaluations, without decoding and rewards"),
-        ("measured", f"not measured on {name}"),
-    ]
+        ("measured", f"not measured on {name}")]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3aca958c
 def describe_measured(
     s: Settings,
-    lines: list[dict], # of the run's metrics
-    rate: float, # operations a second that one process's device multiplies matrices with
-    processes: int = 1, # of the run
-) -> list[tuple[str, str]]: # rows of name and text
+    lines: list[dict],  # of the run's metrics
+    rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1,  # of the run
+) -> list[tuple[str, str]]:  # rows of name and text
     "Least time and measured time of a run's phases."
-    found, m = [line["seconds"] for line in lines if line.get("seconds")], find_cost_model(s.model)
+    found, config = [line["seconds"] for line in lines if line.get("seconds")], find_model_config(s.model)
     if not found:
         return [("measured", "nothing: the run has no finished iteration")]
-    work = {} if m is None else iteration_flops(fit_update_batch(m, s), m) | {"evaluate": evaluation_flops(s, m)[0]}
+    work = {}
+    if config is not None:
+        work = iteration_flops(fit_update_batch(config, s), config) | {"evaluate": evaluation_flops(s, config)[0]}
     table = []
     for phase in dict.fromkeys(name for seconds in found for name in seconds):
         times = [seconds[phase] for seconds in found if phase in seconds]

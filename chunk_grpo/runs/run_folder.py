@@ -98,8 +98,8 @@ def count_stored_weights(
     shapes = read_tensor_shapes(locate_model(s.model), "transformer")
     if not s.lora_rank:
         return sum(math.prod(shape) for shape in shapes.values())
-    adapted = [shape for name, shape in shapes.items() for target in s.lora_targets
-               if f".{name}".endswith(f".{target}.weight") and len(shape) == 2]
+    adapted = [shape for name, shape in shapes.items() if len(shape) == 2
+               and any(f".{name}".endswith(f".{target}.weight") for target in s.lora_targets)]
     return s.lora_rank * sum(sum(shape) for shape in adapted)
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #4e99a0fe

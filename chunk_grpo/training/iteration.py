@@ -134,7 +134,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     state.limit = s.update_batch
     if s.update_memory:
-        model = model_cost.find_cost_model(str(state.policy.folder))
+        model = model_cost.find_model_config(str(state.policy.folder))
         state.limit = activation_memory.fit_update_batch(model, s).update_batch
     return state
 
