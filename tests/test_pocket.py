@@ -1,4 +1,4 @@
-"""What the lessons of notebooks pocket/pocket to pocket/base leave out: the shipped files, an offline call in a fresh process, seeds."""
+"""What the lessons of the chapter pocket leave out: the shipped files, an offline call in a fresh process, seeds."""
 
 import json
 import os
