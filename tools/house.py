@@ -1,4 +1,4 @@
-"""Draw the house as one picture, nbs/images/house.svg: the chapters, what each is built on, and what flows in an iteration.
+"""Draw the house as nbs/images/house.svg: the chapters, what each is built on, and what flows through an iteration.
 
 The arrows are the imports of the package itself, less those that follow from others.
 `python tools/house.py --check` writes nothing and exits with 1 when the picture is not that of the code.
@@ -99,7 +99,8 @@ def picture() -> str:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
              "<title>The house: fourteen chapters, and what flows through an iteration</title>",
-             f"<style>{STYLE}</style>", TIP, f'<rect width="{width}" height="{height}" fill="#ffffff" style="stroke:none"/>',
+             f"<style>{STYLE}</style>", TIP,
+             f'<rect width="{width}" height="{height}" fill="#ffffff" style="stroke:none"/>',
              note(20, "What flows through an iteration, in the colour of the chapter that makes it:")]
     for i, (word, chapter) in enumerate(FLOW):
         parts.append(box(12 + i * step, 32, step - 14, 34, CHAPTERS[chapter][3], [word]))
