@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line, write_json
 from chunk_grpo.evaluation.evaluate import summarise_evaluation
-from chunk_grpo.method import chunks as chunking
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "green", "blue", "orange", "purple", "black")
