@@ -1,4 +1,4 @@
-"""Reading studies: rows, statistics and claims on invented rows; every page of nbs/studies with rows and without."""
+"""Reading studies: rows, statistics and claims on invented rows; every page of nbs/findings with rows and without."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from chunk_grpo import InputError
 from chunk_grpo.studies import analysis, claims, design, figures, measures
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "nbs/studies").glob("*.ipynb"))
+PAGES = sorted(page for page in (ROOT / "nbs/findings").glob("*.ipynb") if page.stem != "speed")  # test_speed has it
 NAMES = design.list_studies()
 REWARD = "incompressibility"  # what most studies train on
 RUNNER = """
@@ -30,7 +30,7 @@ sys.exit(f"failed: {failed}" if failed else 0)
 
 
 def run_pages(folder: str | Path) -> None:
-    "Every page of nbs/studies, in a process of its own, reading rows from `folder`; \"\": the kept ones."
+    "Every page of nbs/findings, in a process of its own, reading rows from `folder`; \"\": the kept ones."
     environment = os.environ | {"MPLBACKEND": "agg"}
     command = [sys.executable, "-c", RUNNER, str(folder), *map(str, PAGES)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
