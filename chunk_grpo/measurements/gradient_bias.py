@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.statistics import jackknife_error
-from ..method.chunks import Partition
 from .gradient_noise import block_gradient
+from ..method.chunks import Partition
 from ..training.update import ReplayContext
 
 # %% ../../nbs/10_measurements/03_gradient_bias.ipynb #0468c36c
