@@ -28,8 +28,11 @@ demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; re
 	$(BIN)/chunk-grpo train runs/pocket/demo.yaml --out runs/demo $$resume; \
 	echo "wall time $$((SECONDS - start)) s"
 
-test: $(STAMP) ## everything CI runs, with the time of each stage
+test: $(STAMP) ## ruff, the book and the tests, with the time of each stage
 	@$(BIN)/python tools/check.py
+
+slow: $(STAMP) ## what takes minutes beside it; CI runs `make test slow`
+	@$(BIN)/python tools/check.py slow
 
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs
@@ -52,4 +55,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test lab prepare pocket constraints clean
+.PHONY: help install demo test slow lab prepare pocket constraints clean

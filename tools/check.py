@@ -1,4 +1,8 @@
-"""Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails."""
+"""Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails.
+
+    python tools/check.py           what `make test` runs
+    python tools/check.py slow      what takes minutes, `make slow`; continuous integration runs both
+"""
 
 import os
 import subprocess
@@ -9,14 +13,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest"]
 SIDE_BY_SIDE = ["-n", str(min(os.cpu_count() or 1, 8))]  # as many workers as cores, each with one thread
-STAGES = {
+FAST = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
     "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],
-    "notebooks": [*PYTEST, "tests/test_notebooks.py", *SIDE_BY_SIDE, "--durations=5"],
+    "notebooks": [*PYTEST, "tests/test_notebooks.py", *SIDE_BY_SIDE, "--durations=10"],
     "tests": [
         *(*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py"),
-        *(*SIDE_BY_SIDE, "--dist", "loadfile", "-rs", "--durations=10"),
+        *(*SIDE_BY_SIDE, "--dist", "loadfile", "-rs", "--durations=15"),
     ],
+}
+SLOW = {
+    "slow tests": [*PYTEST, "-m", "slow and not gpu and not package", *SIDE_BY_SIDE, "-rs", "--durations=10"],
     "an environment for the package hpsv3": [sys.executable, "-m", "chunk_grpo.cli.main", "reward-env", "hpsv3"],
     "tests in it": [*PYTEST, "-m", "package", "tests/test_hpsv3_package.py"],
 }
@@ -25,7 +32,7 @@ STAGES = {
 def main() -> int:
     "Run every stage, also after one has failed, and print what each took."
     results = {}
-    for name, command in STAGES.items():
+    for name, command in (SLOW if "slow" in sys.argv[1:] else FAST).items():
         print(f"== {name}", flush=True)
         start = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
