@@ -10,6 +10,7 @@ __all__ = ['ENVIRONMENTS_DIR', 'read_requirements', 'environment_dir', 'environm
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def run_logged(
     with open(log, "ab") as handle:
         done = subprocess.run([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
     if done.returncode:
-        said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))  # in a notebook pip writes in colours
+        said = [line for line in plain.splitlines() if line.strip()]
         last = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1] if said else "nothing")
         raise InputError(f"environment: it could not be made; the last words were {last.strip()!r}, the log is {log}.")
 
