@@ -13,10 +13,10 @@ PRELOADED = ["diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transfo
 def run_page(
     page: Path,
     log: Path,  # gets all that the page prints
-    folder: Path,  # for its temporary files
+    folder: str,  # for its temporary files
 ) -> None:
     "Run a page as nbdev-test does; the process ends with 1 where it failed."
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ PATIENCE = 500  # seconds of a page
 @pytest.fixture(scope="module")
 def processes():
     "Processes that start with the book's libraries imported, which takes seconds, and nothing run."
-    os.environ["MPLBACKEND"] = "agg"
+    os.environ |= {"MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -24,10 +25,11 @@ def processes():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_page_runs(page, processes, tmp_path):
     log = tmp_path / "log"
-    child = processes.Process(target=run_page, args=(page, log, tmp_path))
-    child.start()
-    child.join(PATIENCE)
-    if child.is_alive():
-        child.kill()
-        child.join()
+    with tempfile.TemporaryDirectory(prefix="page-", ignore_cleanup_errors=True) as folder:  # a socket's path is short
+        child = processes.Process(target=run_page, args=(page, log, folder))
+        child.start()
+        child.join(PATIENCE)
+        if child.is_alive():
+            child.kill()
+            child.join()
     assert child.exitcode == 0, f"{page.name} failed ({child.exitcode}):\n{log.read_text(errors='replace')[-4000:]}"

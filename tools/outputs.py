@@ -128,7 +128,7 @@ def main() -> int:
         for page in pages:
             print(f"{page.relative_to(ROOT)}: its code changed after its outputs were made")
         return int(bool(pages))
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
     command = [sys.executable, __file__, "--one"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a process a page: each has a kernel of its own to wait for
         codes = list(pool.map(lambda page: subprocess.run([*command, page], env=environment).returncode, pages))
