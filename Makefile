@@ -31,7 +31,10 @@ demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; re
 test: $(STAMP) ## ruff, the book and the tests, with the time of each stage
 	@$(BIN)/python tools/check.py
 
-slow: $(STAMP) ## what takes minutes beside it; CI runs `make test slow`
+package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its environment once; CI runs it after the tests
+	@$(BIN)/python tools/check.py package
+
+slow: $(STAMP) ## tests that take minutes each
 	@$(BIN)/python tools/check.py slow
 
 lab: $(STAMP) ## open the book in JupyterLab
@@ -55,4 +58,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test slow lab prepare pocket constraints clean
+.PHONY: help install demo test package slow lab prepare pocket constraints clean

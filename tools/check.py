@@ -1,7 +1,8 @@
 """Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails.
 
     python tools/check.py           what `make test` runs
-    python tools/check.py slow      what takes minutes, `make slow`; continuous integration runs both
+    python tools/check.py package   the scorer beside the package hpsv3, `make package`; continuous integration runs both
+    python tools/check.py slow      what takes minutes, `make slow`
 """
 
 import os
@@ -22,8 +23,8 @@ FAST = {
         *(*SIDE_BY_SIDE, "--dist", "loadfile", "-rs", "--durations=15"),
     ],
 }
-SLOW = {
-    "slow tests": [*PYTEST, "-m", "slow and not gpu and not package", *SIDE_BY_SIDE, "-rs", "--durations=10"],
+SLOW = {"slow tests": [*PYTEST, "-m", "slow and not gpu and not package", *SIDE_BY_SIDE, "-rs", "--durations=10"]}
+PACKAGE = {
     "an environment for the package hpsv3": [sys.executable, "-m", "chunk_grpo.cli.main", "reward-env", "hpsv3"],
     "tests in it": [*PYTEST, "-m", "package", "tests/test_hpsv3_package.py"],
 }
@@ -31,8 +32,8 @@ SLOW = {
 
 def main() -> int:
     "Run every stage, also after one has failed, and print what each took."
-    results = {}
-    for name, command in (SLOW if "slow" in sys.argv[1:] else FAST).items():
+    results, chosen = {}, {"slow": SLOW, "package": PACKAGE}.get((sys.argv[1:] or [""])[0], FAST)
+    for name, command in chosen.items():
         print(f"== {name}", flush=True)
         start = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode
