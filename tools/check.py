@@ -1,7 +1,7 @@
 """Everything that `make test` runs, stage by stage, with the wall time of each; exit code 1 if one fails.
 
     python tools/check.py           what `make test` runs
-    python tools/check.py package   the scorer beside the package hpsv3, `make package`; continuous integration runs both
+    python tools/check.py package   the scorer beside the package hpsv3, `make package`; CI runs both
     python tools/check.py slow      what takes minutes, `make slow`
 """
 
