@@ -153,7 +153,7 @@ def test_an_interrupt_on_one_machine_ends_both(stand_in, tmp_path):
 
 def test_input_that_is_refused_by_all_leaves_no_folder(stand_in, tmp_path):
     "The sentence is said on each machine, the folder is taken back when both have ended."
-    code = "time.sleep(1 + {0}); print('`reward` must be finite; got nan', file=sys.stderr); sys.exit(2)"
+    code = "time.sleep(6 + {0}); print('`reward` must be finite; got nan', file=sys.stderr); sys.exit(2)"
     zero, one = stand_in(code.format(0), code.format(3))
     assert str(zero) == str(one) == "`reward` must be finite; got nan" and isinstance(one, InputError)
     assert not (tmp_path / "run").exists()
