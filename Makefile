@@ -31,10 +31,10 @@ demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; re
 test: $(STAMP) ## ruff, the book and the tests, with the time of each stage
 	@$(BIN)/python tools/check.py
 
-package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its environment once; CI runs it after the tests
+package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its environment once
 	@$(BIN)/python tools/check.py package
 
-slow: $(STAMP) ## tests that take minutes each
+slow: $(STAMP) ## tests that take minutes; CI runs them too
 	@$(BIN)/python tools/check.py slow
 
 lab: $(STAMP) ## open the book in JupyterLab

@@ -48,6 +48,7 @@ def until_gone(out):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_kills_change_nothing(home, through, cluster, tmp_path):
     out = tmp_path / "small"
     child = begin(home, out, "--ray", cluster)  # once the command itself, without warning

@@ -46,7 +46,9 @@ def test_processes_draw_the_same_images(world, tmp_path):
         assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("processes, sharding", [(2, "none"), (4, "none"), (1, "fsdp"), (2, "fsdp")])
+@pytest.mark.parametrize("processes, sharding", [
+    (2, "none"), pytest.param(4, "none", marks=pytest.mark.slow), pytest.param(1, "fsdp", marks=pytest.mark.slow),
+    (2, "fsdp")])
 def test_several_processes_train_the_same(world, whole, processes, sharding):
     "As one process: with whole weights in each, and with a part in each."
     out = world / f"{processes}-{sharding}"
@@ -55,6 +57,7 @@ def test_several_processes_train_the_same(world, whole, processes, sharding):
     assert json.loads((out / "run.json").read_text())["processes"] == processes
 
 
+@pytest.mark.slow
 def test_parts_with_everything_on(world):
     "Two passes, unequal numbers of forwards, fewer held-out images than processes, KL, moving average, checkpointing."
     words = ["update_batch=5", "kl=0.01", "ema=0.9", "eval_count=1", "gradient_checkpointing=true", "iterations=2"]
@@ -65,6 +68,7 @@ def test_parts_with_everything_on(world):
     assert alike(outs[1], outs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding, before, after", [("none", 2, 4), ("fsdp", 2, 1)])
 def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, after):
     "kill -9 of one rank in iteration 3 of 6: the run ends and says why, and others go on to the same images."
@@ -91,6 +95,7 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
     assert alike(out, whole)
 
 
+@pytest.mark.slow
 def test_adaptive_chunks_train_the_same_on_two_processes(world):
     "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
     outs = [world / f"adaptive-{n}" for n in (1, 2)]

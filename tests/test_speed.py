@@ -99,6 +99,7 @@ def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
         trainable.load_trainable_policy(tiny, **SIZE, compile=True)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(tiny):
     "Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."
     pair = [trainable.load_trainable_policy(tiny, **SIZE, lora_rank=4, compile=on) for on in (False, True)]

@@ -91,6 +91,7 @@ def test_8_bits_need_their_package(world, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_every_way_to_save_memory_at_once(world, eight_bits):
     "Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."
     words = ["latents_dtype=bfloat16", "latents_on=host", "vae_tiling=true", "update_memory=0.002", "eval_every=0",

@@ -424,21 +424,24 @@ def test_the_server_says_what_it_refuses(serve, monkeypatch):
 
 
 def test_a_full_queue_is_tried_again_later(serve):
-    free = threading.Event()
+    begun, free = threading.Event(), threading.Event()
     def reward(images, prompts):
-        free.wait(20)
+        begun.set()
+        free.wait(60)
         return torch.zeros(len(prompts))
     with serve("r", reward, max_waiting=1) as url, ThreadPoolExecutor(4) as pool:
         ask = remote_client.load_remote_reward(url, retries=0)
-        first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1]) for _ in range(2)]
-        end = time.monotonic() + 20
+        first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1])]
+        assert begun.wait(60)  # the first is being scored, so the next waits; sent together, the second might be refused
+        first.append(pool.submit(ask, IMAGES[:1], PROMPTS[:1]))
+        end = time.monotonic() + 60
         while remote_client.load_remote_reward(url).about["queue"] < 1 and time.monotonic() < end:
             time.sleep(0.05)
         with pytest.raises(protocol.RewardUnavailable, match="status 503, server: 1 requests wait already"):
             ask(IMAGES[:1], PROMPTS[:1])
         patient = pool.submit(remote_client.load_remote_reward(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1])
         free.set()
-        assert [f.result(20).tolist() for f in (*first, patient)] == [[0.0]] * 3
+        assert [f.result(60).tolist() for f in (*first, patient)] == [[0.0]] * 3
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
