@@ -108,12 +108,12 @@ def test_arms_are_the_evaluations(trained):
     "A benchmark of the held-out prompts shows what the evaluation of the run shows."
     where = trained / "run"
     s, arms = benchmark_images.prepare_benchmark(
-        where, benchmark_images.load_benchmark_task("pocket:heldout"), trained / "held", ()
+        where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ()
     )
     assert arms == evaluate.evaluation_arms(s)
     with pytest.raises(Exception, match="learning_rate"):
         benchmark_images.prepare_benchmark(
-            where, benchmark_images.load_benchmark_task("pocket:heldout"), trained / "held", ["learning_rate=1"]
+            where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]
         )
     assert benchmark_scores.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 

@@ -52,7 +52,7 @@ def scenes():
     "Three hundred fresh scenes of both prompt lists, their pictures and prompts."
     rng = np.random.default_rng(2026)
     prompts = [
-        str(p) for p in rng.choice(pocket.read_pocket_prompts("train") + pocket.read_pocket_prompts("heldout"), 300)
+        str(p) for p in rng.choice(pocket.read_pocket_prompts("train") + pocket.read_pocket_prompts("test"), 300)
     ]
     drawn = [sample_scene(p, rng) for p in prompts]
     return rng, prompts, [render_scene(s) for s in drawn]
@@ -88,15 +88,15 @@ def test_no_shipped_file_names_the_machine_it_was_made_on():
 
 
 def test_prompt_lists_are_disjoint_and_balanced():
-    train, heldout = pocket.read_pocket_prompts("train"), pocket.read_pocket_prompts("heldout")
-    assert (train, heldout) == split_prompts()
-    assert not set(train) & set(heldout)
-    assert len(set(train)) == len(train) and len(set(heldout)) == len(heldout)
-    assert [sum(parse_caption(p).category == c for p in heldout) for c in POCKET_CATEGORIES] == [24] * 6
-    combined = {parse_caption(p) for p in train if parse_caption(p).category != "single_object"}
-    assert not combined & {parse_caption(p) for p in heldout}
-    with pytest.raises(InputError, match="train or heldout"):
-        pocket.read_pocket_prompts("validation")
+    lists = tuple(map(pocket.read_pocket_prompts, pocket.PROMPT_SPLITS))
+    assert lists == split_prompts()
+    assert len({p for prompts in lists for p in prompts}) == sum(map(len, lists))
+    for prompts, count in zip(lists[1:], (8, 16), strict=True):
+        assert [sum(parse_caption(p).category == c for p in prompts) for c in POCKET_CATEGORIES] == [count] * 6
+    said = [{parse_caption(p) for p in prompts if parse_caption(p).category != "single_object"} for prompts in lists]
+    assert not said[0] & said[1] and not said[0] & said[2] and not said[1] & said[2]
+    with pytest.raises(InputError, match="train, validation or test"):
+        pocket.read_pocket_prompts("heldout")
 
 
 def test_checker_on_fresh_scenes(scenes):
@@ -132,7 +132,7 @@ def test_checker_refuses_what_is_not_quite_it(caption):
 
 def test_clip_ranks_true_over_one_word_changed():
     rng = np.random.default_rng(7)
-    prompts = pocket.read_pocket_prompts("heldout") * 3
+    prompts = pocket.read_pocket_prompts("test") * 3
     images = [render_scene(sample_scene(p, rng)) for p in prompts]
     reward = clip.load_pocket_clip()
     false = [str(rng.choice(hard_negatives(p))) for p in prompts]
@@ -142,7 +142,7 @@ def test_clip_ranks_true_over_one_word_changed():
 def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
     _, prompts, images = scenes
     bytes_ = torch.stack([torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]])
-    for name in ("pocket-clip", "pocket-geneval"):
+    for name in ("pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm"):
         reward = rewards.load_reward(name)
         scores = [reward(kind, prompts[:20]) for kind in (images[:20], bytes_, bytes_ / 255)]
         for score in scores:

@@ -12,7 +12,7 @@ from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
 
 POCKET = {
-    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:heldout", "resolution": 64,
+    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:test", "resolution": 64,
     "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "steps": 5, "chunks": "2,2", "iterations": 2,
     "prompts_per_iteration": 2, "images_per_prompt": 4, "rollout_batch": 4, "update_batch": 32, "eval_steps": 3,
     "eval_images": 1, "eval_count": 6, "eval_every": 1, "hybrid_split": 1, "lora_rank": 2, "learning_rate": 1e-3,

@@ -24,7 +24,7 @@ from chunk_grpo.rewards import async_scoring, rewards
 
 HERE = Path(__file__).resolve().parent
 IMAGES = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-PROMPTS = pocket_prompts("heldout")[:5]
+PROMPTS = pocket_prompts("test")[:5]
 PICTURES = [Image.fromarray(x) for x in protocol.quantize_to_uint8(IMAGES).permute(0, 2, 3, 1).numpy()]
 RED = torch.tensor(faulty_rewards.red(PICTURES))
 

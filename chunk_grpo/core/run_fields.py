@@ -58,7 +58,7 @@ class ModelFields(BaseModel):
         'Training prompts: "pocket:train", a .txt file with one a line, or a .jsonl file with the field `prompt`.',
         min_length=1)
     eval_prompts: str = setting("hpdv2-test.txt", "", SETUP + ": HPDv2.1, not shipped",
-        'Held-out prompts, written as `prompts` is: "pocket:heldout" or a file.', min_length=1)
+        'Held-out prompts, written as `prompts` is: "pocket:test" or a file.', min_length=1)
     resolution: int = setting(720, "pixels a side", TABLE_6, "Side of the square images in training.", ge=16)
     max_tokens: int = setting(512, "tokens", "diffusers' FluxPipeline", "Longest prompt the text encoder reads.", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "", DANCE,

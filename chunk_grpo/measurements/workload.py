@@ -95,7 +95,7 @@ class RandomFluxPolicy(FluxPolicy):
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #2ea5c56f
 POCKET_WORKLOAD = {
-    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:heldout", "resolution": 64,
+    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:test", "resolution": 64,
     "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "prompts_per_iteration": 2, "rollout_batch": 24,
     "update_batch": 96, "gradient_checkpointing": False, "reward": "pocket-clip", "clip_range": 1e-3}
 FLUX_SIZE_WORKLOAD = {"model": "flux-size", "prompts_per_iteration": 1, "lora_rank": 32, "rollout_batch": 12,

@@ -109,7 +109,7 @@ def find_family(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
 def read_prompts(
-    source: str,  # "pocket:train", "pocket:heldout", FILE.txt (a prompt a line) or FILE.jsonl (field "prompt")
+    source: str,  # "pocket:train" (or validation, test), FILE.txt (a prompt a line) or FILE.jsonl (field "prompt")
     field: str = "prompts",  # the setting's name, for the error's sentence
 ) -> list[str]:  # without empty lines
     "The prompts of a list; InputError where it is missing, empty or unreadable."
@@ -119,7 +119,7 @@ def read_prompts(
         return pocket.read_pocket_prompts(source.removeprefix("pocket:"))
     path = Path(source)
     if not path.is_file():
-        names = "pocket:train, pocket:heldout, a .txt or a .jsonl"
+        names = "pocket:train, pocket:validation, pocket:test, a .txt or a .jsonl"
         raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

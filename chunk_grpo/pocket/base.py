@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHIPPED_DIRS', 'TRAINING_RECIPE', 'sample_flow_images', 'save_pipeline', 'load_flow', 'within_group_auc',
-           'judge_heldout_images', 'mean_accuracy_with_error', 'measure_quality', 'measure_reward_reliability',
+           'judge_prompt_images', 'mean_accuracy_with_error', 'measure_quality', 'measure_reward_reliability',
            'contact_sheet', 'write_pocket_manifest', 'train_pocket_parts', 'build_pocket', 'main']
 
 # %% ../../nbs/01_pocket/07_base.ipynb #6b18dab2
@@ -88,7 +88,7 @@ def within_group_auc(
     return float((higher * pair).sum() / pair.sum().clamp(min=1))
 
 # %% ../../nbs/01_pocket/07_base.ipynb #909b8ac5
-def judge_heldout_images(
+def judge_prompt_images(
     model: PocketFlow,
     vae: AutoencoderKL,
     prompts: list[str],
@@ -125,13 +125,13 @@ def measure_quality(
     images_per_prompt: int = 8,
     steps: int = 20,
     eta: float = 0.0,
-    every: int = 1, # take each so many of the held-out prompts
+    every: int = 1, # take each so many of the test prompts
     reward: clip.PocketCLIP | None = None, # the shipped one
     seed: int = 0,
 ) -> dict[str, float]:
-    "The checker's verdict on held-out prompts, and how the reward orders the same images."
-    prompts, reward = pocket.read_pocket_prompts("heldout")[::every], reward or clip.load_pocket_clip()
-    right, score = judge_heldout_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
+    "The checker's verdict on test prompts, and how the reward orders the same images."
+    prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.load_pocket_clip()
+    right, score = judge_prompt_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
     mean, error, table = mean_accuracy_with_error(right, prompts)
     return {
         "geneval": round(mean, 4), "geneval_se": round(error, 4),
@@ -143,12 +143,12 @@ def measure_quality(
 # %% ../../nbs/01_pocket/07_base.ipynb #c2bf1976
 def measure_reward_reliability(
     reward: clip.PocketCLIP,
-    scenes: int = 8, # of each held-out prompt
+    scenes: int = 8, # of each test prompt
     seed: int = 7,
 ) -> dict[str, float]: # shares of the scenes
     "How reliable reward and checker are on pictures whose truth is known."
     rng, check = np.random.default_rng(seed), geneval.load_pocket_geneval()
-    prompts = pocket.read_pocket_prompts("heldout") * scenes
+    prompts = pocket.read_pocket_prompts("test") * scenes
     drawn = [sample_scene(p, rng) for p in prompts]
     true = [render_scene(s) for s in drawn]
     score = reward(true, prompts)
@@ -170,8 +170,8 @@ def contact_sheet(
     steps: int = 20,
     seed: int = 0,
 ) -> Image.Image:
-    "Images of held-out prompts, a row a category, with prompt and verdict below each."
-    held = pocket.read_pocket_prompts("heldout")
+    "Images of test prompts, a row a category, with prompt and verdict below each."
+    held = pocket.read_pocket_prompts("test")
     prompts = [p for c in range(0, len(held), len(held) // 6) for p in held[c:c + columns]]
     images = sample_flow_images(model, vae, prompts, steps, seed=seed)
     verdicts = geneval.load_pocket_geneval()(images, prompts)
@@ -236,7 +236,7 @@ def build_pocket(
     out: Path, # base, clip, prompts and manifest.json are written here
     work: Path, # states and training sets, to go on from
     recipe: dict | None = None, # settings of the three trainings
-    images: int = 8, # a held-out prompt, in measuring
+    images: int = 8, # a test prompt, in measuring
     compiled: bool = False, # compile the velocity network while it is trained
     log: Callable[[str], None] = print,
 ) -> dict: # the manifest
@@ -244,7 +244,7 @@ def build_pocket(
     recipe, out, work = recipe or TRAINING_RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
-    for name, captions in zip(("train", "heldout"), split_prompts(), strict=True):
+    for name, captions in zip(pocket.PROMPT_SPLITS, split_prompts(), strict=True):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
     made, seconds = train_pocket_parts(work, recipe, compiled, log)
     save_pipeline(made["flow"], made["vae"], out / "base")
@@ -273,7 +273,7 @@ def main(
         torch.set_num_threads(chosen.threads)
     start, manifest = time.time(), build_pocket(chosen.out, chosen.work, compiled=chosen.compile)
     score = manifest["quality"]["ode"]
-    print(f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of held-out images right "
+    print(f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of test images right "
           f"(standard error {score['geneval_se']:.1%}), in {(time.time() - start) / 60:.0f} minutes")
 
 

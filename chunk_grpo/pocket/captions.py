@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
-           'CAPTION_PATTERNS', 'HELDOUT_BODIES', 'CaptionSpec', 'parse_caption', 'caption_bodies',
-           'split_category_captions', 'split_prompts', 'hard_negatives']
+           'CAPTION_PATTERNS', 'HELDOUT_BODIES', 'VALIDATION_PROMPTS', 'TEST_PROMPTS', 'CaptionSpec', 'parse_caption',
+           'caption_bodies', 'split_category_captions', 'split_prompts', 'hard_negatives']
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #d080d402
 import re
@@ -95,36 +95,40 @@ def caption_bodies(
     return said[category]
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #41b1a847
-HELDOUT_BODIES = {"two_object": 6, "counting": 4, "colors": 8, "position": 24, "color_attr": 24}
+HELDOUT_BODIES = {"two_object": (2, 6), "counting": (2, 4), "colors": (3, 8), "position": (8, 24),
+                  "color_attr": (8, 24)}  # for validation, and kept back in all
+VALIDATION_PROMPTS, TEST_PROMPTS = 8, 16  # of each category
 
 
 def split_category_captions(
     category: str,
-    per_category: int = 24, # held-out prompts
     seed: int = 0,
-) -> tuple[list[str], list[str]]: # every caption that may be trained on, the held-out prompts; both in a random order
-    "Captions to learn from and held-out prompts: what is held out is the combination of words, whatever the phrase."
+) -> tuple[list[str], list[str], list[str]]: # what may be trained on, validation prompts, test prompts; in a random order
+    "Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."
     rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
-    body = caption_bodies(category)
-    if category == "single_object":  # six bodies only: here the pair of phrase and shape is held out
+    body, chosen = caption_bodies(category), set()
+    if category == "single_object":  # six bodies only: here the pair of phrase and shape is kept back
         rows = [[CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body]
-        cut = per_category // len(body)
-        held, rest = [p for row in rows for p in row[:cut]], [p for row in rows for p in row[cut:]]
+        held, rest = [p for row in rows for p in row[:4]], [p for row in rows for p in row[4:]]
     else:
-        order, cut = rng.permutation(len(body)), HELDOUT_BODIES[category]
+        order, (few, cut) = rng.permutation(len(body)), HELDOUT_BODIES[category]
         held = [p + body[i] for p in CAPTION_PREFIXES for i in order[:cut]]
         rest = [p + body[i] for p in CAPTION_PREFIXES for i in order[cut:]]
+        chosen = {p + body[i] for p in CAPTION_PREFIXES for i in order[:few]}
     held, rest = ([x[i] for i in rng.permutation(len(x))] for x in (held, rest))
-    return rest, held[:per_category]
+    validation = [p for p in held if p in chosen] or held[:VALIDATION_PROMPTS]
+    test = [p for p in held if p not in validation]
+    return rest, validation[:VALIDATION_PROMPTS], test[:TEST_PROMPTS]
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #a86beb57
 def split_prompts(
     train_per_category: int = 96, # training prompts of each category, at most
     seed: int = 0,
-) -> tuple[list[str], list[str]]: # training prompts, held-out prompts
-    "The two prompt lists, category after category; they share no prompt and, single objects aside, no combination."
-    both = [split_category_captions(category, seed=seed) for category in POCKET_CATEGORIES]
-    return [p for rest, _ in both for p in rest[:train_per_category]], [p for _, held in both for p in held]
+) -> tuple[list[str], list[str], list[str]]: # training, validation and test prompts
+    "The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."
+    found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
+    train, validation, test = ([p for lists in found for p in lists[i][:train_per_category]] for i in range(3))
+    return train, validation, test
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #e0637283
 def hard_negatives(

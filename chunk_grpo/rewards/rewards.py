@@ -25,6 +25,8 @@ from .. import InputError
 REWARD_LOADERS = {  # name: where its loader stands; imported only when asked for
     "pocket-clip": "chunk_grpo.pocket.clip:load_pocket_clip",
     "pocket-geneval": "chunk_grpo.pocket.geneval:load_pocket_geneval",
+    "pocket-partial": "chunk_grpo.pocket.preferences:load_pocket_partial",
+    "pocket-warm": "chunk_grpo.pocket.preferences:load_pocket_warm",
     "incompressibility": "chunk_grpo.rewards.rewards:incompressibility",
     "compressibility": "chunk_grpo.rewards.rewards:compressibility",
     "hpsv3": "chunk_grpo.rewards.hpsv3:load_hpsv3",
