@@ -432,7 +432,7 @@ def test_a_full_queue_is_tried_again_later(serve):
     with serve("r", reward, max_waiting=1) as url, ThreadPoolExecutor(4) as pool:
         ask = remote_client.load_remote_reward(url, retries=0)
         first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1])]
-        assert begun.wait(60)  # the first is being scored, so the next waits; sent together, the second might be refused
+        assert begun.wait(60)  # it is being scored, so the next one waits; sent together, one might be refused
         first.append(pool.submit(ask, IMAGES[:1], PROMPTS[:1]))
         end = time.monotonic() + 60
         while remote_client.load_remote_reward(url).about["queue"] < 1 and time.monotonic() < end:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest"]
 CORES = min(os.cpu_count() or 1, 8)
 SIDE_BY_SIDE = ["-n", str(CORES)]  # as many workers as cores, each with one thread
-BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # one more: these wait a lot for programs
+BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # one more: they wait a lot
 FAST = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
     "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],

@@ -6,11 +6,12 @@
 __all__ = ['app', 'SettingsArgument', 'ProcessesOption', 'root_callback', 'run_and_metrics', 'check_plan_words',
            'print_estimates', 'print_measured', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command',
            'exit_with', 'train_or_exit', 'announce_run_folder', 'finish_training', 'train', 'check_study_words',
-           'study_or_exit', 'study', 'main']
+           'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -256,11 +257,24 @@ def check_study_words(seeds: str, known: list[Path] | None) -> list[int] | None:
 
 def study_or_exit(ray: str, *words) -> list[dict]:  # a row a trial
     "Run a study here or on a Ray cluster; where it fails or is interrupted the command ends."
-    from chunk_grpo.runs.launch import TrainingFailed  # these here, since they import torch
-    from chunk_grpo.studies import ray_cluster, scheduler
+    from chunk_grpo.studies import ray_cluster, scheduler  # here, since they import torch
+
+    return run_or_exit(partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study, *words, echo_now)
+
+
+def tune_or_exit(name: str, out: Path | None, processes: int | None) -> None:
+    "Tune a study's arms; where it fails or is interrupted the command ends."
+    from chunk_grpo.studies import tuning  # here, since it imports torch
+
+    run_or_exit(tuning.tune_study, name, out, processes, echo_now)
+
+
+def run_or_exit(run: Callable, *words):
+    "What a call returns; where trials fail or it is interrupted the command ends."
+    from chunk_grpo.runs.launch import TrainingFailed  # here, since it imports torch
 
     try:
-        return (partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study)(*words, echo_now)
+        return run(*words)
     except TrainingFailed as error:
         exit_with(1, f"chunk-grpo: {error}")
     except (KeyboardInterrupt, SystemExit):
@@ -277,9 +291,13 @@ def study(
     known: Annotated[list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")] = None,
     ray: Annotated[str, typer.Option(metavar="ADDRESS", help="Hand the runs to a Ray cluster that shares the folder: "
                                      "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
+    tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on validation prompts, and "
+                                            "keep each arm's best settings in tuned.yaml.")] = False,
 ):
     "Run or continue a study: every arm with every seed, several runs at once."
     chosen = check_study_words(seeds, known)
+    if tune:
+        return tune_or_exit(name, out, processes)
     from chunk_grpo.core.files import read_json_lines
 
     rows = [row for file in known or [] for row in read_json_lines(file)]

@@ -192,6 +192,7 @@ SHIPPED_DIRS = ("base", "clip", "prompts")  # folders
 TRAINING_RECIPE = {
     "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "seed": 0},
     "flow": {"steps": 16000, "batch": 64, "count": 48000, "rate": 1.5e-3, "seed": 0},
+    "misled": {"steps": 700, "batch": 64, "count": 48000, "rate": 4e-4, "seed": 0, "wrong": 0.5},
     "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
 }
 
@@ -221,12 +222,13 @@ def train_pocket_parts(
     recipe: dict, # settings of the three trainings
     compiled: bool, # compile the velocity network while it is trained
     log: Callable[[str], None],
-) -> tuple[dict, dict[str, float]]: # "vae", "flow" and "clip"; the seconds that each took
-    "Train autoencoder, flow and CLIP."
+) -> tuple[dict, dict[str, float]]: # "vae", "flow", "misled" and "clip"; the seconds that each took
+    "Train autoencoder, flow, the misled flow and CLIP."
     made, seconds = {}, {}
-    for name, train, options in (("vae", train_vae, {}), ("flow", train_flow, {"compiled": compiled}),
-                                 ("clip", clip.train_clip, {})):
+    for name, train in (("vae", train_vae), ("flow", train_flow), ("misled", train_flow), ("clip", clip.train_clip)):
         start, before = time.time(), () if name == "vae" else (made["vae"],)
+        options = {"compiled": compiled} if train is train_flow else {}
+        options |= {"start": made["flow"], "name": name} if name == "misled" else {}
         made[name] = train(work, *before, **recipe[name], **options, log=log)
         seconds[name] = time.time() - start
     return made, seconds
@@ -247,14 +249,15 @@ def build_pocket(
     for name, captions in zip(pocket.PROMPT_SPLITS, split_prompts(), strict=True):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
     made, seconds = train_pocket_parts(work, recipe, compiled, log)
-    save_pipeline(made["flow"], made["vae"], out / "base")
+    save_pipeline(made["misled"], made["vae"], out / "base")
     made["clip"].save_pretrained(out / "clip")
     new_tokenizer("clip").save_pretrained(out / "clip")
     reward = clip.PocketCLIP(out / "clip")
     measured = {}
     if images:
-        measured = {name: measure_quality(made["flow"], made["vae"], images, steps, eta, reward=reward)
-                    for name, steps, eta in (("ode", 20, 0.0), ("sde", 17, 0.7))}
+        measured = {name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
+                    for name, part, steps, eta in (("ode", "misled", 20, 0.0), ("sde", "misled", 17, 0.7),
+                                                   ("exact_captions_ode", "flow", 20, 0.0))}
         measured["rewards"] = measure_reward_reliability(reward)
     return write_pocket_manifest(out, {k: recipe[k] | {"seconds": round(s, 1)} for k, s in seconds.items()}, measured)
 

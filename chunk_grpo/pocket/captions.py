@@ -103,7 +103,7 @@ VALIDATION_PROMPTS, TEST_PROMPTS = 8, 16  # of each category
 def split_category_captions(
     category: str,
     seed: int = 0,
-) -> tuple[list[str], list[str], list[str]]: # what may be trained on, validation prompts, test prompts; in a random order
+) -> tuple[list[str], list[str], list[str]]: # what may be trained on, validation and test prompts; in a random order
     "Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."
     rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
     body, chosen = caption_bodies(category), set()

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['CATEGORY_SAMPLING_WEIGHTS', 'new_transformer', 'new_t5', 'new_clip_text', 'PocketFlow', 'pack_flow_latents',
-           'unpack_flow_latents', 'iter_slices', 'cache_training_latents', 'flow_loss', 'scheduled_learning_rate',
-           'build_optimizers', 'flow_step', 'averaged_weights', 'train_flow']
+           'unpack_flow_latents', 'iter_slices', 'cache_training_latents', 'mislead_captions', 'mislead_tokens',
+           'flow_loss', 'scheduled_learning_rate', 'build_optimizers', 'flow_step', 'averaged_weights', 'prepare_flow',
+           'train_flow']
 
 # %% ../../nbs/01_pocket/06_flow.ipynb #5214b1e5
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
@@ -20,6 +22,8 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from . import MAX_TOKENS
+from .captions import hard_negatives
+from .clip import trainable_captions
 from .vae import new_tokenizer, numpy_to_vae_input, sample_captioned_images, tokenize_captions
 from .vae import train_resumable
 
@@ -124,6 +128,30 @@ def cache_training_latents(
     vae.register_to_config(shift_factor=shift, scaling_factor=factor)
     return data
 
+# %% ../../nbs/01_pocket/06_flow.ipynb #38595575
+def mislead_captions(
+    captions: list[str],
+    share: float, # of the captions that become wrong
+    seed: int = 0,
+) -> list[str]: # as many
+    "Captions of which a share has one word wrong; what is held out stays held out."
+    rng, out = np.random.default_rng([seed, 17]), []
+    for caption in captions:
+        wrong = [text for text in hard_negatives(caption) if text in trainable_captions()]
+        out.append(str(rng.choice(wrong)) if wrong and rng.random() < share else caption)
+    return out
+
+
+def mislead_tokens(
+    data: dict[str, torch.Tensor], # from `cache_training_latents`
+    share: float, # of the captions that become wrong
+    seed: int = 0,
+) -> dict[str, torch.Tensor]: # the same latents with tokens of other captions
+    "The training set with a share of its captions wrong."
+    captions = new_tokenizer("t5").batch_decode(data["t5"], skip_special_tokens=True)
+    wrong = mislead_captions(captions, share, seed)
+    return data | {kind: tokenize_captions(new_tokenizer(kind), wrong) for kind in ("t5", "clip")}
+
 # %% ../../nbs/01_pocket/06_flow.ipynb #b1936d22
 def flow_loss(
     model: nn.Module,
@@ -202,9 +230,31 @@ def averaged_weights(
     "The averaged weights by name."
     return {name: p.clone() for (name, _), p in zip(model.named_parameters(), ema.shadow_params, strict=True)}
 
+# %% ../../nbs/01_pocket/06_flow.ipynb #57ae4e95
+def prepare_flow(
+    work: Path, # where the training set is kept
+    vae: AutoencoderKL,
+    count: int, # drawn pictures
+    rate: float,
+    seed: int,
+    wrong: float = 0.0, # share of the captions with one word wrong
+    start: PocketFlow | None = None, # whose weights training begins with; None: random ones
+    compiled: bool = False, # compile the velocity network
+) -> tuple[dict, PocketFlow, EMAModel, dict]: # data, network, its averages, its optimizers
+    "What a training of the flow works on."
+    data = cache_training_latents(work, vae, count, seed)
+    torch.manual_seed(seed)
+    model = PocketFlow()
+    if start is not None:
+        model.load_state_dict(start.state_dict())
+    if compiled:
+        model.transformer.compile()
+    ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
+    return mislead_tokens(data, wrong, seed) if wrong else data, model, ema, build_optimizers(model, rate)
+
 # %% ../../nbs/01_pocket/06_flow.ipynb #bc4053d6
 def train_flow(
-    work: Path, # data, state and snapshots flow-<step>.safetensors (weights averaged over steps)
+    work: Path, # data, state and snapshots <name>-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
     steps: int = 16000,
     batch: int = 64,
@@ -213,18 +263,17 @@ def train_flow(
     every: int = 500, # steps between snapshots
     compiled: bool = False, # compile the velocity network
     seed: int = 0,
+    wrong: float = 0.0, # share of the captions with one word wrong
+    start: PocketFlow | None = None, # whose weights training begins with; None: random ones
+    name: str = "flow", # of state and snapshots
     log: Callable[[str], None] = print,
 ) -> PocketFlow: # with averaged weights
     "Train the flow; a call on the same folder goes on where the last one stopped."
-    torch.manual_seed(seed)
-    model, work = PocketFlow(), Path(work)
-    data, optimizers = cache_training_latents(work, vae, count, seed), build_optimizers(model, rate)
-    ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
-    if compiled:
-        model.transformer.compile()
-    train_resumable("flow", steps, work / "flow-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
+    work = Path(work)
+    data, model, ema, optimizers = prepare_flow(work, vae, count, rate, seed, wrong, start, compiled)
+    train_resumable(name, steps, work / f"{name}-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
                     lambda step: flow_step(model, ema, optimizers, data, batch,
                                            scheduled_learning_rate(step, steps, rate), seed * 10_000_019 + step),
-                    lambda done: save_file(averaged_weights(model, ema), work / f"flow-{done:06d}.safetensors"))
+                    lambda done: save_file(averaged_weights(model, ema), work / f"{name}-{done:06d}.safetensors"))
     ema.copy_to(model.parameters())
     return model.eval()

@@ -29,8 +29,8 @@ def describe_study(
     name: str,  # of the study, such as chunk-setting
 ) -> dict:  # title, question, reference, arms, evaluation, splits, and seeds as a list
     "A study's description; InputError where there is none."
-    study = load_study(name).model_dump()
-    return study | {"seeds": list(range(study["seeds"]))}
+    study = load_study(name)
+    return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
 def load_study_rows(
