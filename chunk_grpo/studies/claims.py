@@ -5,15 +5,18 @@
 # %% auto #0
 __all__ = ['PAPER_NUMBERS', 'read_paper_numbers', 'format_paper_difference', 'Claim', 'chunk_setting_claims',
            'explanation_claims', 'sampling_claims', 'theory_claims', 'reward_claims', 'all_claims',
-           'format_measurement', 'claim_rows', 'claims_markdown']
+           'format_measurement', 'claim_p_value', 'holm_by_claim', 'claim_rows', 'claims_markdown', 'shared_runs_note']
 
 # %% ../../nbs/12_studies/08_claims.ipynb #7f993b12
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import pandas as pd
+from scipy import stats
+
 from .. import InputError
-from ..core.statistics import claim_verdict
+from ..core.statistics import claim_verdict, holm_correction
 from ..evaluation import paired_scores
 from ..reporting.tables import format_number
 from . import analysis, measures
@@ -37,8 +40,7 @@ def read_paper_numbers() -> dict[str, dict[str, float]]:  # table of version 1, 
         "Table 4": of("table4_pickscore", "hpsv3", "base", "chunks"),  # trained on PickScore
         "Table 5": of("table5_geneval", "overall", "base", "chunks"),  # trained on CLIP
         "v3": {"adaptive": v3["distance_v3"]["rows"]["l1"][0],
-               "wrong of the better": v3["attribution_v3"]["better_reward"]["worse_step"],
-               "wrong of the worse": v3["attribution_v3"]["worse_reward"]["better_step"]},
+               },
     }
 
 
@@ -122,13 +124,10 @@ def sampling_claims() -> list[Claim]:
 # %% ../../nbs/12_studies/08_claims.ipynb #eb3caff1
 def theory_claims() -> list[Claim]:
     "Claims on gradients and dynamics."
-    v3, truth = PAPER_NUMBERS["v3"], "findings/ground-truth.ipynb"
-    wrong = f"{v3['wrong of the better']:.0%} and {v3['wrong of the worse']:.0%} (v3)"
+    truth = "findings/ground-truth.ipynb"
     return [
-        Claim("More than a quarter of the transitions are wrongly attributed", wrong, truth, "above",
+        Claim("More than a quarter of the transitions are wrongly attributed", "v3 counts states", truth, "above",
               measures.wrong_sign_share, 0.25),
-        Claim("Proposition 1: a chunk's gradient is nearer to the true one in direction", "proved for lengths",
-              "00_method/04_proposition.ipynb", "above", measures.proposition_cosine),
         Claim("The gradient of [2,3,4,7] needs fewer images than that of steps", "argued, no number", truth, "below",
               measures.images_needed, 1.0),
         Claim("The dynamics do not depend on the prompt: less than 5% of a profile's variation", "Figure 3, no number",
@@ -162,26 +161,54 @@ def format_measurement(
 ) -> str:
     "What was measured, in words."
     seeds = f", {found['n']} seed{'s' * (found['n'] != 1)}" if found["n"] else ""
-    gain, text = found["gain"] or 0.0, analysis.format_difference(found)
-    part = ""
-    if gain > 0:
-        part = f", {format_number(100 * found['mean'] / gain, 0, signed=True)}% of {format_number(gain)}"
-    return f"{text.replace('+', '') if bound else text} {found['unit']}{part}{seeds}"
+    text = analysis.format_difference(found)
+    return f"{text.replace('+', '') if bound else text} {found['unit']}{seeds}"
+
+# %% ../../nbs/12_studies/08_claims.ipynb #99b28bb2
+def claim_p_value(
+    claim: Claim,
+    found: Mapping,  # of its measure
+) -> float:  # nan where one seed is too few
+    "The p-value of a claim, not corrected."
+    def beyond(distance: float) -> float:  # chance of a number so far on the claimed side of an end
+        if not found["se"] > 0:
+            return float("nan") if found["se"] != found["se"] else float(distance <= 0)
+        score = distance / found["se"]
+        return float(stats.t.sf(score, found["n"] - 1) if found["n"] > 1 else stats.norm.sf(score))
+
+    away = found["mean"] - claim.bound
+    if claim.direction == "equal":
+        return min(1.0, 2 * max(beyond(found["smallest"] - away), beyond(found["smallest"] + away)))
+    return min(1.0, 2 * beyond(away if claim.direction == "above" else -away))
+
+
+def holm_by_claim(
+    family: Sequence[Claim],  # that are asked together
+) -> dict[str, float]:  # words of a claim -> corrected p-value; those that were measured
+    "P-values of a family of claims, corrected for their number."
+    found = {claim.words: (claim, claim.measure()) for claim in family}
+    raw = {words: claim_p_value(claim, got) for words, (claim, got) in found.items() if got is not None}
+    return holm_correction(pd.Series(raw, dtype=float)).to_dict()
 
 # %% ../../nbs/12_studies/08_claims.ipynb #d00bb7d2
 def claim_rows(
     asked: Sequence[Claim],
     complete: bool = False,  # whether an open claim is an error
-) -> list[dict]:  # claim, the paper, measured on pocket, verdict, page
+    family: Sequence[Claim] | None = None,  # claims that are asked together with these; None: these
+) -> list[dict]:  # claim, the paper, measured on pocket, p (Holm), one run, verdict, page
     "A row a claim; InputError for open ones where the page must be complete."
-    out = []
+    out, corrected = [], holm_by_claim(family or asked)
     for claim in asked:
         found, text, verdict = claim.measure(), "not measured yet", "open"
         if found is not None:
             moved = {name: found[name] - claim.bound for name in ("mean", "lo", "hi")}
             text = format_measurement(found, claim.bound)
             verdict = claim_verdict(moved, claim.direction, found["smallest"])
-        out.append({"claim": claim.words, "the paper": claim.paper, "measured on pocket": text, "verdict": verdict,
+            verdict = "cannot tell" if verdict == "holds" and not corrected[claim.words] < 0.05 else verdict
+        p, first = corrected.get(claim.words), found and found["first"]
+        out.append({"claim": claim.words, "the paper": claim.paper, "measured on pocket": text,
+                    "p (Holm)": "" if p is None or p != p else f"{p:.3f}",
+                    "one run": "" if first is None else format_number(first, signed=True), "verdict": verdict,
                     "page": claim.page})
     still = [row["claim"] for row in out if row["verdict"] == "open"]
     if complete and still:
@@ -194,7 +221,20 @@ def claims_markdown(
     root: str = "",  # the way from the reader's page to nbs/, such as "nbs/" in the README
 ) -> str:
     "The table as markdown, with links to the pages."
-    head = "| claim | the paper, on FLUX.1-dev | measured on pocket | verdict | page |\n|---|---|---|---|---|"
+    names = ["claim", "the paper, on FLUX.1-dev", "measured on pocket", "p (Holm)", "one run", "verdict", "page"]
     links = [f"[{row['page'].split('/')[-1].removesuffix('.ipynb')}]({root}{row['page']})" for row in table]
-    rows = [f"| {' | '.join(list(row.values())[:4])} | {link} |" for row, link in zip(table, links, strict=True)]
-    return "\n".join([head, *rows])
+    rows = [f"| {' | '.join(list(row.values())[:-1])} | {link} |" for row, link in zip(table, links, strict=True)]
+    return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
+
+
+def shared_runs_note(
+    asked: Sequence[Claim],
+) -> str:  # empty where no runs are shared
+    "Which runs decide several claims, so that these are not independent."
+    users: dict[str, list[str]] = {}
+    for claim in asked:
+        for arm in (claim.measure() or {"arms": []})["arms"]:
+            users.setdefault(arm, []).append(claim.words)
+    shared = {arm: words for arm, words in users.items() if len(words) > 1}
+    parts = [f"{arm} ({len(words)} rows)" for arm, words in sorted(shared.items(), key=lambda x: -len(x[1]))]
+    return f"Rows share runs and are not independent: {', '.join(parts)}." if parts else ""

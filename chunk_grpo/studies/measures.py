@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['MIN_EFFECT_FRACTION', 'STRUCTURE_REWARD', 'paired_effect', 'contrast_arms', 'equal_chunk_arms', 'single_chunk_arm',
-           'noise_chunk_instability', 'reward_transfer', 'hybrid_effect', 'proposition_cosine', 'read_kept_entries',
-           'normal_interval', 'wrong_sign_share', 'images_needed', 'prompt_share']
+           'noise_chunk_instability', 'reward_transfer', 'hybrid_effect', 'read_kept_entries', 'normal_interval',
+           'wrong_sign_share', 'images_needed', 'prompt_share']
 
 # %% ../../nbs/12_studies/07_measures.ipynb #5ba7647b
 from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
-import torch
 
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR
 from ..core.statistics import NORMAL_QUANTILE, t_intervals
-from ..method.chunks import Chunks
-from ..method.objective import chunk_ratio, clipped_objective
 from . import analysis
 from .figures import curve_column, rolling_mean
 
@@ -32,15 +29,20 @@ def paired_effect(
     other: Sequence[str],  # columns whose mean is the other
     unit: str,  # of the values
     gain: float | None = None,  # what the other side gained; None: nothing to compare an effect with
-) -> dict | None:  # mean, lo, hi, n, unit, gain, smallest effect of interest; None where an arm has no run
-    "One side minus the other on the same seeds, with its interval."
+    study: str = "",  # that the arms belong to
+) -> dict | None:  # mean, se, lo, hi, n, first, unit, gain, smallest, arms; None where an arm has no run
+    "One side minus the other on the same seeds, with its interval; `first` is the difference of the first seed alone."
     if not arm or not other or not {*arm, *other} <= set(values):
         return None
     difference = values[list(arm)].mean(axis=1, skipna=False) - values[list(other)].mean(axis=1, skipna=False)
     found = t_intervals(difference.to_frame("d")).loc["d"]
     sizes = {"gain": gain, "smallest": MIN_EFFECT_FRACTION * abs(gain or 0.0)}
-    bounds = {name: float(found[name]) for name in ("mean", "lo", "hi")}
-    return bounds | {"n": int(found.n), "unit": unit} | sizes if found.n else None
+    if not found.n:
+        return None
+    bounds = {name: float(found[name]) for name in ("mean", "se", "lo", "hi")}
+    bounds |= {"n": int(found.n), "first": float(difference.dropna().iloc[0])}
+    bounds["arms"] = [f"{study}/{name}" for name in (*arm, *other) if name != "base"]
+    return bounds | {"unit": unit} | sizes
 
 # %% ../../nbs/12_studies/07_measures.ipynb #46f6ec44
 def contrast_arms(
@@ -58,7 +60,7 @@ def contrast_arms(
     values = analysis.gains_by_seed(rows, reward)
     known = names[1] and set(names[1]) <= set(values)
     gain = float(values[names[1]].mean(axis=None)) if known else None
-    return paired_effect(values, *names, reward, gain)
+    return paired_effect(values, *names, reward, gain, study)
 
 # %% ../../nbs/12_studies/07_measures.ipynb #6e900dee
 def equal_chunk_arms(
@@ -94,7 +96,7 @@ def noise_chunk_instability() -> dict | None:
 
     gain = float(analysis.gains_by_seed(rows, reward).mean(axis=None))
     sides = single_chunk_arm(0)(rows), single_chunk_arm(-1)(rows)
-    return paired_effect(analysis.pivot_by_seed(rows, drop), *sides, reward, gain)
+    return paired_effect(analysis.pivot_by_seed(rows, drop), *sides, reward, gain, "single-chunk")
 
 # %% ../../nbs/12_studies/07_measures.ipynb #8eb776aa
 def reward_transfer(
@@ -107,7 +109,7 @@ def reward_transfer(
         return None
     reward = analysis.training_rewards(next(row for row in rows if row["arm"] == to))[0]
     values = analysis.gains_by_seed(rows, reward)
-    return paired_effect(values.assign(base=0.0), [arm], ["base"], reward, float(values[to].mean()))
+    return paired_effect(values.assign(base=0.0), [arm], ["base"], reward, float(values[to].mean()), "rewards")
 
 # %% ../../nbs/12_studies/07_measures.ipynb #daf210c1
 def hybrid_effect() -> dict | None:
@@ -119,23 +121,7 @@ def hybrid_effect() -> dict | None:
     rows = [row for row in rows if row["arm"] == longest]
     split = f"split-{round(0.6 * (rows[0]['settings'] | rows[0]['evaluation'])['eval_steps']):02d}"
     sides = {name: analysis.gains_by_seed(rows, STRUCTURE_REWARD, name)[longest] for name in ("plain", split)}
-    return paired_effect(pd.DataFrame(sides), [split], ["plain"], STRUCTURE_REWARD)
-
-# %% ../../nbs/12_studies/07_measures.ipynb #c2dc7c6a
-def proposition_cosine(
-    transitions: int = 16,
-    wrong: int = 6,  # transitions whose advantage has the wrong sign
-) -> dict:
-    "Cosine to the true coefficients: of one chunk minus of steps."
-    advantage, found = torch.tensor([1.0, -1.0], dtype=torch.float64), []
-    truth = torch.cat([torch.ones(transitions - wrong), -torch.ones(wrong)]).double()
-    for chunks in (Chunks.whole(transitions), Chunks.steps(transitions)):
-        new = torch.zeros(2, transitions, dtype=torch.float64, requires_grad=True)
-        objective = clipped_objective(chunk_ratio(new, torch.zeros_like(new), chunks), advantage, 0.2)
-        found.append(torch.cosine_similarity(torch.autograd.grad(objective, new)[0][0], truth, dim=0))
-    difference = round(float(found[0] - found[1]), 12)
-    return {"mean": difference, "lo": difference, "hi": difference, "n": 0, "gain": None, "smallest": 1e-6,
-            "unit": "of the cosine, exact"}
+    return paired_effect(pd.DataFrame(sides), [split], ["plain"], STRUCTURE_REWARD, study=f"hybrid/{longest}")
 
 # %% ../../nbs/12_studies/07_measures.ipynb #4343c974
 def read_kept_entries(
@@ -156,7 +142,8 @@ def normal_interval(
 ) -> dict:
     "A number with its 95% interval, in the form of `paired_effect`."
     half = NORMAL_QUANTILE * error
-    return {"mean": mean, "lo": mean - half, "hi": mean + half, "n": 0, "unit": unit, "gain": None, "smallest": 0.0}
+    return {"mean": mean, "se": error, "lo": mean - half, "hi": mean + half, "n": 0, "first": None, "arms": [],
+            "unit": unit, "gain": None, "smallest": 0.0}
 
 # %% ../../nbs/12_studies/07_measures.ipynb #579c00c0
 def wrong_sign_share() -> dict | None:
