@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,8 @@ def run(finished, tmp_path, monkeypatch):
     "A copy of it, and a file that counts what is scored."
     monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tests = Path(__file__).parent  # for the rewards of the tests, in processes too
+    monkeypatch.setenv("PYTHONPATH", f"{tests}{os.pathsep}{tests.parent}")
     torch.set_num_threads(1)
     return shutil.copytree(finished, tmp_path / "run")
 

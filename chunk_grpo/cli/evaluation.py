@@ -132,13 +132,11 @@ def evaluate_benchmark(
     from chunk_grpo.evaluation import benchmark_scores  # these here, since they import torch
     from chunk_grpo.evaluation.judge import Judge
     from chunk_grpo.runs import run_folder
-    from chunk_grpo.runs.run_images import drawing_processes
 
     tools = {"detector": detector, "judge": Judge(*judge) if judge[0] and judge[1] else None}
     if images:
         return score_given_images(benchmark, images, out, names, tools)
     run = run_folder.find_run(run)
-    processes = processes or drawing_processes(run)
     return benchmark_scores.run_benchmark(run, *benchmark, processes, overrides, names, tools, echo_now)
 
 

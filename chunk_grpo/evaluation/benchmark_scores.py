@@ -24,7 +24,7 @@ from . import benchmark_images, dpg, evaluate, geneval_score, paired_scores, wis
 from .benchmark_images import BenchmarkTask
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..runs.run_images import load_trained_policy, share_out
+from ..runs.run_images import drawing_processes, load_trained_policy, share_out
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #f423f940
 def score_image_batch(
@@ -244,7 +244,7 @@ def run_benchmark(
     name: str,  # of the benchmark, or a file of prompts
     source: str | Path | None = None,
     samples: int | None = None,  # images a prompt; None: as the benchmark has it
-    processes: int = 1,
+    processes: int = 0,  # 0: as many as trained the run, at most one a GPU or core
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
     names: Sequence[str] = (),  # rewards that score; empty: those of the run
     tools: Mapping | None = None,  # as in `score_benchmark`
@@ -259,6 +259,6 @@ def run_benchmark(
     check_scoring_tools(what, tools or {}, scorers)
     order = {"name": name, "source": str(source) if source else None, "samples": samples,
              "changes": dict(changes) if isinstance(changes, Mapping) else list(changes)}
-    arms = draw_benchmark(folder, what, out, order, processes, say)
+    arms = draw_benchmark(folder, what, out, order, processes or drawing_processes(folder), say)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)
     return out

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RESERVED_ARM_NAMES', 'EVALUATION_CHANGEABLE_FIELDS', 'ode_arms', 'evaluation_arms', 'reference_arm',
-           'split_sweep_arms', 'check_arms', 'prompt_means', 'image_scores', 'category_means', 'paired_truths',
+           'split_sweep_arms', 'check_arms', 'prompt_means', 'category_means', 'image_scores', 'paired_truths',
            'lost_and_gained', 'preservation_rates', 'prompt_kinds', 'summarise_reward', 'summarise_evaluation',
            'evaluation_settings', 'as_trained_sampling', 'finish_evaluation', 'evaluate']
 
@@ -75,7 +75,7 @@ def check_arms(
         raise InputError("`arms` must hold base-as-trained with step 0 and as-trained with None, or neither; got "
                          f"{dict(arms)}")
 
-# %% ../../nbs/09_evaluation/00_evaluate.ipynb #85f0aa95
+# %% ../../nbs/09_evaluation/00_evaluate.ipynb #a25696a4
 def prompt_means(
     records: list[dict],  # of `scores.jsonl`
     arm: str,
@@ -89,6 +89,19 @@ def prompt_means(
     return np.array([np.mean(groups[p]) for p in sorted(groups)])
 
 
+def category_means(
+    records: list[dict],  # of `scores.jsonl`
+    arm: str,
+    name: str,  # of the reward
+) -> dict[str, float]:  # mean of each category; empty where the reward knows none
+    "Mean score of the images of each category, as GenEval's columns."
+    groups: dict[str, list[float]] = {}
+    for record in records:
+        if record["arm"] == arm and name in record["category"]:
+            groups.setdefault(record["category"][name], []).append(record["scores"][name])
+    return {category: float(np.mean(x)) for category, x in groups.items()}
+
+# %% ../../nbs/09_evaluation/00_evaluate.ipynb #9bc58caa
 def image_scores(
     records: list[dict],  # of `scores.jsonl`
     arm: str,
@@ -104,19 +117,6 @@ def image_scores(
         raise InputError(f"`records` must hold equally many images of every prompt; got {counts[0]} to {counts[-1]} "
                          f"of {arm}")
     return np.array([[groups[p][i] for i in sorted(groups[p])] for p in sorted(groups)], dtype=np.float64)
-
-
-def category_means(
-    records: list[dict],  # of `scores.jsonl`
-    arm: str,
-    name: str,  # of the reward
-) -> dict[str, float]:  # mean of each category; empty where the reward knows none
-    "Mean score of the images of each category, as GenEval's columns."
-    groups: dict[str, list[float]] = {}
-    for record in records:
-        if record["arm"] == arm and name in record["category"]:
-            groups.setdefault(record["category"][name], []).append(record["scores"][name])
-    return {category: float(np.mean(x)) for category, x in groups.items()}
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #1b3fcae0
 def paired_truths(
@@ -155,7 +155,7 @@ def preservation_rates(
     found = {kind: paired_truths(before, after, read) for kind, read in readers.items()}
     return {kind: None if rows is None else lost_and_gained(rows) for kind, rows in found.items()}
 
-# %% ../../nbs/09_evaluation/00_evaluate.ipynb #90d3bf53
+# %% ../../nbs/09_evaluation/00_evaluate.ipynb #1c206ed9
 def prompt_kinds(
     records: list[dict],  # of `scores.jsonl`
     name: str,  # of the reward
@@ -164,7 +164,7 @@ def prompt_kinds(
     kinds = {r["prompt_index"]: r["category"][name] for r in records if name in r["category"]}
     return [kinds[p] for p in sorted(kinds)] or None
 
-
+# %% ../../nbs/09_evaluation/00_evaluate.ipynb #506c02be
 def summarise_reward(
     records: list[dict],  # of `scores.jsonl`
     name: str,  # of the reward

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
-           'final_evaluation_flops', 'measure_matmul_rate', 'describe_evaluation', 'describe_counts', 'describe_model',
-           'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device', 'describe_measured']
+           'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
+           'describe_model', 'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device',
+           'describe_measured']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import statistics
@@ -157,6 +158,13 @@ def _duration(
     return f"{seconds / 86400:.3g} days"
 
 # %% ../../nbs/06_planning/03_plan.ipynb #eb3ee045
+def prompt_note(
+    s: Settings,
+) -> str:
+    "Nothing, or that a number is of one held-out prompt, since their file is not here."
+    return " a prompt" if held_out_count(s) is None else ""
+
+
 def describe_evaluation(
     s: Settings,
 ) -> tuple[str, str]:  # row of name and text
@@ -205,8 +213,7 @@ def describe_model(
         ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),
         ("arithmetic an evaluation", f"{_amount(evaluation, 'FLOP')} at {s.eval_resolution} px, {times} times"),
-        ("arithmetic at the end", f"{_amount(final_evaluation_flops(s, config), 'FLOP')} for the evaluation"
-                                  + (" a prompt" if held_out_count(s) is None else "")),
+        ("arithmetic at the end", f"{_amount(final_evaluation_flops(s, config), 'FLOP')} to evaluate{prompt_note(s)}"),
         *(fitting if s.update_memory else []),
     ]
 
@@ -224,14 +231,13 @@ def describe_estimates(
     iteration, (evaluation, times) = sum(iteration_flops(s, config).values()), evaluation_flops(s, config)
     total, speed = iteration * s.iterations + evaluation * times, rate * processes
     held = training_memory(s, config, processes)
-    per_prompt = " a prompt" if held_out_count(s) is None else ""
     parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
     return [
         *describe_model(s, config),
         ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
         ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
-        ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + per_prompt),
+        ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
     ]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3843bdbd
@@ -280,17 +286,16 @@ def describe_on_device(
     total, parts = peak_memory(s, config, processes)
     phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
     iteration, rate = sum(phases.values()), getattr(where, s.dtype)
-    run = iteration * s.iterations + evaluation * times / (rate * 1e12 * share * processes)  # seconds
-    verdict = "fits" if fits_on_device(total, where) else "does not fit"
+    run = iteration * s.iterations + evaluation * times / (speed := rate * 1e12 * share * processes)  # seconds
     spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())
+    verdict = f"{'fits' if fits_on_device(total, where) else 'does not fit'}, {total / 1e9:.0f}"
     return [
-        (f"on {processes} x {name}", f"{verdict}, {total / 1e9:.0f} of {where.gigabytes} GB; a tenth is to stay free"),
+        (f"on {processes} x {name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"),
         *((f"  {what}", f"{n / 1e9:.2f} GB") for what, n in parts.items() if n),
         ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
         ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
         ("time of the run", f"{_duration(run)} with evaluations, without decoding and rewards"),
-        ("time to evaluate it", _duration(final_evaluation_flops(s, config) / (rate * 1e12 * share * processes))
-                                + (" a prompt" if held_out_count(s) is None else "")),
+        ("time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
         ("measured", f"not measured on {name}")]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3aca958c

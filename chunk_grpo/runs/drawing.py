@@ -43,7 +43,7 @@ def score_prompt_images(
              "objects": {name: [int(there) for there in values[n]] for name, values in objects.items()}}
             for n, text in enumerate(texts)]
 
-# %% ../../nbs/08_runs/06_drawing.ipynb #70edb267
+# %% ../../nbs/08_runs/06_drawing.ipynb #c61c82b2
 def evaluation_parts(
     s: setting.Settings,
     prompts: int,  # how many
@@ -53,7 +53,7 @@ def evaluation_parts(
     count, size = prompts * s.eval_images, s.rollout_batch
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
-
+# %% ../../nbs/08_runs/06_drawing.ipynb #bc9eb3ac
 def draw_part(
     model: Policy,  # trained
     s: setting.Settings,

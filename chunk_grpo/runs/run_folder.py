@@ -271,9 +271,8 @@ def resume_run(
     if note["status"] != "finished" or further:
         check_disk_space(s, out)
         note |= {"status": "created", "error": None, "nodes": nodes, "processes": processes}
-    if further:
-        for name in ("evaluation", "evaluation.begun"):
-            shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("evaluation", "evaluation.begun") if further else ():
+        shutil.rmtree(out / name, ignore_errors=True)
     write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     return out
 

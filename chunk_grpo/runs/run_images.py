@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POLICY_FIELDS', 'AS_TRAINED_ARMS', 'find_trained_weights', 'load_trained_policy', 'hash_trained_weights',
-           'sample_arm_images', 'start_share', 'last_words', 'share_out', 'drawing_processes', 'image_cost',
-           'progress_text']
+           'sample_arm_images', 'start_share', 'last_words', 'shares_ended', 'share_out', 'drawing_processes',
+           'image_cost', 'progress_text']
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #562474c4
 import contextlib
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def sample_arm_images(
     model.set_resolution(s.eval_resolution)
     return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)
 
-# %% ../../nbs/08_runs/05_run_images.ipynb #62990265
+# %% ../../nbs/08_runs/05_run_images.ipynb #5ee51ca8
 def start_share(
     module: str,  # a program: words, then its number and how many there are
     words: Sequence[str],
@@ -101,7 +102,7 @@ def start_share(
         return subprocess.Popen([sys.executable, "-m", module, *words, str(number), str(count)], env=os.environ | own,
                                 stderr=errors, start_new_session=True, preexec_fn=die_with_parent(os.getpid()))
 
-
+# %% ../../nbs/08_runs/05_run_images.ipynb #814646ac
 def last_words(
     errors,  # a file that a process wrote to
     code: int,  # its exit status
@@ -111,13 +112,22 @@ def last_words(
     said = errors.read().decode(errors="replace").strip().splitlines()
     return said[-1] if said else f"exit status {code}"
 
+
+def shares_ended(what: str, children: list[subprocess.Popen], errors: list) -> bool:
+    "Whether all have ended; InputError where one failed, with its last words."
+    codes = [child.poll() for child in children]
+    for file, code in zip(errors, codes, strict=True):
+        if code:
+            raise InputError(f"{what}: a process that draws failed: {last_words(file, code)}")
+    return None not in codes
+
 # %% ../../nbs/08_runs/05_run_images.ipynb #60e8aa24
 def share_out(
     what: str,  # that is shared, for the error
     module: str,  # a program, see `start_share`
     words: Sequence[str],
     count: int,  # processes
-    watch: Callable[[], None] = lambda: None,  # called about twice a second
+    watch: Callable[[], None] = lambda: None,  # called some times a second, and at the end
 ) -> None:
     "Run a program's shares to their end; InputError where one refuses or fails, with its last words."
     with contextlib.ExitStack() as stack:
@@ -126,15 +136,10 @@ def share_out(
         try:
             for number in range(count):
                 children.append(start_share(module, words, number, count, errors[number]))
-            codes = [None]
-            while None in codes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    next((c for c in children if c.poll() is None), children[0]).wait(0.5)
-                codes = [child.poll() for child in children]
-                for file, code in zip(errors, codes, strict=True):
-                    if code:
-                        raise InputError(f"{what}: a process that draws failed: {last_words(file, code)}")
+            while not shares_ended(what, children, errors):
                 watch()
+                time.sleep(0.2)
+            watch()
         finally:
             for child in children:
                 if child.poll() is None:
