@@ -110,7 +110,7 @@ def test_arms_are_the_evaluations(trained):
     s, arms = benchmark_images.prepare_benchmark(
         where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ()
     )
-    assert arms == evaluate.evaluation_arms(s)
+    assert arms == evaluate.ode_arms(s)
     with pytest.raises(Exception, match="learning_rate"):
         benchmark_images.prepare_benchmark(
             where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]

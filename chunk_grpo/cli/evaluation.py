@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'OverridesArgument', 'RunArgument', 'REPORTED_PACKAGES', 'print_rows', 'split_commas', 'echo_now',
-           'parse_arm_folders', 'evaluate_heldout', 'score_given_images', 'print_benchmark_scores',
-           'evaluate_benchmark', 'check_evaluate_words', 'evaluate', 'convert_detector', 'reward_env', 'serve_reward',
-           'list_devices', 'reward_files', 'missing_weights_note', 'list_rewards', 'list_benchmarks', 'doctor']
+           'parse_arm_folders', 'evaluate_with_progress', 'evaluate_heldout', 'score_given_images',
+           'print_benchmark_scores', 'evaluate_benchmark', 'check_evaluate_words', 'evaluate', 'convert_detector',
+           'reward_env', 'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_rewards',
+           'list_benchmarks', 'doctor']
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
@@ -58,21 +59,32 @@ def parse_arm_folders(
             raise InputError(f"images: got {arm}={folder}; allowed is ARM=FOLDER with an existing folder.")
     return {arm: Path(folder) for arm, folder in found.items()}
 
+# %% ../../nbs/13_cli/00_evaluation.ipynb #69b37d0a
+def evaluate_with_progress(run: Path, overrides: list[str] | None = None, processes: int = 0) -> dict:
+    "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
+    from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-def evaluate_heldout(run: Path, overrides: list[str] | None) -> None:
+    try:
+        return evaluation.evaluate(run, echo_now, overrides or (), processes=processes)
+    except KeyboardInterrupt:
+        again = " ".join(["chunk-grpo evaluate", str(run), *(overrides or [])])
+        typer.echo(f"\ninterrupted; what is drawn is kept, go on with: {again}", err=True)
+        raise typer.Exit(130) from None
+
+
+def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int) -> None:
     "Evaluate on the run's held-out prompts and print the means."
-    from chunk_grpo.reporting.reports import write_run_report  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
+    from chunk_grpo.runs import run_folder  # these here, since they import torch
 
-    folder = run_folder.find_run(run)
-    from chunk_grpo.evaluation import evaluate as evaluation  # after a look at the folder, since it imports diffusers
+    summary = evaluate_with_progress(run_folder.find_run(run), overrides, processes)
+    from chunk_grpo.reporting import reports, tables  # after the evaluation, since they import matplotlib
 
-    summary = evaluation.evaluate(folder, changes=overrides or ())
     typer.echo(f"{summary['n_prompts']} prompts x {summary['images_per_prompt']} images, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
         print_rows([(f"{name} {arm}", "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)) for arm, row in cells.items()])
-    typer.echo(f"report: {write_run_report(folder, 'evaluate')}")
+    typer.echo(tables.as_trained_note(summary))
+    typer.echo(f"report: {reports.write_run_report(run, 'evaluate')}")
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #18aa5d15
 def score_given_images(
@@ -143,7 +155,7 @@ def evaluate(
     source: Annotated[Path | None, typer.Option(help="The benchmark's prompts: file, folder or checkout.")] = None,
     images: Annotated[list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")] = None,
     samples: Annotated[int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0)] = 0,
-    processes: Annotated[int, typer.Option(help="Processes that draw.", min=1)] = 1,
+    processes: Annotated[int, typer.Option(help="Processes that draw; 0: as many as trained the run.", min=0)] = 0,
     rewards: Annotated[str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")] = "",
     detector: Annotated[str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")] = "",
     judge_url: Annotated[str, typer.Option(help="OpenAI-compatible address, such as http://host:8000/v1.")] = "",
@@ -155,7 +167,7 @@ def evaluate(
     "Evaluate a run, or images, on prompts or a benchmark."
     check_evaluate_words(run, benchmark, images)
     if not benchmark:
-        return evaluate_heldout(run, overrides)
+        return evaluate_heldout(run, overrides, processes)
     what, names = (benchmark, source, samples or None), split_commas(rewards) or []
     judge = (judge_url, judge_model, judge_key)
     place = evaluate_benchmark(run, overrides or [], what, images or [], processes, out, names, detector, judge)

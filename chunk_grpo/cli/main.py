@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['app', 'SettingsArgument', 'ProcessesOption', 'root_callback', 'run_and_metrics', 'check_plan_words',
            'print_estimates', 'print_measured', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command',
-           'exit_with', 'train_or_exit', 'announce_run_folder', 'finish_training', 'train', 'check_study_words',
-           'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
+           'exit_with', 'train_or_exit', 'announce_run_folder', 'evaluate_finished', 'finish_training', 'train',
+           'check_study_words', 'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import os
@@ -19,7 +19,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from .. import InputError
-from .evaluation import OverridesArgument, echo_now, evaluation_app, print_rows, split_commas
+from .evaluation import OverridesArgument, echo_now, evaluate_with_progress, evaluation_app
+from .evaluation import print_rows, split_commas
 from .reports import reports_app
 from ..core import settings
 from ..runs.hosts import load_hosts
@@ -210,12 +211,25 @@ def announce_run_folder(source: str) -> Path:
     return out
 
 
+def evaluate_finished(run: Path) -> None:
+    "Evaluate a finished run that has no evaluation; where that fails, say that the training stands, and how to go on."
+    from chunk_grpo.runs import run_folder  # here, since it imports torch
+
+    if run_folder.read_evaluation_summary(run) is None:
+        try:
+            evaluate_with_progress(run)
+        except InputError as error:
+            exit_with(2, f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
+                         f"chunk-grpo evaluate {run}")
+
+
 def finish_training(run: Path, report: bool) -> None:
-    "Say that a run is finished, and write its report."
+    "Say that a run is finished, evaluate it, and write its report."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     typer.echo(f"finished: {run_folder.read_run_info(run)['seconds']:.0f} s of training")
     if report:
+        evaluate_finished(run)
         from chunk_grpo.reporting.reports import write_run_report
 
         typer.echo(f"report: {write_run_report(run)}")

@@ -5,30 +5,27 @@
 # %% auto #0
 __all__ = ['HPDV2_STYLES', 'BENCHMARK_NAMES', 'BENCHMARK_SOURCES', 'BenchmarkTask', 'read_prompt_list', 'read_hpdv2_prompts',
            'load_judged_task', 'load_benchmark_task', 'benchmark_manifest', 'check_manifest', 'missing_images',
-           'sample_missing_images', 'sample_in_processes', 'prepare_benchmark', 'main']
+           'sample_missing_images', 'prepare_benchmark', 'main']
 
 # %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #86d89d76
 import hashlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import atomic_write, read_json, write_json
-from ..core.subprocesses import defer_signals, die_with_parent, terminate_process_group
 from . import dpg, evaluate, geneval, geneval_score, wise
 from ..models import policy
 from ..models.inputs import read_prompts
-from ..training.rollout import sample_images
+from ..runs.run_images import find_trained_weights, hash_trained_weights, load_trained_policy
+from ..runs.run_images import sample_arm_images
 
 # %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #02268876
 @dataclass(frozen=True)
@@ -135,13 +132,12 @@ def benchmark_manifest(
     arms: Mapping[str, int | None],
 ) -> dict:
     "What decides the images of a benchmark."
-    final = Path(run) / "final"
-    weights = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(final.glob("*.safetensors")))).hexdigest()
     prompts = hashlib.sha256(json.dumps(what.prompts).encode()).hexdigest()
     return {"benchmark": what.name, "prompts_sha256": prompts, "prompts": len(what.prompts), "samples": what.samples,
             "arms": dict(arms), "seed": s.eval_seed, "steps": s.eval_steps, "resolution": s.eval_resolution,
             "guidance": s.guidance, "true_cfg_scale": s.true_cfg_scale,
-            "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"), "trained_sha256": weights}
+            "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
+            "trained_sha256": hash_trained_weights(run)}
 
 # %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #0af8d0f7
 def check_manifest(
@@ -171,7 +167,7 @@ def missing_images(
 
 # %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #3d38dcda
 def sample_missing_images(
-    model: policy.Policy,  # of `evaluate.load_trained_policy`
+    model: policy.Policy,  # of `load_trained_policy`
     s: setting.Settings,
     what: BenchmarkTask,
     arms: Mapping[str, int | None],  # arm -> step at which the base takes over
@@ -184,7 +180,7 @@ def sample_missing_images(
         places, size, began = missing_images(out, what, arm, share), 4 * s.rollout_batch, time.time()
         for low in range(0, len(places), size):
             part = places[low : low + size]
-            images = sample_images(model, list(what.prompts), part, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+            images = sample_arm_images(model, s, list(what.prompts), part, arm, split)
             for image, (prompt, sample) in zip(images, part, strict=True):
                 pil = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0]
                 if what.records:
@@ -196,32 +192,6 @@ def sample_missing_images(
             left = (time.time() - began) / done * (len(places) - done) / 60
             say(f"{what.name}, {arm}: {done} of {len(places)} images, {left:.1f} min left")
 
-# %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #964049ee
-def sample_in_processes(
-    run: Path,
-    order: Mapping,  # name, source, samples, out, changes
-    processes: int,
-) -> None:
-    "Draw with several processes; InputError where one refuses or fails, with its last words."
-    gpus, children = torch.cuda.device_count(), []
-    try:
-        for i in range(processes):
-            own = {"CUDA_VISIBLE_DEVICES": str(i % gpus)} if gpus else {}
-            words = [str(run), json.dumps(dict(order)), str(i), str(processes)]
-            words = [sys.executable, "-m", "chunk_grpo.evaluation.benchmark_images", *words]
-            with defer_signals():
-                children.append(subprocess.Popen(words, env=os.environ | own, stderr=subprocess.PIPE, text=True,
-                                                 start_new_session=True, preexec_fn=die_with_parent(os.getpid())))
-        for child in children:
-            said = child.communicate()[1].strip().splitlines()
-            if child.returncode:
-                last = said[-1] if said else f"exit status {child.returncode}"
-                raise InputError(f"benchmark: a process that draws failed: {last}")
-    finally:
-        for child in children:
-            if child.poll() is None:
-                terminate_process_group(child)
-
 # %% ../../nbs/09_evaluation/10_benchmark_images.ipynb #c5b21e10
 def prepare_benchmark(
     run: Path,
@@ -230,10 +200,9 @@ def prepare_benchmark(
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
 ) -> tuple[setting.Settings, dict[str, int | None]]:
     "Settings and arms, with the manifest checked; InputError where the run is not finished."
-    if not (Path(run) / "final").is_dir():
-        raise InputError(f"run: {run} has no trained weights in final/; a finished run is needed: resume it first.")
+    find_trained_weights(run)
     s = evaluate.evaluation_settings(run, changes)
-    arms = evaluate.evaluation_arms(s)
+    arms = evaluate.ode_arms(s)
     check_manifest(out, benchmark_manifest(run, what, s, arms))
     return s, arms
 
@@ -244,7 +213,7 @@ def main(arguments: Sequence[str]) -> int:  # exit status
     try:
         what = load_benchmark_task(order["name"], order["source"], order["samples"])
         s, arms = prepare_benchmark(run, what, Path(order["out"]), order["changes"])
-        sample_missing_images(evaluate.load_trained_policy(run, s), s, what, arms, Path(order["out"]), (number, count),
+        sample_missing_images(load_trained_policy(run, s), s, what, arms, Path(order["out"]), (number, count),
                               lambda text: print(f"[{number}] {text}", flush=True))
     except InputError as error:
         print(error, file=sys.stderr)

@@ -9,6 +9,7 @@ __all__ = ['score_image_batch', 'read_reward_scores', 'score_with_rewards', 'pap
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #2b9e6ce7
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from . import benchmark_images, dpg, evaluate, geneval_score, paired_scores, wis
 from .benchmark_images import BenchmarkTask
 from ..reward_serving import placement
 from ..rewards import rewards
+from ..runs.run_images import drawing_processes, load_trained_policy, share_out
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #f423f940
 def score_image_batch(
@@ -229,10 +231,11 @@ def draw_benchmark(
     "Draw the images that are missing; InputError where the folder has images of another run or other settings."
     s, arms = benchmark_images.prepare_benchmark(folder, what, out, order["changes"])
     if any(benchmark_images.missing_images(out, what, arm) for arm in arms):
+        words = [str(folder), json.dumps({**order, "out": str(out)})]
         if processes > 1:
-            benchmark_images.sample_in_processes(Path(folder), {**order, "out": str(out)}, processes)
+            share_out("benchmark", "chunk_grpo.evaluation.benchmark_images", words, processes)
         else:
-            benchmark_images.sample_missing_images(evaluate.load_trained_policy(folder, s), s, what, arms, out, say=say)
+            benchmark_images.sample_missing_images(load_trained_policy(folder, s), s, what, arms, out, say=say)
     return list(arms)
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #3fe35bd4
@@ -241,7 +244,7 @@ def run_benchmark(
     name: str,  # of the benchmark, or a file of prompts
     source: str | Path | None = None,
     samples: int | None = None,  # images a prompt; None: as the benchmark has it
-    processes: int = 1,
+    processes: int = 0,  # 0: as many as trained the run, at most one a GPU or core
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
     names: Sequence[str] = (),  # rewards that score; empty: those of the run
     tools: Mapping | None = None,  # as in `score_benchmark`
@@ -256,6 +259,6 @@ def run_benchmark(
     check_scoring_tools(what, tools or {}, scorers)
     order = {"name": name, "source": str(source) if source else None, "samples": samples,
              "changes": dict(changes) if isinstance(changes, Mapping) else list(changes)}
-    arms = draw_benchmark(folder, what, out, order, processes, say)
+    arms = draw_benchmark(folder, what, out, order, processes or drawing_processes(folder), say)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)
     return out

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
-           'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'measure_matmul_rate', 'describe_counts',
+           'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
+           'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
            'describe_model', 'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device',
            'describe_measured']
 
@@ -12,10 +13,12 @@ __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'tran
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from ..core.settings import Settings, check_processes
+from ..models.inputs import read_prompts
 from ..models.policy import ModelConfig
 from .activation_memory import DTYPE_BYTES, fit_update_batch
 from .memory_budget import DeviceSpec, fits_on_device, peak_memory, training_memory
@@ -89,6 +92,33 @@ def largest_chunk(
     "The largest chunk; with chunks from an unknown profile all of the trajectory."
     return max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions
 
+# %% ../../nbs/06_planning/03_plan.ipynb #dedeeeaf
+def held_out_count(
+    s: Settings,
+) -> int | None:  # prompts; None where their file is not here
+    "How many held-out prompts a run has."
+    there = s.eval_prompts.startswith("pocket:") or Path(s.eval_prompts).is_file()
+    return len(read_prompts(s.eval_prompts, "eval_prompts")) if there else None
+
+
+def evaluation_forwards(
+    s: Settings,
+) -> dict[str, tuple[int, int, int]]:  # ODE, as trained -> arms, forwards an image, pixels a side
+    "What the evaluation after a run draws."
+    each = 1 + (s.true_cfg_scale > 1)
+    return {"ODE": (2 + (0 < s.hybrid_split < s.eval_steps), s.eval_steps * each, s.eval_resolution),
+            "as trained": (2, s.steps * each, s.resolution)}
+
+
+def final_evaluation_flops(
+    s: Settings,
+    config: ModelConfig,
+) -> float:  # operations; of one prompt where the prompts are not here
+    "Operations of the evaluation after a run."
+    images = (held_out_count(s) or 1) * s.eval_images
+    return sum(images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
+               for arms, forwards, pixels in evaluation_forwards(s).values())
+
 # %% ../../nbs/06_planning/03_plan.ipynb #a2fd24b5
 def measure_matmul_rate(
     dtype: str = "float32",  # of the matrices
@@ -127,7 +157,27 @@ def _duration(
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:.3g} days"
 
-# %% ../../nbs/06_planning/03_plan.ipynb #396a9c73
+# %% ../../nbs/06_planning/03_plan.ipynb #eb3ee045
+def prompt_note(
+    s: Settings,
+) -> str:
+    "Nothing, or that a number is of one held-out prompt, since their file is not here."
+    return " a prompt" if held_out_count(s) is None else ""
+
+
+def describe_evaluation(
+    s: Settings,
+) -> tuple[str, str]:  # row of name and text
+    "What the evaluation after the run draws."
+    prompts, draws = held_out_count(s), evaluation_forwards(s)
+    each, arms = (prompts or 1) * s.eval_images, sum(n for n, _, _ in draws.values())
+    forwards = {kind: each * n * steps for kind, (n, steps, _) in draws.items()}
+    parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items())
+    what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
+    return ("evaluation at the end", f"{each * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
+                                     f"{sum(forwards.values()):,} forwards: {parts}")
+
+# %% ../../nbs/06_planning/03_plan.ipynb #bf67194e
 def describe_counts(
     s: Settings,
     processes: int = 1,  # that share an iteration
@@ -146,6 +196,7 @@ def describe_counts(
         ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
         ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
                              f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
+        describe_evaluation(s),
     ]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #ebdbd04b
@@ -162,6 +213,7 @@ def describe_model(
         ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),
         ("arithmetic an evaluation", f"{_amount(evaluation, 'FLOP')} at {s.eval_resolution} px, {times} times"),
+        ("arithmetic at the end", f"{_amount(final_evaluation_flops(s, config), 'FLOP')} to evaluate{prompt_note(s)}"),
         *(fitting if s.update_memory else []),
     ]
 
@@ -185,6 +237,7 @@ def describe_estimates(
         ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
         ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
+        ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
     ]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3843bdbd
@@ -233,15 +286,16 @@ def describe_on_device(
     total, parts = peak_memory(s, config, processes)
     phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
     iteration, rate = sum(phases.values()), getattr(where, s.dtype)
-    run = iteration * s.iterations + evaluation * times / (rate * 1e12 * share * processes)  # seconds
-    verdict = "fits" if fits_on_device(total, where) else "does not fit"
+    run = iteration * s.iterations + evaluation * times / (speed := rate * 1e12 * share * processes)  # seconds
     spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())
+    verdict = f"{'fits' if fits_on_device(total, where) else 'does not fit'}, {total / 1e9:.0f}"
     return [
-        (f"on {processes} x {name}", f"{verdict}, {total / 1e9:.0f} of {where.gigabytes} GB; a tenth is to stay free"),
+        (f"on {processes} x {name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"),
         *((f"  {what}", f"{n / 1e9:.2f} GB") for what, n in parts.items() if n),
         ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
         ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
         ("time of the run", f"{_duration(run)} with evaluations, without decoding and rewards"),
+        ("time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
         ("measured", f"not measured on {name}")]
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3aca958c

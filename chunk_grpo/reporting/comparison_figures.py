@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from .figures import METHOD_COLOURS, create_subplots, with_house_style
+from .figures import ARM_LABELS, METHOD_COLOURS, create_subplots, with_house_style
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #00fbcf95
 GRID_INCHES = {"text": 1.45, "side": 0.95, "gap": 0.06, "below": 0.2, "head": 0.28, "between": 0.3}  # inches
@@ -69,13 +69,13 @@ def plot_before_after(
     first = scores[scores.image_index == scores.image_index.min()]
     places = sorted(first.prompt_index.unique())
     chosen = [places[i * len(places) // min(count, len(places))] for i in range(min(count, len(places)))]
-    arms = [arm for arm in ("base", "plain", "hybrid") if (first.arm == arm).any()]
+    arms = [arm for arm in ARM_LABELS if (first.arm == arm).any()]
     cells = {(row.prompt_index, row.arm): row for row in first.itertuples()}
     rows = [[cells[p, arm] for arm in arms] for p in chosen]
     files = [[Path(folder) / cell.file for cell in row] for row in rows]
     words = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
-    return plot_image_grid(files, [row[0].prompt for row in rows], [{"plain": "trained"}.get(arm, arm) for arm in arms],
-                           words, blocks=1 + (len(rows) > 3))
+    return plot_image_grid(files, [row[0].prompt for row in rows], [ARM_LABELS[arm] for arm in arms], words,
+                           blocks=1 + (len(rows) > 3 and len(arms) < 4))
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #7e595335
 @with_house_style
@@ -91,13 +91,13 @@ def plot_deltas(
         arms = order[name]
         for y, arm in enumerate(arms):
             value = row[arm]
-            shade = colour if arm == "plain-base" else METHOD_COLOURS["hybrid"]
-            axis.errorbar(value["mean"], y, xerr=[[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]],
-                          fmt="o", color=shade, capsize=3, markersize=6)
+            shade = colour if arm == "plain-base" else METHOD_COLOURS.get(arm[:-5], METHOD_COLOURS["hybrid"])
+            error = None if value["lo"] is None else [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]]
+            axis.errorbar(value["mean"], y, xerr=error, fmt="o", color=shade, capsize=3, markersize=6)
             axis.annotate(f"{value['mean']:+.3f}", (value["mean"], y), xytext=(0, 7), textcoords="offset points",
                           ha="center", fontsize=8, color=shade)
         axis.axvline(0, color="black", linewidth=0.8)
-        labels = [arm.removesuffix("-base").replace("plain", "trained") for arm in arms]
+        labels = [ARM_LABELS.get(arm[:-5], arm[:-5]) for arm in arms]
         axis.set(yticks=range(len(arms)), yticklabels=labels, title=name, xlabel="difference to the base",
                  ylim=(-0.6, len(arms) - 0.3))
     return figure
@@ -105,25 +105,25 @@ def plot_deltas(
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #52ce5d66
 @with_house_style
 def plot_categories(
-    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean; base, plain and hybrid are drawn
+    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean; those of ARM_LABELS are drawn
     name: str,  # of the reward
     colour: str = METHOD_COLOURS["chunk"],
 ) -> Figure:
     "The mean of every category, a dot an arm."
-    shades = {"base": METHOD_COLOURS["base"], "plain": colour, "hybrid": METHOD_COLOURS["hybrid"]}
-    arms = {arm: arms[arm] for arm in shades if arm in arms}
+    shades = METHOD_COLOURS | {"plain": colour}
+    arms = {arm: arms[arm] for arm in ARM_LABELS if arm in arms}
     rows = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.33 * len(rows)))
     axis = axes[0, 0]
     for y, category in enumerate(rows):
         seen = [values[category] for values in arms.values() if category in values]
         axis.plot([min(seen), max(seen)], [y, y], color="#cccccc", linewidth=2, zorder=1)
-    for (arm, values), marker in zip(arms.items(), "os^", strict=False):
+    for (arm, values), marker in zip(arms.items(), "os^Dv", strict=False):
         axis.plot([values[c] for c in rows if c in values], [y for y, c in enumerate(rows) if c in values], marker,
-                  color=shades[arm], markersize=6.5, linestyle="", label={"plain": "trained"}.get(arm, arm))
+                  color=shades[arm], markersize=6.5, linestyle="", label=ARM_LABELS[arm])
     axis.set(yticks=range(len(rows)), yticklabels=[c.replace("_", " ") for c in rows], xlabel=f"mean {name}")
     axis.set_ylim(-0.6, len(rows) - 0.4)
-    figure.legend(loc="outside upper right", ncols=3, fontsize=8)
+    figure.legend(loc="outside upper right", ncols=5, fontsize=8)
     return figure
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #3cc6f4df

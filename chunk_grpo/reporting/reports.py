@@ -80,9 +80,10 @@ def reward_row(
     values: dict,  # its arms and differences, from the evaluation's summary
 ) -> dict:  # columns of `compare_runs`
     "One reward of one evaluated run."
-    delta, hybrid = values["plain-base"], values.get("hybrid-base") or {}
+    delta, hybrid, as_trained = (values.get(f"{arm}-base") or {} for arm in ("plain", "hybrid", "as-trained"))
     return {"reward": name, "base": values["base"]["mean"], "trained": values["plain"]["mean"], "delta": delta["mean"],
-            "lo": delta["lo"], "hi": delta["hi"], "hybrid_delta": hybrid.get("mean")}
+            "lo": delta["lo"], "hi": delta["hi"], "hybrid_delta": hybrid.get("mean"),
+            "as_trained_delta": as_trained.get("mean")}
 
 
 def compare_runs(

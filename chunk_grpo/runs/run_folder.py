@@ -110,8 +110,9 @@ def estimate_disk_bytes(
     trained = count_stored_weights(s)
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
-    images = 8 * times + 3 * s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))
-    return checkpoints + 2 * s.eval_resolution**2 * images + 10_000_000
+    drawn = s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))  # by each arm of the evaluation
+    pixels = s.eval_resolution**2 * (8 * times + 3 * drawn) + s.resolution**2 * 2 * drawn
+    return checkpoints + 2 * pixels + 10_000_000
 
 
 def check_disk_space(
@@ -270,8 +271,8 @@ def resume_run(
     if note["status"] != "finished" or further:
         check_disk_space(s, out)
         note |= {"status": "created", "error": None, "nodes": nodes, "processes": processes}
-    if further:
-        shutil.rmtree(out / "evaluation", ignore_errors=True)
+    for name in ("evaluation", "evaluation.begun") if further else ():
+        shutil.rmtree(out / name, ignore_errors=True)
     write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     return out
 

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'step_noise', 'sample_sde', 'first_velocity',
-           'sde_batches', 'sample_trajectories', 'euler_steps', 'sample_ode', 'decode_latents', 'sample_images']
+           'sde_batches', 'sample_trajectories', 'euler_steps', 'sample_ode', 'decode_latents', 'place_conditioning',
+           'sample_images', 'sample_sde_images']
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -167,6 +169,14 @@ def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
     return torch.cat(parts).contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
+def place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dict[str, Tensor]]:
+    "Keys and rows, one an image, of images that places (prompt, image) name; iteration -1 is none of training's."
+    order = sorted({prompt for prompt, _ in places})
+    rows = policy.encode([prompts[p] for p in order])
+    row = torch.tensor([order.index(prompt) for prompt, _ in places])
+    return [(seed, -1, prompt, image) for prompt, image in places], {k: v[row] for k, v in rows.items()}
+
+
 def sample_images(
     policy: Policy,
     prompts: list[str],  # the whole list
@@ -177,10 +187,28 @@ def sample_images(
     batch: int = 16,  # images in one forward
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "ODE samples of held-out prompts, reproducible image by image."
-    keys = [(seed, -1, prompt, image) for prompt, image in places]
-    order = sorted({prompt for prompt, _ in places})
-    rows = policy.encode([prompts[p] for p in order])
-    row = torch.tensor([order.index(prompt) for prompt, _ in places])
-    rows, noise = {k: v[row] for k, v in rows.items()}, initial_noise(policy, keys)
-    latents = sample_ode(policy, rows, noise, policy.sigmas(steps), batch, split)
+    keys, rows = place_conditioning(policy, prompts, places, seed)
+    latents = sample_ode(policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split)
+    return decode_latents(policy, latents, batch)
+
+# %% ../../nbs/07_training/01_rollout.ipynb #97bb6f6d
+@torch.no_grad()
+def sample_sde_images(
+    policy: Policy,  # at the resolution of the training
+    prompts: list[str],  # the whole list
+    places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
+    seed: int,  # of the evaluation
+    grid: Tensor,  # (T+1,) sigmas of the training
+    kind: str = "flow",  # flow, dance or cps
+    eta: float = 0.7,  # strength of the noise
+    base: bool = False,  # with the base's weights
+    batch: int = 16,  # images in one forward
+    store: torch.dtype = torch.float32,  # that the training's latents are rounded to
+) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
+    "Images of held-out prompts as a rollout draws them, reproducible image by image."
+    keys, rows = place_conditioning(policy, prompts, places, seed)
+    each = torch.arange(len(keys))
+    with base_weights(policy) if base else contextlib.nullcontext():
+        batches = sde_batches(policy, rows, each, keys, grid, kind, eta, batch, False, store)
+        latents = torch.cat([path[:, -1] for path, _ in batches])
     return decode_latents(policy, latents, batch)

@@ -1,0 +1,219 @@
+"""An evaluation as a user has it: killed and gone on with, shared by processes, beside an older one, its intervals."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+import torch
+import typer
+from commands import command, environment
+
+from chunk_grpo import InputError
+from chunk_grpo.cli import main
+from chunk_grpo.core import settings
+from chunk_grpo.core.files import read_json, write_json
+from chunk_grpo.core.statistics import bootstrap_images
+from chunk_grpo.evaluation import evaluate
+from chunk_grpo.models import trainable
+from chunk_grpo.planning import plan
+from chunk_grpo.runs import run_folder
+
+SMALL = {"eval_images": 2, "eval_steps": 4, "hybrid_split": 2, "rollout_batch": 3, "threads": 1, "steps": 5,
+         "chunks": "2,2", "eval_rewards": ["tiny_rewards:counted_red", "pocket-geneval"]}
+TOTAL = 4 * 2 * 5  # images: prompts, images of each, arms
+PARTS = 5 * 3  # of three images, an arm's last one of two
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    "A finished run whose weights are the base's, a little larger."
+    run = tmp_path_factory.mktemp("evaluation") / "run"
+    prompts = ("a red circle", "a blue square", "two stars", "a green star and a red circle")
+    (run.parent / "four.txt").write_text("\n".join(prompts))
+    s = settings.load_settings("pocket/tiny", SMALL | {"eval_prompts": str(run.parent / "four.txt")})
+    write_json(run / "run.json", {"settings": s.model_dump(mode="json"), "status": "finished", "processes": 1})
+    model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=s.max_tokens, lora_rank=s.lora_rank,
+                                            lora_targets=s.lora_targets)
+    with torch.no_grad():
+        for p in model.trained:
+            p.mul_(1.02)
+    trainable.save_trained_weights(model, run / "final")
+    return run
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    "A copy of it, and a file that counts what is scored."
+    monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tests = Path(__file__).parent  # for the rewards of the tests, in processes too
+    monkeypatch.setenv("PYTHONPATH", f"{tests}{os.pathsep}{tests.parent}")
+    torch.set_num_threads(1)
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def forks():
+    "Processes that start with the imports done."
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["chunk_grpo.evaluation.evaluate", "chunk_grpo.models.flux", "tiny_rewards"])
+    return context
+
+
+def evaluate_counting(run, counted):
+    "What a child does."
+    os.environ["COUNTED"] = counted
+    evaluate.evaluate(run)
+
+
+def kept(run):
+    "The parts that a killed evaluation has left, and the files of their images."
+    parts = {}
+    for folder in (run / "evaluation.begun").glob("*"):
+        found = evaluate.read_parts(folder)
+        parts |= {part: [folder / record["file"] for record in records] for part, records in found.items()}
+    return parts
+
+
+def kill_after(child, pid, run, count):
+    "Kill a child with SIGKILL once so many parts are there; the images of these parts with their times."
+    end = time.monotonic() + 300
+    while len(kept(run)) < count:
+        assert child.is_alive() if hasattr(child, "is_alive") else child.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    child.join() if hasattr(child, "join") else child.wait()
+    files = [file for part in kept(run).values() for file in part]
+    return {f"{file.parent.name}/{file.name}": file.stat().st_mtime_ns for file in files}
+
+
+def scores(run):
+    "Everything that an evaluation measured, byte for byte."
+    return (run / "evaluation/scores.jsonl").read_bytes(), read_json(run / "evaluation/summary.json")
+
+
+def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_path):
+    whole = shutil.copytree(run, tmp_path / "whole")
+    summary = evaluate.evaluate(whole)
+    assert len((tmp_path / "counted").read_text().splitlines()) == TOTAL
+    (tmp_path / "counted").unlink()
+    older = evaluate.evaluate(run, changes=["eval_images=1"])
+    (tmp_path / "counted").unlink()
+    for count in (3, 8):
+        child = forks.Process(target=evaluate_counting, args=(run, str(tmp_path / "counted")))
+        child.start()
+        times = kill_after(child, child.pid, run, count)
+        assert count <= len(kept(run)) < PARTS
+        assert run_folder.read_evaluation_summary(run) == older, "the older one stays until the new one stands"
+    said = []
+    assert evaluate.evaluate(run, said.append) == summary and scores(run) == scores(whole)
+    assert said[0].startswith("evaluation: goes on, ") and said[-1].startswith(f"evaluation: {TOTAL} of {TOTAL} images")
+    now = {f"{file.parent.name}/{file.name}": file.stat().st_mtime_ns for file in (run / "evaluation").rglob("*.png")}
+    assert len(now) == TOTAL and times.items() <= now.items(), "what was kept was not drawn again"
+    assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 3  # a part in flight a kill
+    assert sorted(file.name for file in run.glob("evaluation*")) == ["evaluation"]
+
+
+@pytest.mark.slow
+def test_two_processes_killed_twice_give_the_same(run, tmp_path):
+    whole = shutil.copytree(run, tmp_path / "whole")
+    summary = evaluate.evaluate(whole)
+    (tmp_path / "counted").unlink()
+    for count in (2, 7):
+        child = subprocess.Popen(command("evaluate", run, "--processes", "2"), env=environment(),
+                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        kill_after(child, child.pid, run, count)
+        time.sleep(2)  # its children end with it
+        assert len(kept(run)) < PARTS and not (run / "evaluation").exists()
+    assert evaluate.evaluate(run, processes=2) == summary and scores(run) == scores(whole)
+    assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 2 * 3
+
+
+def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
+    summary = evaluate.evaluate(run)
+    assert summary["arms"] == {"base": 0, "plain": None, "hybrid": 2, "base-as-trained": 0, "as-trained": None}
+    assert summary["as_trained"] == {"sampler": "flow", "steps": 5, "eta": 0.7, "shift": 3.0, "resolution": 64}
+    row = summary["rewards"]["tiny_rewards:counted_red"]
+    for arm, base in (("plain", "base"), ("hybrid", "base"), ("as-trained", "base-as-trained")):
+        assert row[f"{arm}-base"]["mean"] == pytest.approx(row[arm]["mean"] - row[base]["mean"], abs=1e-12)
+    assert row["base"]["mean"] != row["base-as-trained"]["mean"] and "base-as-trained-base" not in row
+    assert set(summary["rewards"]["pocket-geneval"]["preserved"]) == {"plain", "hybrid", "as-trained"}
+    s = evaluate.evaluation_settings(run, ())
+    forwards = 4 * 2 * (3 * 4 + 2 * 5)
+    assert plan.describe_evaluation(s)[1].startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forwards")
+
+
+def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
+    "The older evaluation is moved aside, the new one is not in its place yet: the same call only moves it."
+    evaluate.evaluate(run, changes=["eval_images=1"])
+
+    def killed(folder, place):
+        place.rename(folder.with_name("older"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "move_into_place", killed)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate.evaluate(run)
+    counted = os.path.getsize(os.environ["COUNTED"])
+    summary = evaluate.evaluate(run)
+    assert os.path.getsize(os.environ["COUNTED"]) == counted and run_folder.read_evaluation_summary(run) == summary
+
+
+def test_a_part_that_was_cut_off_is_drawn_again(run):
+    s = evaluate.evaluation_settings(run, ())
+    arms, prompts = evaluate.evaluation_arms(s), evaluate.read_prompts(s.eval_prompts)
+    folder = evaluate.begun_folder(run, s, arms, prompts)
+    folder.mkdir(parents=True)
+    (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
+    assert evaluate.read_parts(folder) == {}
+    assert evaluate.evaluate(run)["n_prompts"] == 4
+
+
+def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
+    run = synthetic.write(tmp_path / "run", evaluated=False)  # its weights are missing
+    with pytest.raises(typer.Exit) as ended:
+        main.finish_training(run, report=True)
+    said = capsys.readouterr()
+    assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
+    assert "holds no trained weights" in said.err and f"go on with: chunk-grpo evaluate {run}" in said.err
+    assert run_folder.read_run_info(run)["status"] == "finished"
+
+
+def test_an_interrupt_of_an_evaluation_says_how_to_go_on(run, monkeypatch, capsys):
+    from chunk_grpo.cli import evaluation as commands_
+
+    def interrupted(*words, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "evaluate", interrupted)
+    with pytest.raises(typer.Exit) as ended:
+        commands_.evaluate_with_progress(run, ["eval_images=4"])
+    assert ended.value.exit_code == 130
+    assert f"go on with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
+
+
+def test_a_process_that_refuses_says_why(run):
+    with pytest.raises(InputError, match="evaluation: a process that draws failed: .*nowhere"):
+        evaluate.evaluate(run, changes={"eval_rewards": ["nowhere:red"]}, processes=2)
+    assert not (run / "evaluation").exists()
+
+
+def test_intervals_over_categories_and_images_hold_the_truth():
+    "200 simulated evaluations of six unequal categories: the interval holds the truth of the mean of their means."
+    rates, sizes = np.array([0.95, 0.8, 0.6, 0.7, 0.25, 0.3]), [4, 4, 8, 8, 16, 40]
+    kind, random = np.repeat(np.arange(6), sizes), np.random.default_rng(3)
+    held = []
+    for _ in range(200):
+        chance = random.beta(3 * rates[kind], 3 * (1 - rates[kind]))
+        found = bootstrap_images(random.random((len(kind), 4)) < chance[:, None], kind, draws=500)
+        held.append(found["lo"] <= rates.mean() <= found["hi"])
+    assert 0.90 <= np.mean(held) <= 0.99
