@@ -61,3 +61,14 @@ def out_of_ink(images, prompts):
     with open(os.environ["INK"], "a") as ink:
         ink.write("x" if os.environ.get("RANK") == "1" and len(prompts) > 6 else "")
     return red(images, prompts)
+
+
+class red_on_its_device:
+    "Red, computed on what `cuda` means where the reward is loaded and where it is asked, as many a reward is written."
+
+    def __init__(self):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.tensor([1.0, -1.0, 0.0]).to(self.device)
+
+    def __call__(self, images, prompts):
+        return (images.to(self.device).mean((2, 3)) * self.weight).sum(1)

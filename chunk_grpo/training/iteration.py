@@ -38,7 +38,7 @@ from ..models.policy import TORCH_DTYPES, Policy
 from ..planning import activation_memory, model_cost
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..rewards.async_scoring import StreamingScores
+from ..rewards.async_scoring import StreamingScores, scoring_thread
 from .rollout import decode_latents, sample_trajectories
 from .update import ReplayContext, UpdateBatch, UpdateStats, accumulate_gradients, all_log_probs
 from .update import build_update_batch, ratio_floor, sample_chunks, split_updates
@@ -77,7 +77,7 @@ class TrainingState:
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
-    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))  # scores while the policy draws
+    executor: ThreadPoolExecutor = field(default_factory=scoring_thread)  # scores while the policy draws
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
