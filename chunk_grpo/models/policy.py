@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LAYER_GROUPS', 'TORCH_DTYPES', 'ModelConfig', 'ModelFamily', 'FamilyNetworks', 'align_parameters', 'place_networks',
-           'native_shift', 'scheduler_sigmas', 'LatentGrid', 'Guidance', 'padded_batch_size', 'VelocityModel', 'Policy',
-           'load_policy']
+           'native_shift', 'scheduler_sigmas', 'largest_vae_activation', 'LatentGrid', 'Guidance', 'padded_batch_size',
+           'VelocityModel', 'Policy', 'load_policy']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -43,6 +43,7 @@ class ModelFamily:
     max_sequence_length: int = 512  # that the pipeline allows
     patch: int = 2  # latent pixels a side that are one token of the transformer
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
+    unread: tuple[str, ...] = ()  # layers of the last block whose results nothing reads: no gradient reaches them
     # what a forward keeps for its backward: (dtype, with an adapter) -> bytes of a token and channel in a block, one
     # number for each of the transformer's lists of blocks; a family without them is counted on its network
     block_saved_bytes: dict[tuple[str, bool], tuple[int, ...]] = {}
@@ -121,6 +122,16 @@ def scheduler_sigmas(
     return scheduler.sigmas.cpu()
 
 # %% ../../nbs/03_models/02_policy.ipynb #053beda1
+def largest_vae_activation(
+    config,  # of a VAE: block_out_channels, or base_dim and dim_mult
+    resolution: int,  # pixels a side
+) -> int:  # numbers, of one image
+    "The most numbers that a layer of a VAE's decoder makes of one image."
+    wide = getattr(config, "block_out_channels", None) or [config.base_dim * n for n in config.dim_mult]
+    wide = [*wide, wide[-1]]  # a level begins with the channels of the one below it, already at its own size
+    return max(max(wide[i : i + 2]) * (resolution >> i) ** 2 for i in range(len(wide) - 1))
+
+
 class LatentGrid:
     "The resolution of a policy, and what follows from it."
 
@@ -141,6 +152,11 @@ class LatentGrid:
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         "The noise levels that the pipeline's own call goes along."
         return sigmas(steps, native_shift(self))
+
+    @property
+    def decode_limit(self) -> int:
+        "Images that the VAE may decode at once."
+        return max(1, (2**31 - 1) // largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #8f0df448
 class Guidance:

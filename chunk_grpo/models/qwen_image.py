@@ -66,6 +66,7 @@ class QwenImageFamily(QwenImageLatents):
 
     pipeline, network_classes = "QwenImagePipeline", ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
     max_sequence_length = 1024
+    unread = ("attn.to_add_out", "txt_mlp")  # the text's own way through the last block
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
