@@ -135,7 +135,7 @@ def count_trained_parameters(
     targets: tuple[str, ...] = (),  # ends of the names of adapted layers
 ) -> int:
     "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
-    if not rank:
+    if not rank and not find_family(config.pipeline).unread:
         return count_parameters(config)
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
