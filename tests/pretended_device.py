@@ -1,7 +1,7 @@
 """CUDA's rules about devices, kept on a machine without a GPU.
 
-Within `pretended_cuda` every tensor lies on a device, by the memory it uses: what is made on `cuda:1` or moved there says so and
-stays there, though all of it is the CPU's memory. An operation that CUDA refuses, because its tensors lie on several
+Within `pretended_cuda` every tensor lies on a device, by the memory it uses: what is made on `cuda:1` or moved there says
+so and stays there, though all of it is the CPU's memory. An operation that CUDA refuses, because its tensors lie on several
 devices, is refused here too, in torch's own words as near as may be. Values are those of the CPU."""
 
 import contextlib
@@ -155,8 +155,8 @@ def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
         number = tensor.dim() == 0 and device_of(tensor) == CPU and name not in WITHOUT_SCALARS
         if device_of(tensor) != place and not number:
             found = ", ".join(sorted({str(device_of(one)) for one in given}))
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices: {found} "
-                               f"(in {name})")
+            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices: "
+                               f"{found} (in {name})")
 
 
 def refuse_index(tensor: torch.Tensor, index, value=None) -> None:

@@ -1,4 +1,4 @@
-"""Every family trains on two processes that average their gradients: no weight is waited for whose gradient never comes."""
+"""Every family trains on two processes: no weight is waited for whose gradient never comes."""
 
 import json
 import subprocess

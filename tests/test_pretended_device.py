@@ -1,4 +1,4 @@
-"""The pretended CUDA keeps the rules that its tests of a run rely on: each planted fault is refused, and what is right is not."""
+"""The pretended CUDA keeps CUDA's rules: each planted fault is refused, and what is right is not."""
 
 import threading
 

@@ -7,7 +7,8 @@ from chunk_grpo.models.flux import FluxPolicy
 from chunk_grpo.training import iteration, trainer
 
 SMALL = {"iterations": 3, "prompts_per_iteration": 2, "images_per_prompt": 2, "steps": 3, "chunks": "1,1", "threads": 1,
-         "eval_count": 2, "eval_steps": 1, "hybrid_split": 1, "eval_every": 0, "eval_rewards": [], "reward": "tiny_rewards:red"}
+         "eval_count": 2, "eval_steps": 1, "hybrid_split": 1, "eval_every": 0, "eval_rewards": [],
+         "reward": "tiny_rewards:red"}
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ class OptimizerFields(BatchFields):
     ema: Number = setting(0.0, "", DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
     lora_targets: Names = setting((), "", OURS,
-        "Layers that get an adapter, by the end of their name; empty: the attentions and feed-forward layers of the family.")
+        "Layers that get an adapter, by the end of their name; empty: the family's attentions and feed-forward layers.")
     gradient_checkpointing: bool = setting(True, "", DANCE,
         "Compute activations again in the backward instead of keeping them; memory only.")
 

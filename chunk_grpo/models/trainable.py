@@ -111,10 +111,9 @@ def trained_share(
     "The part of the transformer's weights that is trained, or beside which an adapter is."
     named = dict(policy.transformer.named_parameters())
     own = {name: p.numel() for name, p in named.items() if ".lora_" not in name}
-    beside = {name.split(".lora_")[0] + ".base_layer." for name, p in named.items() if ".lora_" in name and p.requires_grad}
-    if policy.lora:
-        return sum(n for name, n in own.items() if name.rpartition(".")[0] + "." in beside) / sum(own.values())
-    return sum(n for name, n in own.items() if named[name].requires_grad) / sum(own.values())
+    free = {name for name, p in named.items() if p.requires_grad}
+    beside = {f"{name.split('.lora_')[0]}.base_layer" for name in free if ".lora_" in name}
+    return sum(n for name, n in own.items() if name in free or name.rpartition(".")[0] in beside) / sum(own.values())
 
 # %% ../../nbs/03_models/05_trainable.ipynb #7a8ada49
 @contextlib.contextmanager
@@ -213,7 +212,7 @@ def set_attention_backend(
         policy.transformer.set_attention_backend(f"_native_{name}")
 
 # %% ../../nbs/03_models/05_trainable.ipynb #18ada06f
-COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable that names one, and names
+COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable, and names
 
 
 def check_compiler(

@@ -289,9 +289,9 @@ def refuse_silent_weights(
     named = policy.transformer.named_parameters() if processes > 1 else ()
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
-        raise InputError(f"model: no gradient reaches {silent[0]} and {len(silent) - 1} other weights, so {processes} processes "
-                         f"cannot train them together; name their layers in `unread` of {type(policy).__name__}, or "
-                         "train with one process.")
+        raise InputError(f"model: no gradient reaches {silent[0]} and {len(silent) - 1} other weights, so {processes} "
+                         "processes cannot train them together; name their layers in `unread` of "
+                         f"{type(policy).__name__}, or train with one process.")
 
 # %% ../../nbs/07_training/04_iteration.ipynb #59c52d4a
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
