@@ -909,6 +909,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds.cache_prompt_embeds': ( '03_models/prompt_embeds.html#cache_prompt_embeds',
                                                                                                           'chunk_grpo/models/prompt_embeds.py'),
+                                                 'chunk_grpo.models.prompt_embeds.check_room': ( '03_models/prompt_embeds.html#check_room',
+                                                                                                 'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds.lazy_prompt_encoder': ( '03_models/prompt_embeds.html#lazy_prompt_encoder',
                                                                                                           'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds.load_prompt_embeds': ( '03_models/prompt_embeds.html#load_prompt_embeds',

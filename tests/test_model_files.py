@@ -15,7 +15,9 @@ from chunk_grpo.training.rollout import decode_latents
 SD35 = """LICENSE.md model_index.json sd3.5_large.safetensors scheduler/scheduler_config.json mmdit.png
 text_encoder/config.json text_encoder/model.safetensors text_encoder/model.fp16.safetensors
 text_encoder_3/config.json text_encoder_3/model-00001-of-00002.safetensors
-text_encoder_3/model-00002-of-00002.safetensors text_encoder_3/model.safetensors.index.json text_encoder_3/model.fp16-00001-of-00002.safetensors
+text_encoder_3/model-00002-of-00002.safetensors
+text_encoder_3/model.safetensors.index.json
+text_encoder_3/model.fp16-00001-of-00002.safetensors
 text_encoder_3/model.fp16-00002-of-00002.safetensors text_encoder_3/model.safetensors.index.fp16.json
 text_encoders/clip_g.safetensors text_encoders/t5xxl_fp16.safetensors text_encoders/t5xxl_fp8_e4m3fn.safetensors
 tokenizer/merges.txt tokenizer/vocab.json tokenizer_3/spiece.model tokenizer_3/tokenizer.json

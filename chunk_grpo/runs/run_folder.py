@@ -32,8 +32,6 @@ from ..core.files import atomic_write, read_json, read_json_lines, write_json
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes
-from ..planning.model_cost import find_model_config
-from ..planning.plan import encoded_prompts, prompt_embeds_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -116,9 +114,7 @@ def estimate_disk_bytes(
     checkpoints = trained * (12 + 4 * (s.ema > 0)) * (s.keep_checkpoints + 1) + 4 * trained
     times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
     images = 8 * times + 3 * s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))
-    model = find_model_config(s.model)
-    prompts = encoded_prompts(s) * prompt_embeds_bytes(model, s) if model else 0
-    return checkpoints + prompts + 2 * s.eval_resolution**2 * images + 10_000_000
+    return checkpoints + 2 * s.eval_resolution**2 * images + 10_000_000
 
 
 def check_disk_space(
