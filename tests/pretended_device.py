@@ -1,7 +1,7 @@
 """CUDA's rules about devices, kept on a machine without a GPU.
 
 Within `pretended_cuda` every tensor lies on a device, by the memory it uses: what is made on `cuda:1` or moved there
-says so and stays there, though all of it is the CPU's memory. An operation that CUDA refuses, because its tensors lie on
+says so and stays there, though all of it is the CPU's memory. An operation that CUDA refuses, as its tensors lie on
 several devices, is refused here too, in torch's own words as near as may be. Values are those of the CPU."""
 
 import contextlib

@@ -4,6 +4,7 @@
 import pytest
 import tiny_families
 import torch
+from accelerate.state import AcceleratorState
 from pretended_device import PretendedCUDA, pretended_cuda
 from small_runs import metrics, write
 
@@ -57,9 +58,10 @@ def train(folder, out, words, current):
                 return score(*given)
 
         patch.setattr(rewards, "score_images", in_a_thread)
+        AcceleratorState._reset_state(reset_partial_state=True)  # other tests of this process have a CPU
         accelerator = trainer.train_run(s, out)
         assert accelerator.device.type == "cuda"
-    return s
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

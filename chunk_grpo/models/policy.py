@@ -125,7 +125,7 @@ def scheduler_sigmas(
     scheduler.set_timesteps(**given)
     return scheduler.sigmas.cpu()
 
-# %% ../../nbs/03_models/02_policy.ipynb #053beda1
+# %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
 def largest_vae_activation(
     config,  # of a VAE: block_out_channels, or base_dim and dim_mult
     resolution: int,  # pixels a side
@@ -135,7 +135,7 @@ def largest_vae_activation(
     wide = [*wide, wide[-1]]  # a level begins with the channels of the one below it, already at its own size
     return max(max(wide[i : i + 2]) * (resolution >> i) ** 2 for i in range(len(wide) - 1))
 
-
+# %% ../../nbs/03_models/02_policy.ipynb #053beda1
 class LatentGrid:
     "The resolution of a policy, and what follows from it."
 

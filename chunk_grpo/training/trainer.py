@@ -201,8 +201,7 @@ def is_main_process() -> bool:
 # %% ../../nbs/07_training/07_trainer.ipynb #7b7509cf
 def main(arguments: list[str] | None = None) -> int:  # exit code
     "Train the run folder named on the command line."
-    (folder,) = sys.argv[1:] if arguments is None else arguments
-    run = Path(folder)
+    (run,) = map(Path, sys.argv[1:] if arguments is None else arguments)
     note = read_json(run / "run.json")
     s = setting.load_settings(note["settings"])
     began = time.time()
@@ -220,9 +219,9 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
         print(f"out: no disk space for {run}; free some and resume the run.", file=sys.stderr, flush=True)
         return 2
     if is_main_process():
-        note = read_json(run / "run.json")
+        note, end = read_json(run / "run.json"), {"status": "finished", "finished": time.time()}
         seconds = (note.get("seconds") or 0.0) + time.time() - began
-        write_json(run / "run.json", note | mark | {"status": "finished", "finished": time.time(), "seconds": seconds})
+        write_json(run / "run.json", note | mark | end | {"seconds": seconds})
     shutdown_distributed(accelerator)
     return 0
 
