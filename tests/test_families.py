@@ -196,8 +196,7 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     _, folder = family
     base = load(folder, true_cfg_scale=scale)
     words = {"resolution": SIDE, "max_tokens": TOKENS, "guidance": 2.5, "true_cfg_scale": scale, "lora_rank": rank}
-    trained = [trainable.load_trainable_policy(str(folder), **words, lora_targets=trainable.LORA_TARGETS)
-               for _ in range(2)]
+    trained = [trainable.load_trainable_policy(str(folder), **words) for _ in range(2)]
     model, again = trained
     what, work = drawn(model)
     x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])

@@ -79,7 +79,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
     assert model_cost.count_parameters(network) == sum(p.numel() for p in base)
-    trained = model_cost.count_trained_parameters(network, rank, trainable.LORA_TARGETS)
+    trained = model_cost.count_trained_parameters(network, rank)
     assert trained == sum(p.numel() for p in real.trained)
 
     rows = full_rows(real, network)

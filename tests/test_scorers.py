@@ -238,3 +238,40 @@ def test_bfloat16_keeps_the_head_exact(options, loaded):
     half = hpsv3.load_hpsv3(**options["hpsv3"] | {"dtype": "bfloat16"})
     assert half.head[0].weight.dtype == torch.float32
     assert 0 < (half(images[:2], prompts[:2]) - loaded["hpsv3"](images[:2], prompts[:2])).abs().max() < 0.1
+
+
+def test_imagereward_takes_the_pictures_width_from_the_vision_half(options, loaded, tmp_path):
+    "The public med_config.json says 768 where the vision transformer is 1024 wide; the official code does not read it."
+    folder = shutil.copytree(options["imagereward"]["weights"], tmp_path / "imagereward")
+    med = json.loads((folder / "med_config.json").read_text())
+    (folder / "med_config.json").write_text(json.dumps(med | {"encoder_width": med["encoder_width"] * 3 // 4}))
+    images, prompts = golden.asked()
+    other = rewards.load_reward("imagereward", **options["imagereward"] | {"weights": str(folder)})
+    assert torch.equal(other(images, prompts), loaded["imagereward"](images, prompts))
+
+
+def test_a_scorer_loads_onto_the_gpu_of_its_process(monkeypatch):
+    "`cuda` without a number is the first GPU to safetensors: every rank's weights would go there."
+    answers = {"is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 5}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    opened = []
+
+    class Opened:
+        def __init__(self, file, kind, device):
+            opened.append(device)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def keys(self):
+            return []
+
+    monkeypatch.setattr(hpsv3, "safe_open", Opened)
+    for device in ("auto", "cuda", "cuda:5"):
+        where, kind = scorers.resolve_device(device, "auto", 8, large=True)
+        hpsv3.read_hpsv3_weights(Path("HPSv3.safetensors"), where, kind)
+    assert opened == ["cuda:5"] * 3

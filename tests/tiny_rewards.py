@@ -69,3 +69,19 @@ def counted_red(images, prompts):
     with open(os.environ["COUNTED"], "a") as log:
         log.write("".join(f"{prompt}\n" for prompt in prompts))
     return red(images, prompts)
+
+
+class red_on_its_device:
+    "Red, computed on what `cuda` means where the reward is loaded and where it is asked, as many a reward is written."
+
+    def __init__(self):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = torch.tensor([1.0, -1.0, 0.0]).to(self.device)
+
+    def __call__(self, images, prompts):
+        return (images.to(self.device).mean((2, 3)) * self.weight).sum(1)
+
+
+def gpu_told(images, prompts):
+    "The number of the GPU that this process was told to use, where a test watches for it; else -1."
+    return torch.full((len(prompts),), float(getattr(torch.cuda, "told", [-1])[-1]))

@@ -128,9 +128,8 @@ class OptimizerFields(BatchFields):
     kl: Number = setting(0.0, "", DANCE + ": off", "Weight of the KL divergence to the base model; 0: off.", ge=0)
     ema: Number = setting(0.0, "", DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
-    lora_targets: Names = setting(
-        ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), "", OURS,
-        "Layers that get an adapter, by the end of their name; used with a rank above 0.")
+    lora_targets: Names = setting((), "", OURS,
+        "Layers that get an adapter, by the end of their name; empty: the family's attentions and feed-forward layers.")
     gradient_checkpointing: bool = setting(True, "", DANCE,
         "Compute activations again in the backward instead of keeping them; memory only.")
 

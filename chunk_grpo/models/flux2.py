@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from .policy import ModelConfig, Policy, scheduler_sigmas
+from .policy import LORA_TARGETS, ModelConfig, Policy, scheduler_sigmas
 
 # %% ../../nbs/03_models/09_flux2.ipynb #e4bf9931
 def _klein_config(double: int, single: int, heads: int, text: int) -> ModelConfig:
@@ -28,6 +28,8 @@ class Flux2KleinFamily(Policy):
     "What is known of FLUX.2-klein, with nothing loaded."
 
     pipeline, network_classes = "Flux2KleinPipeline", ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
+    lora_targets = (*LORA_TARGETS, "to_qkv_mlp_proj", "to_out", "ff.linear_in", "ff.linear_out", "ff_context.linear_in",
+                    "ff_context.linear_out")
     known_configs = {
         "black-forest-labs/FLUX.2-klein-4B": _klein_config(5, 20, 24, 3 * 2560),
         "black-forest-labs/FLUX.2-klein-base-4B": _klein_config(5, 20, 24, 3 * 2560),

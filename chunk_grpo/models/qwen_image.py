@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .policy import ModelConfig, Policy, native_shift, scheduler_sigmas
+from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_sigmas
 
 # %% ../../nbs/03_models/07_qwen_image.ipynb #c4bab03c
 def pad_prompt_embeds(
@@ -66,6 +66,8 @@ class QwenImageFamily(QwenImageLatents):
 
     pipeline, network_classes = "QwenImagePipeline", ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
     max_sequence_length = 1024
+    lora_targets = (*LORA_TARGETS, *(f"{kind}_mlp.net.{layer}" for kind in ("img", "txt") for layer in ("0.proj", "2")))
+    unread = ("attn.to_add_out", "txt_mlp")  # the text's own way through the last block
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)

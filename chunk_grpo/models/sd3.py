@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from .flux import KL16_VAE_CONFIG
-from .policy import ModelConfig, Policy, native_shift, scheduler_sigmas
+from .flux import FEED_FORWARD, KL16_VAE_CONFIG
+from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_sigmas
 
 # %% ../../nbs/03_models/06_sd3.ipynb #0698956e
 def latents_to_tokens(
@@ -60,6 +60,7 @@ class SD3Family(PixelLatents):
     "What is known of Stable Diffusion 3 and 3.5, with nothing loaded."
 
     pipeline, network_classes = "StableDiffusion3Pipeline", ("SD3Transformer2DModel", "AutoencoderKL")
+    lora_targets = (*LORA_TARGETS, *FEED_FORWARD)
     text_folders = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
     known_configs = {"stabilityai/stable-diffusion-3.5-medium": _sd35_config(24, 384, 13),
                      "stabilityai/stable-diffusion-3.5-large": _sd35_config(38, 192)}

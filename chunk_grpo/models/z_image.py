@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .flux import KL16_VAE_CONFIG
-from .policy import ModelConfig, native_shift, scheduler_sigmas
+from .policy import LORA_TARGETS, ModelConfig, native_shift, scheduler_sigmas
 from .qwen_image import pad_prompt_embeds
 from .sd3 import PixelLatents, latents_to_tokens, tokens_to_latents
 
@@ -22,6 +22,8 @@ class ZImageFamily(PixelLatents):
     "What is known of Z-Image, and its noise levels."
 
     pipeline, network_classes = "ZImagePipeline", ("ZImageTransformer2DModel", "AutoencoderKL")
+    lora_targets = (*LORA_TARGETS, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    lora_targets = (*LORA_TARGETS, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     known_configs = {"Tongyi-MAI/Z-Image-Turbo": ModelConfig("ZImagePipeline", "{}", KL16_VAE_CONFIG)}
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)

@@ -132,7 +132,8 @@ def saved_activation_bytes(
 ) -> tuple[int, int]:  # bytes whatever the rows, bytes a row
     "What an update's forward keeps for its backward."
     adapter = s.lora_rank > 0
-    if (s.dtype, adapter) in find_family(config.pipeline).block_saved_bytes:
+    known = not (adapter and s.lora_targets)  # a family counted itself with its own layers
+    if known and (s.dtype, adapter) in find_family(config.pipeline).block_saved_bytes:
         return _family_bytes(config, s.resolution, s.max_tokens, s.dtype, adapter, s.gradient_checkpointing)
     targets = tuple(s.lora_targets) if adapter else ()
     return _counted_bytes(config, s.resolution, s.max_tokens, s.dtype, s.lora_rank, targets, s.gradient_checkpointing)

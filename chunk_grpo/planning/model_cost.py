@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['known_model_configs', 'read_model_config', 'find_model_config', 'meta_networks', 'meta_policy', 'meta_forward',
            'find_block_lists', 'count_parameters', 'largest_block_parameters', 'count_trained_parameters',
-           'forward_flops', 'latent_numel']
+           'forward_flops', 'latent_numel', 'prompt_numel']
 
 # %% ../../nbs/06_planning/00_model_cost.ipynb #66226a0d
 import functools
@@ -135,7 +135,7 @@ def count_trained_parameters(
     targets: tuple[str, ...] = (),  # ends of the names of adapted layers
 ) -> int:
     "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
-    if not rank:
+    if not rank and not find_family(config.pipeline).unread:
         return count_parameters(config)
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
@@ -163,3 +163,14 @@ def latent_numel(
 ) -> int:
     "Numbers in the latents of one image."
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
+
+# %% ../../nbs/06_planning/00_model_cost.ipynb #627018ac
+@functools.cache
+def prompt_numel(
+    config: ModelConfig,
+    max_tokens: int,  # of the text
+) -> int:
+    "Numbers in the embeddings of one prompt."
+    net = meta_networks(config)[0].config
+    width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
+    return (max_tokens + config.extra_tokens) * width + (net.get("pooled_projection_dim") or 0)

@@ -6,8 +6,8 @@
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
            'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
-           'describe_model', 'describe_estimates', 'iteration_bytes', 'iteration_seconds', 'describe_on_device',
-           'describe_measured']
+           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'iteration_bytes',
+           'iteration_seconds', 'describe_on_device', 'describe_measured']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import statistics
@@ -23,6 +23,7 @@ from ..models.policy import ModelConfig
 from .activation_memory import DTYPE_BYTES, fit_update_batch
 from .memory_budget import DeviceSpec, fits_on_device, peak_memory, training_memory
 from .model_cost import count_parameters, count_trained_parameters, find_model_config, forward_flops
+from .model_cost import prompt_numel
 
 # %% ../../nbs/06_planning/03_plan.ipynb #1d89e9c3
 def images_per_iteration(
@@ -199,6 +200,21 @@ def describe_counts(
         describe_evaluation(s),
     ]
 
+# %% ../../nbs/06_planning/03_plan.ipynb #6e10a131
+def encoded_prompts(
+    s: Settings,
+) -> int:
+    "Prompts that a run encodes at most, that of classifier-free guidance among them."
+    return s.iterations * s.prompts_per_iteration + s.eval_count + (s.true_cfg_scale > 1)
+
+
+def prompt_embeds_bytes(
+    config: ModelConfig,
+    s: Settings,
+) -> int:
+    "Bytes of one prompt's embeddings on the disk."
+    return prompt_numel(config, s.max_tokens) * DTYPE_BYTES[s.dtype]
+
 # %% ../../nbs/06_planning/03_plan.ipynb #ebdbd04b
 def describe_model(
     s: Settings,
@@ -208,7 +224,9 @@ def describe_model(
     trained = count_trained_parameters(config, s.lora_rank, s.lora_targets)
     work, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
     fitting = [("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")]
+    encoded = encoded_prompts(s)
     return [
+        ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
         ("parameters", f"{count_parameters(config):,}, trained {trained:,}"),
         ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WORKER_OPTIONS', 'WORKER_PROGRAM_FILE', 'WorkerDied', 'describe_exit', 'write_some', 'send_and_read_line',
            'RewardWorker', 'kill_child', 'parse_message', 'start_child', 'request_scores', 'call_with_retries',
-           'child_env', 'check_worker_options', 'load_reward_in_worker']
+           'child_env', 'check_worker_options', 'gpu_words', 'load_reward_in_worker']
 
 # %% ../../nbs/05_reward_serving/02_worker.ipynb #a087c43c
 import json
@@ -230,6 +230,11 @@ def check_worker_options(
                              f"whole number for {WORKER_OPTIONS[3]}, and {' or '.join(PIXEL_FORMATS)} for "
                              f"{WORKER_OPTIONS[4]}.")
 
+# %% ../../nbs/05_reward_serving/02_worker.ipynb #8c472e36
+def gpu_words() -> list:
+    "What a child is told about the GPU of this process, as words of its command line."
+    return ["--gpu", torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+
 # %% ../../nbs/05_reward_serving/02_worker.ipynb #6cea1664
 WORKER_PROGRAM_FILE = Path(chunk_grpo.__file__).parent / "reward_serving" / "worker_program.py"
 
@@ -246,7 +251,7 @@ def load_reward_in_worker(
         raise InputError(f"python: {str(python)!r} is no program; allowed is the interpreter of an environment.")
     check_worker_options(limits)
     command = [python or sys.executable, WORKER_PROGRAM_FILE, loader, "--options", json.dumps(given | (options or {}))]
-    command += ["--parent", os.getpid()]
+    command += ["--parent", os.getpid(), *gpu_words()]
     worker = RewardWorker(reward, command, child_env(python is None), **limits)
     call_with_retries(worker, lambda: start_child(worker))
     return worker

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROTOCOL_VERSION', 'MAX_IMAGE_SIDE', 'decode_png', 'decode_npy', 'decode_images', 'import_loader', 'format_error',
            'scorer_versions', 'reward_device', 'answer_request', 'take_over_streams', 'exit_with_parent',
-           'serve_requests', 'main']
+           'serve_requests', 'use_gpu', 'main']
 
 # %% ../../nbs/05_reward_serving/00_worker_program.ipynb #350c7878
 import argparse
@@ -182,6 +182,17 @@ def serve_requests(
     for line in lines:
         say(answer_request(reward, json.loads(line)))
 
+# %% ../../nbs/05_reward_serving/00_worker_program.ipynb #acb53056
+def use_gpu(
+    number: int | None,  # None: nobody said; the first
+) -> None:
+    "Make a GPU the one that `cuda` means, where torch is installed and has any."
+    if number is not None and importlib.util.find_spec("torch"):
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.set_device(number)
+
 # %% ../../nbs/05_reward_serving/00_worker_program.ipynb #4f1caf7d
 def main() -> int:  # exit status
     "Load the reward that the command line names, say so, and answer."
@@ -189,11 +200,13 @@ def main() -> int:  # exit status
     parser.add_argument("loader", help="module:function or file.py:function; called with the options")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON")
     parser.add_argument("--parent", type=int, help="process without which this one ends")
+    parser.add_argument("--gpu", type=int, help="number of the GPU that `cuda` means")
     given = parser.parse_args()
     lines, say = take_over_streams()
     if given.parent:
         exit_with_parent(given.parent)
     try:
+        use_gpu(given.gpu)
         reward = import_loader(given.loader)(**given.options)
     except Exception as error:  # whatever a loader raises is said to the other end
         say({"failed": format_error(error)})

@@ -112,12 +112,13 @@ def build_vision(
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #eb2ae314
 def build_text(
     config: dict,  # med_config.json
+    encoder_width: int,  # of the vision transformer, whatever the file says
 ) -> BlipTextModel:
     "The BERT with cross-attention."
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
              "max_position_embeddings", "layer_norm_eps", "pad_token_id")
     sizes = {name: config[name] for name in names}
-    return BlipTextModel(BlipTextConfig(**sizes, encoder_hidden_size=config["encoder_width"], is_decoder=True),
+    return BlipTextModel(BlipTextConfig(**sizes, encoder_hidden_size=encoder_width, is_decoder=True),
                          add_pooling_layer=False)
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #56d0fc03
@@ -169,7 +170,8 @@ def build_imagereward(
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     parts = {name: {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
              for name in ("vision.", "text.", "mlp.")}
-    models = build_vision(parts["vision."]), build_text(config), build_head(parts["mlp."])
+    vision = build_vision(parts["vision."])
+    models = vision, build_text(config, vision.config.hidden_size), build_head(parts["mlp."])
     for model, (name, part) in zip(models, parts.items(), strict=True):
         wrong = misfitting_key(model.state_dict(), part)
         if wrong:

@@ -95,8 +95,10 @@ def resolve_device(
     here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if device not in ("auto", *here):
         raise InputError(f"device: got {device!r}, allowed here are auto, {', '.join(here)}.")
-    if device == "auto":
-        device = "cuda" if "cuda" in here else "cpu"
+    if device in ("auto", "cuda") and "cuda" in here:
+        device = f"cuda:{torch.cuda.current_device()}"
+    elif device == "auto":
+        device = "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if large and device != "cpu" else "float32"
     return torch.device(device), SCORER_DTYPES[dtype]

@@ -30,7 +30,7 @@ import chunk_grpo
 from .. import InputError
 from ..core.files import atomic_write, read_json, read_json_lines, write_json
 from ..core.settings import Settings, check_processes, check_resume, load_settings
-from ..models.inputs import check_pipeline_folder, hash_model_files, locate_model, read_prompts
+from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
@@ -95,11 +95,14 @@ def count_stored_weights(
     s: Settings,
 ) -> int:
     "Weights that a run trains, from the shapes that stand in its model's files: all, or those of adapters."
-    shapes = read_tensor_shapes(locate_model(s.model), "transformer")
+    folder = locate_model(s.model)
+    shapes = read_tensor_shapes(folder, "transformer")
     if not s.lora_rank:
         return sum(math.prod(shape) for shape in shapes.values())
+    ends = s.lora_targets or find_family(check_pipeline_folder(folder)).lora_targets
+    before = "." if s.lora_targets else ""  # the family's lie within blocks, never outermost
     adapted = [shape for name, shape in shapes.items() if len(shape) == 2
-               and any(f".{name}".endswith(f".{target}.weight") for target in s.lora_targets)]
+               and any(f"{before}{name}".endswith(f".{target}.weight") for target in ends)]
     return s.lora_rank * sum(sum(shape) for shape in adapted)
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #4e99a0fe

@@ -165,7 +165,7 @@ def sample_ode(
 @torch.no_grad()
 def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
     "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
-    parts = [policy.decode(part.float()).cpu() for part in latents.split(batch)]
+    parts = [policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))]
     return torch.cat(parts).contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a

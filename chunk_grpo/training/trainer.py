@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['save_checkpoint', 'read_checkpoint', 'resume', 'train_iteration', 'start_trackers', 'log_metrics',
-           'save_final_weights', 'close_run', 'shutdown_distributed', 'train_run', 'is_main_process', 'main']
+           'save_final_weights', 'close_run', 'shutdown_distributed', 'note_trained_share', 'train_run',
+           'is_main_process', 'main']
 
 # %% ../../nbs/07_training/07_trainer.ipynb #e0d305e9
 import errno
@@ -155,6 +156,16 @@ def shutdown_distributed(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     accelerator.state.destroy_process_group()
 
+# %% ../../nbs/07_training/07_trainer.ipynb #8e211aaa
+def note_trained_share(state: TrainingState) -> str:
+    "Write into `run.json`, where there is one, what part of the model is trained; the same as a sentence."
+    share, file = trainable.trained_share(state.policy), state.run / "run.json"
+    if state.accelerator.is_main_process and file.is_file():
+        write_json(file, read_json(file) | {"trained_share": share})
+    count = sum(p.numel() for p in state.policy.trained)
+    beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
+    return f"training {beside} {share:.1%} of the model"
+
 # %% ../../nbs/07_training/07_trainer.ipynb #a8474f8a
 def train_run(
     s: setting.Settings,
@@ -165,6 +176,7 @@ def train_run(
     resume(state)
     start_trackers(state)
     say = state.accelerator.print
+    say(note_trained_share(state), flush=True)
     if state.iteration == 0:
         line = {"iteration": 0, **evaluate_held_out(state)}
         log_metrics(state, log, line)
@@ -189,8 +201,7 @@ def is_main_process() -> bool:
 # %% ../../nbs/07_training/07_trainer.ipynb #7b7509cf
 def main(arguments: list[str] | None = None) -> int:  # exit code
     "Train the run folder named on the command line."
-    (folder,) = sys.argv[1:] if arguments is None else arguments
-    run = Path(folder)
+    (run,) = map(Path, sys.argv[1:] if arguments is None else arguments)
     note = read_json(run / "run.json")
     s = setting.load_settings(note["settings"])
     began = time.time()
@@ -208,8 +219,9 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
         print(f"out: no disk space for {run}; free some and resume the run.", file=sys.stderr, flush=True)
         return 2
     if is_main_process():
+        note, end = read_json(run / "run.json"), {"status": "finished", "finished": time.time()}
         seconds = (note.get("seconds") or 0.0) + time.time() - began
-        write_json(run / "run.json", note | mark | {"status": "finished", "finished": time.time(), "seconds": seconds})
+        write_json(run / "run.json", note | mark | end | {"seconds": seconds})
     shutdown_distributed(accelerator)
     return 0
 

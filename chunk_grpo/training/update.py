@@ -183,7 +183,7 @@ def ratio_floor(
     work: UpdateBatch,
 ) -> float:  # largest |ratio - 1|
     "How far the ratio is from 1 although nothing changed: below it, clipping is noise."
-    return (segment_ratio(new, old.to(new), work.segment) - 1).abs().max().item()
+    return (segment_ratio(new, old.to(new), work.segment.to(new.device)) - 1).abs().max().item()
 
 # %% ../../nbs/07_training/02_update.ipynb #782b38a7
 def item_advantages(

@@ -1,0 +1,67 @@
+"""A program for each of several processes: two updates of every family, all weights and an adapter on every layer."""
+
+import json
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.models import policy, trainable
+from chunk_grpo.training.iteration import refuse_silent_weights
+from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.update import ReplayContext, accumulate_gradients, build_update_batch, sample_chunks
+
+SIDE, TOKENS = 64, 16
+PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]
+
+
+def prepare(model, accelerator):
+    "The policy within its wrapper, and as much work as an update has, a prompt a process."
+    model.module = accelerator.prepare(model.transformer)
+    rank, grid = accelerator.process_index, policy.sigmas(4, 3.0)
+    keys, rows = [(0, 0, rank, g) for g in range(2)], model.encode(PROMPTS[rank : rank + 1])
+    paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, grid)
+    chunks = chunks_from_setting("1,2", 3)
+    work = build_update_batch(torch.arange(2), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=3)
+    return ReplayContext(model, rows, paths, grid), work
+
+
+def updates(model, accelerator):
+    "The gradients of two updates on the same weights: several forwards, of which the last shares them out."
+    context, work = prepare(model, accelerator)
+    found = []
+    for _ in range(2):
+        model.transformer.zero_grad()
+        accumulate_gradients(
+            context, work, torch.tensor([1.0, -1.0]), 1.0, backward=accelerator.backward,
+            sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module))
+        refuse_silent_weights(model, accelerator.num_processes)
+        found.append(torch.cat([p.grad.flatten() for p in model.trained]))
+    return found
+
+
+def main(folders):
+    "Say of every family and way whether the processes have the same gradient, twice."
+    accelerator, said = Accelerator(cpu=True), {}
+    for name, folder in folders.items():
+        for way in ("full", "lora"):
+            words = {"resolution": SIDE, "max_tokens": TOKENS}
+            if way == "lora":
+                net = policy.load_policy(folder, **words).transformer
+                every = tuple(name for name, layer in net.named_modules() if isinstance(layer, nn.Linear))
+                words |= {"lora_rank": 2, "lora_targets": every}
+            try:
+                one, two = updates(trainable.load_trainable_policy(folder, **words), accelerator)
+                every = accelerator.gather(one[None])
+                same = torch.equal(every[0], every[1]) and torch.allclose(one, two, atol=1e-6)
+                said[f"{name} {way}"] = "trains" if same and one.abs().max() > 0 else "gradients differ"
+            except Exception as error:  # all of them are told together
+                said[f"{name} {way}"] = str(error).strip().splitlines()[0]
+    if accelerator.is_main_process:
+        print("SAID " + json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

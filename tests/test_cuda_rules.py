@@ -1,0 +1,120 @@
+"""A whole small run on a pretended GPU: what CUDA would refuse, it refuses, though nothing but the CPU computes."""
+
+
+import pytest
+import tiny_families
+import torch
+from accelerate.state import AcceleratorState
+from pretended_device import PretendedCUDA, pretended_cuda
+from small_runs import metrics, write
+
+from chunk_grpo.core import settings
+from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.models import policy, trainable
+from chunk_grpo.reward_serving import worker
+from chunk_grpo.rewards import rewards
+from chunk_grpo.training import trainer
+from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.update import (
+    ReplayContext,
+    accumulate_gradients,
+    build_update_batch,
+    ratio_floor,
+    sample_chunks,
+)
+
+EVERYTHING = ["eval_every=1", "eval_count=2", "checkpoint_every=1", "images_per_prompt=2", "prompts_per_iteration=2",
+              "reward=tiny_rewards:red_on_its_device", "rollout_batch=3", "update_batch=7", "steps=8", "chunks=2,5"]
+VARIANTS = {
+    "full": [],
+    "lora": ["lora_rank=4"],
+    "kl": ["kl=0.01", "updates_per_iteration=1"],
+    "ema": ["ema=0.9"],
+    "bf16-lora": ["dtype=bfloat16", "lora_rank=4", "kl=0.01"],
+    "bf16-full": ["dtype=bfloat16", "latents_dtype=bfloat16", "ema=0.9"],
+    "checkpointing": ["gradient_checkpointing=true", "lora_rank=2"],
+    "host": ["latents_on=host", "vae_tiling=true", "update_batch=3"],
+    "adaptive": ["chunks=adaptive:1", "drop_flat_groups=true", "chunk_weighting=dynamics"],
+    "hybrid": ["kl=0.1", "ema=0.5", "hybrid_split=1", "chunks=profile", "chunk_weighting=profile"],
+    "guided": ["true_cfg_scale=3", "shared_noise=false", "step_weights=noise", "sampler=cps"],
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    "A folder with a model, prompts and settings."
+    return write(tmp_path_factory.mktemp("small"))
+
+
+def train(folder, out, words, current):
+    "Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."
+    s = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
+    out.mkdir(exist_ok=True)
+    with pretended_cuda(current) as mode, pytest.MonkeyPatch.context() as patch:
+        score = rewards.score_images
+
+        def in_a_thread(*given):
+            with PretendedCUDA(mode.devices):
+                return score(*given)
+
+        patch.setattr(rewards, "score_images", in_a_thread)
+        AcceleratorState._reset_state(reset_partial_state=True)  # other tests of this process have a CPU
+        accelerator = trainer.train_run(s, out)
+        assert accelerator.device.type == "cuda"
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_mixes_no_devices(small, tmp_path, name, monkeypatch):
+    "Drawn, scored, updated, evaluated, saved, and resumed, as a rank that is not the first."
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    for iterations in (1, 2):
+        train(small, tmp_path / "run", [*VARIANTS[name], f"iterations={iterations}"], current=1)
+    lines = metrics(tmp_path / "run")
+    assert [line["iteration"] for line in lines] == [0, 1, 2] and "ratio_floor" in lines[1]
+    assert list((tmp_path / "run" / "final").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
+    "Prompts, trajectories, images, and an update with KL, on a GPU that is not the first."
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    folder = str(tiny_families.build(name, tmp_path / "model"))
+    with pretended_cuda(current=1):
+        words = {"resolution": 64, "max_tokens": 16, "true_cfg_scale": 2.0, "lora_rank": 2, "device": "cuda"}
+        model = trainable.load_trainable_policy(folder, **words)
+        rows, keys, grid = model.encode(["a red star", "two cats"]), [(0, 0, 0, 0), (0, 0, 1, 0)], policy.sigmas(4, 3.0)
+        paths = sample_trajectories(model, rows, torch.arange(2), keys, grid)
+        assert paths.latents.device == torch.device("cuda:1")
+        assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
+        chunks = chunks_from_setting("1,2", 3)
+        work = build_update_batch(torch.arange(2), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=3)
+        accumulate_gradients(ReplayContext(model, rows, paths, grid), work, torch.tensor([1.0, -1.0]), 1.0, beta=0.1)
+
+
+def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
+    "Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."
+    chunks, latents = chunks_from_setting("1,2", 3), torch.rand(2, 5, 4, 4)
+    chosen = sample_chunks(latents, [(0, 0, 0, 0), (0, 0, 0, 1)], chunks, 1.0)
+    work = build_update_batch(torch.arange(2), chosen, chunks, limit=4)
+    with pretended_cuda():
+        logp = torch.zeros(len(work.segment), device="cuda")
+        assert ratio_floor(logp, logp, work) == 0.0
+
+
+WATCHED = """import torch
+torch.cuda.is_available, torch.cuda.told = lambda: True, [-1]
+torch.cuda.set_device = torch.cuda.told.append
+"""
+
+
+@pytest.mark.parametrize("gpu", [None, 3])
+def test_a_worker_uses_the_gpu_of_its_parent(gpu, monkeypatch, tmp_path):
+    "A child begins on the first GPU, unless its parent says which is theirs."
+    (tmp_path / "sitecustomize.py").write_text(WATCHED)  # the child's
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    child = worker.load_reward_in_worker("tiny_rewards:gpu_told")
+    assert child(torch.zeros(2, 3, 8, 8), ["a", "b"]).tolist() == [-1 if gpu is None else gpu] * 2
+    child.close()

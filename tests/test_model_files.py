@@ -1,0 +1,125 @@
+"""What is fetched of a repository, what a decode holds at once, and which layers an adapter stands beside."""
+
+import json
+
+import pytest
+import tiny_families
+import torch
+from huggingface_hub.utils import filter_repo_objects
+
+from chunk_grpo import InputError
+from chunk_grpo.models import inputs, policy, trainable
+from chunk_grpo.planning.model_cost import find_model_config, meta_policy
+from chunk_grpo.training.rollout import decode_latents
+
+SD35 = """LICENSE.md model_index.json sd3.5_large.safetensors scheduler/scheduler_config.json mmdit.png
+text_encoder/config.json text_encoder/model.safetensors text_encoder/model.fp16.safetensors
+text_encoder_3/config.json text_encoder_3/model-00001-of-00002.safetensors
+text_encoder_3/model-00002-of-00002.safetensors
+text_encoder_3/model.safetensors.index.json
+text_encoder_3/model.fp16-00001-of-00002.safetensors
+text_encoder_3/model.fp16-00002-of-00002.safetensors text_encoder_3/model.safetensors.index.fp16.json
+text_encoders/clip_g.safetensors text_encoders/t5xxl_fp16.safetensors text_encoders/t5xxl_fp8_e4m3fn.safetensors
+tokenizer/merges.txt tokenizer/vocab.json tokenizer_3/spiece.model tokenizer_3/tokenizer.json
+transformer/config.json transformer/diffusion_pytorch_model-00001-of-00002.safetensors
+transformer/diffusion_pytorch_model.safetensors.index.json vae/diffusion_pytorch_model.safetensors vae/config.json"""
+
+
+def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
+    "Of a repository like SD3.5's neither half precision nor what other programs read, and all that a pipeline loads."
+    asked = {}
+
+    def fetch(model, allow_patterns, ignore_patterns):
+        asked["files"] = {*filter_repo_objects(
+            SD35.split(), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)}
+        return tmp_path
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    inputs.locate_model("some/model")
+    left = {*SD35.split()} - asked["files"]
+    assert not [file for file in asked["files"] if "fp16" in file or "text_encoders/" in file]
+    assert all("fp16" in file or file.startswith("text_encoders/") or "/" not in file for file in left), left
+    assert "model_index.json" in asked["files"] and "tokenizer_3/spiece.model" in asked["files"]
+
+
+SHARES = {"black-forest-labs/FLUX.1-dev": 0.7, "black-forest-labs/FLUX.2-klein-4B": 0.9, "Qwen/Qwen-Image": 0.6,
+          "stabilityai/stable-diffusion-3.5-medium": 0.6, "Tongyi-MAI/Z-Image-Turbo": 0.95}
+
+
+def widest(model, images):
+    "The most numbers that any layer of the decoder makes of so many images."
+    most, hooks = [], []
+    for part in model.vae.modules():
+        hooks.append(part.register_forward_hook(
+            lambda _, given, out: most.append(max(x.numel() for x in (*given, out) if isinstance(x, torch.Tensor)))))
+    noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(images)])
+    decode_latents(model, noise, batch=images)
+    for hook in hooks:
+        hook.remove()
+    return max(most)
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
+    "The rule is no less than what a decode makes, and at most twice as much."
+    model = policy.load_policy(str(tiny_families.build(name, tmp_path / "model")), resolution=64, max_tokens=16)
+    counted = policy.largest_vae_activation(model.vae.config, 64)
+    assert widest(model, 1) <= counted <= 2 * widest(model, 1)
+
+
+def test_a_decode_is_split_below_32_bits(tmp_path, monkeypatch):
+    "Twelve images of 1024 pixels go in two parts for FLUX.1-dev's autoencoder; the images are those of one decode."
+    dev = meta_policy(find_model_config("black-forest-labs/FLUX.1-dev"), 1024, 16)
+    assert dev.decode_limit == 7 and dev.set_resolution(512).decode_limit == 31
+    model = policy.load_policy("pocket", resolution=64, max_tokens=12)
+    noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(5)])
+    whole, sizes, decode = decode_latents(model, noise), [], type(model).decode
+    monkeypatch.setattr(type(model), "decode", lambda self, x: sizes.append(len(x)) or decode(self, x))
+    monkeypatch.setattr(type(model), "decode_limit", 2)
+    torch.testing.assert_close(decode_latents(model, noise), whole, rtol=0, atol=1e-5)
+    assert sizes == [2, 2, 1]
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_an_adapter_stands_beside_every_attention_and_feed_forward_layer(name, tmp_path):
+    "All linear layers within blocks but those that only modulate; and what nothing reads has none that is trained."
+    folder = str(tiny_families.build(name, tmp_path / "model"))
+    model = trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, lora_rank=2)
+    adapted = {part.split(".lora_A")[0] for part, _ in model.transformer.named_modules() if part.endswith(".lora_A")}
+    left = [part.removesuffix(".base_layer") for part, layer in model.transformer.named_modules()
+            if isinstance(layer, torch.nn.Linear) and ".lora_" not in part]
+    left = [part for part in left if part not in adapted and "." in part]
+    outside = ("norm", "mod", "ada", "embed", "final_layer")  # what modulates, and what is outside of blocks
+    assert adapted and not [part for part in left if not any(word in part.lower() for word in outside)]
+    assert 0.1 < trainable.trained_share(model) < 1
+
+
+@pytest.mark.parametrize(("name", "least"), SHARES.items())
+def test_how_much_of_a_published_model_an_adapter_reaches(name, least):
+    "All but the modulations; klein's single blocks, most of it, among them."
+    model = meta_policy(find_model_config(name), 64, 16)
+    with torch.device("meta"):
+        trainable.make_trainable(model, 4)
+    assert least < trainable.trained_share(model) < 1
+
+
+def test_a_run_says_what_share_it_trains(tmp_path):
+    "In the log and in run.json; an adapter on the attention alone is a smaller share than on all."
+    from commands import run
+
+    shares = {}
+    for name, words in (("all", []), ("attention", ["lora_targets=[to_q, to_k, to_v]"])):
+        out = tmp_path / name
+        said = run("train", "pocket/tiny", "lora_rank=2", "iterations=1", *words, "--out", out, "--no-report")
+        shares[name] = json.loads((out / "run.json").read_text())["trained_share"]
+        assert f"beside {shares[name]:.1%} of the model" in said + (out / "train.log").read_text()
+    assert 0 < shares["attention"] < shares["all"] < 1
+
+
+def test_a_compiler_is_looked_for_before_weights(monkeypatch):
+    "On a GPU torch.compile needs one of C; nothing is loaded without."
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(policy, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
+        with pytest.raises(InputError, match=f"`compile` must be off on a machine without a {word}"):
+            trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
