@@ -238,7 +238,7 @@ def evaluate(
     names = dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
     model, records = load_trained_policy(run, s), []
-    with atomic_write(run / "evaluation") as folder:
+    with atomic_write(run / "evaluation", replace=True) as folder:
         for arm, split in arms.items():
             records += sample_arm(model, s, prompts, scorers, arm, split, folder, say)
         for record in records:
