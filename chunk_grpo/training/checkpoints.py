@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COPIED_FILES', 'truncate_metrics', 'flatten_optimizer', 'load_optimizer_tensors', 'sha256_of', 'sign_manifest',
            'write_manifest', 'list_checkpoints', 'remove_old_checkpoints', 'checkpoint_folder', 'damaged',
-           'refuse_damaged', 'read_manifest', 'verify_checkpoint', 'check_owner', 'tensor_problem',
+           'refuse_damaged', 'read_manifest', 'verify_checkpoint', 'check_owner', 'is_finite', 'tensor_problem',
            'write_full_checkpoint', 'read_full_checkpoint', 'write_sharded_checkpoint', 'read_sharded_checkpoint']
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #7940fbc3
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .. import InputError
 from ..core.files import atomic_write, read_json, read_json_lines
 from ..core.run_files import CheckpointState, check_content, read_metrics_file
-from ..core.settings import Settings, check_resume, load_settings
+from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #096214ce
 def truncate_metrics(path: Path, last: int) -> None:
@@ -200,7 +200,7 @@ def check_owner(
         raise InputError(f"resume: the checkpoint {folder} was written with other settings: {error}.") from None
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #11567c7c
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     "Whether this process' part of a tensor holds neither nan nor infinity."
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return not local.is_floating_point() or bool(torch.isfinite(local).all())
@@ -218,15 +218,15 @@ def tensor_problem(
             return f"it has no {name}"
         if name in ("weights", "ema") and {k: v.shape for k, v in groups[name].items()} != shapes:
             return f"its {name} are not of the shapes that are trained"
-        infinite = [k for k, v in groups[name].items() if not _is_finite(v)]
+        infinite = [k for k, v in groups[name].items() if not is_finite(v)]
         if infinite:
             return f"{name} {infinite[0]} is not finite"
     moments = {k: v for k, v in groups["optimizer"].items() if k.split(".")[1] in ("exp_avg", "exp_avg_sq")}
     if any(v.shape != shapes.get(k.split(".")[0]) for k, v in moments.items()):
         return "its optimizer's moments are not of the shapes that are trained"
-    state = groups["random"].get("cpu")
-    own = torch.get_rng_state()
-    return "" if state is not None and (state.shape, state.dtype) == (own.shape, own.dtype) else "its random state is cut"
+    state, own = groups["random"].get("cpu"), torch.get_rng_state()
+    same = state is not None and (state.shape, state.dtype) == (own.shape, own.dtype)
+    return "" if same else "its random state is cut"
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #e4f9c307
 def write_full_checkpoint(
