@@ -38,7 +38,7 @@ class RunInfo(RunFile):
     processes: Annotated[int, Field(ge=1)] = 1
     seconds: Amount | None = 0.0
     started: float | None = None
-    made_folder: bool = False  # whether the folder was not there before
+    made_folder: bool = True  # whether the folder was not there before
 
 # %% ../../nbs/02_core/07_run_files.ipynb #149ae872
 class MetricsLine(RunFile):
