@@ -61,6 +61,19 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capf
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command, name", [("speed", "d.json"), ("compare", "d.html"), ("tables", "d.html")])
+def test_a_folder_is_never_replaced_by_a_file(tmp_path, monkeypatch, capfd, command, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("dear")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["chunk-grpo", command, "--out", name, *["nowhere"] * (command == "compare")])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    error = capfd.readouterr().err
+    assert ended.value.code == 2 and "`--out`" in error and "folder" in error and error.count("\n") == 1
+    assert (tmp_path / name / "thesis.tex").read_text() == "dear"
+
+
 def test_the_command_itself_ends_with_2(tmp_path):
     done = call("train", "pocket/tiny", "steps=18", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1

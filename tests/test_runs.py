@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -21,7 +23,14 @@ from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder, runs
 
 HEAD = "import json, os, pathlib, signal, sys, time\nrun = pathlib.Path(sys.argv[1])\n"
-NOTE = "def note(**x): (run/'run.json').write_text(json.dumps({**json.loads((run/'run.json').read_text()), **x}))\n"
+NOTE = """
+def note(**x):
+    if x["status"] == "finished":
+        (run / "final").mkdir(exist_ok=True)
+        (run / "final" / "weights.safetensors").touch()
+    (run / "new").write_text(json.dumps({**json.loads((run / "run.json").read_text()), **x}))
+    os.replace(run / "new", run / "run.json")
+"""
 
 
 @pytest.fixture
@@ -101,6 +110,96 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         run_folder.create_run(s, out, resume=resume, processes=processes)
     assert "\n" not in str(caught.value)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def held(folder):
+    "What lies in a folder, and which folder it is."
+    return folder.stat().st_ino, folder.stat().st_mode, {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_empty_folder_is_worked_in_and_stays(settings, trainer, tmp_path, monkeypatch):
+    "Also where it is the working directory, which cannot be replaced; and when the run is refused."
+    (tmp_path / "own").mkdir(mode=0o750)
+    monkeypatch.chdir(tmp_path / "own")
+    before = held(tmp_path / "own")
+    trainer("print('`reward` must be finite', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(InputError, match="must be finite"):
+        runs.train(settings, ".")
+    assert held(tmp_path / "own") == before
+    trainer(LINES)
+    assert runs.train(settings, ".") == tmp_path / "own"
+    assert held(tmp_path / "own")[:2] == before[:2] and run_folder.read_run_info(".")["status"] == "finished"
+
+
+def test_a_mounted_empty_folder_is_a_run_folder(settings, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a disk can only be mounted by root")
+    try:
+        assert run_folder.read_run_info(run_folder.create_run(settings, disk))["status"] == "created"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_what_a_user_put_into_a_refused_run_stays(settings, trainer, tmp_path):
+    trainer("(run / 'thesis.tex').write_text('dear'); sys.exit(2)")
+    with pytest.raises(InputError):
+        runs.train(settings, tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
+    "All have looked and seen nothing before the first of them makes the folder."
+    together = threading.Barrier(8)
+    makes = run_folder.make_folder
+
+    def make(out):
+        together.wait(60)
+        return makes(out)
+
+    def start(_):
+        try:
+            return run_folder.create_run(settings, tmp_path / "run")
+        except InputError as error:
+            return str(error)
+
+    run_folder.make_folder = make
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(start, range(8)))
+    finally:
+        run_folder.make_folder = makes
+    assert found.count(tmp_path / "run") == 1
+    assert sum("another program has just begun a run" in str(words) for words in found) == 7
+
+
+@pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)", "note(status='running')", "print('done')",
+                                  "note(status='finished'); (run / 'final' / 'weights.safetensors').unlink()"])
+def test_an_end_without_a_complaint_is_no_success(settings, trainer, tmp_path, code):
+    "Exit status 0 counts only where the run says that it is finished and its weights are there."
+    trainer(code)
+    with pytest.raises(launch.TrainingFailed, match="exit status 0 before the run was finished"):
+        runs.train(settings, tmp_path / "run")
+    assert run_folder.read_run_info(tmp_path / "run")["status"] == "failed"
+
+
+def test_warnings_of_the_log_are_seen(settings, trainer, tmp_path, capsys):
+    trainer("print('warning: the checkpoint is damaged'); print('base');" + LINES)
+    runs.train(settings, tmp_path / "run")
+    assert capsys.readouterr().err == "warning: the checkpoint is damaged\n"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("[]", "it holds a list"), ("{}", "has no `settings`"), ("\xff", "cannot be read"),
+    ('{"settings": {}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
+    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: input should be")])
+def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
+    out = run_folder.create_run(settings, tmp_path / "run")
+    (out / "run.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=re.escape(words)) as error:
+        run_folder.create_run(settings, out, resume=True)
+    assert "\n" not in str(error.value)
 
 
 def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tmp_path):

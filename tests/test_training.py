@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import torch
 from commands import command, environment, run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import metrics, trained, wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +115,44 @@ def test_reward_that_fails(world, tmp_path, reward, words):
     assert not (tmp_path / "run" / "final").exists()
 
 
+@pytest.mark.parametrize("changes, code, words", [
+    (["kl=1e30"], 2, "nothing was trained in the last 3 iterations"),
+    (["kl=1e30", "iterations=1"], 2, "nothing was trained in the last 1 iterations"),
+    (["reward=tiny_rewards:huge"], 2, "`reward` must give scores whose mean and spread are finite"),
+    (["reward=tiny_rewards:leaving"], 1, "sys.exit(0) was called")])
+def test_what_trains_nothing_does_not_end_well(world, tmp_path, changes, code, words):
+    "One sentence, another exit code than 0, and no trained weights."
+    said = run("train", world / "s.yaml", *changes, "eval_every=0", "--out", tmp_path / "run", "--no-report", code=code)
+    assert words in said and "Traceback" not in said and "finished" not in said.replace("not finished", "")
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("part", ["vae", "transformer"])
+def test_a_model_of_nan_draws_no_black_pictures(world, tmp_path, part):
+    "Weights that are no numbers are refused before the run has a line, and nothing is left of it."
+    shutil.copytree(world / "model", tmp_path / "model")
+    file = next((tmp_path / "model" / part).glob("*.safetensors"))
+    save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
+    said = run("train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2)
+    assert "images that are not finite" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flipped_bit_costs_one_iteration(world, whole, tmp_path):
+    "The real command: the newest checkpoint and the metrics are damaged, the user reads so, and the run ends the same."
+    out = tmp_path / "run"
+    run("train", world / "s.yaml", "--out", out, "--no-report", "iterations=3")
+    file = out / "checkpoints" / "000003" / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (out / "evaluation").mkdir()
+    said = run("train", world / "s.yaml", "--out", out, "--no-report", "--resume")
+    assert "000003 is damaged (weights.safetensors is not what was written); the run goes on from 000002" in said
+    assert metrics(out)[4:] == metrics(whole)[4:] and trained(out) == trained(whole)
+    assert not (out / "evaluation").exists(), "it was of other weights"
+
+
 def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
     "A reward fails in iteration 1; when it works again the run goes on and ends as if nothing had been."
     flag = tmp_path / "flag"
@@ -139,8 +178,6 @@ def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
 
 def test_damaged_weights(world, tmp_path):
     "A model cut short is refused before anything is written."
-    import shutil
-
     shutil.copytree(world / "model", tmp_path / "model")
     file = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:500])

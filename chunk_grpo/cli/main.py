@@ -153,8 +153,9 @@ def speed(
     out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."
-    if out and (out.suffix != ".json" or not out.absolute().parent.is_dir()):
-        raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
+    if out and (out.suffix != ".json" or not out.absolute().parent.is_dir() or out.is_dir()):
+        what = "the folder " if out.is_dir() else ""
+        raise InputError(f"`--out` must be a .json file in a folder that exists; got {what}{out}")
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
     measure_and_print(model, changes, repeats, reference, out)

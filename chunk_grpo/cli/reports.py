@@ -34,6 +34,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
 ):
     "Put runs side by side."
+    check_profile_options("compare", None, {}, {"out": out})
     from chunk_grpo.reporting import reports  # these here, since they import torch
     from chunk_grpo.runs import run_folder
 
@@ -53,6 +54,7 @@ def tables(
     show: Annotated[list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")] = None,
 ):
     "Rebuild the paper's tables from evaluated runs."
+    check_profile_options("tables", None, {}, {"out": out})
     if arm not in ("hybrid", "plain"):
         raise InputError(f"`--arm` must be hybrid or plain; got {arm!r}")
     wrong = [text for text in name or [] if not all(text.partition("="))]

@@ -17,6 +17,9 @@ def size_problem(
     if s.images_per_prompt % s.updates_per_iteration:
         return (f"`images_per_prompt` must be a multiple of `updates_per_iteration` ({s.updates_per_iteration}), so "
                 f"that every update sees equally many images of each prompt; got {s.images_per_prompt}")
+    if s.keep_every % s.checkpoint_every:
+        return (f"`keep_every` must be 0 or a multiple of `checkpoint_every` ({s.checkpoint_every}), since other "
+                f"iterations have no checkpoint; got {s.keep_every}")
     if s.hybrid_split > s.eval_steps:
         return f"`hybrid_split` must lie between 0 and `eval_steps` ({s.eval_steps}); got {s.hybrid_split}"
     for name in ("resolution", "eval_resolution"):

@@ -180,5 +180,7 @@ class HousekeepingFields(RewardFields):
     "How often something is written, where to, and with how many threads."
     checkpoint_every: int = setting(10, "iterations", OURS, "Iterations between two checkpoints.", ge=1)
     keep_checkpoints: int = setting(2, "checkpoints", OURS, "Newest checkpoints that are kept.", ge=1)
+    keep_every: int = setting(0, "iterations", OURS,
+        "Iterations between two checkpoints that are kept for good, a multiple of `checkpoint_every`; 0: none.", ge=0)
     tracker: Literal["none", "tensorboard", "wandb"] = setting("none", "", OURS, "Where metrics go beside the run.")
     threads: int = setting(0, "threads", OURS, "CPU threads of a process; 0: torch decides.", ge=0)

@@ -4,24 +4,23 @@
 
 # %% auto #0
 __all__ = ['PEER_FAILURE_PATTERN', 'training_command', 'training_log_path', 'lock_training_log', 'start_training',
-           'MetricsFollower', 'end_within', 'wait_for_training', 'TrainingFailed', 'is_peer_failure', 'failed_ranks',
-           'last_log_line', 'rank_failure', 'failure_reason']
+           'MetricsFollower', 'follow_warnings', 'end_within', 'wait_for_training', 'TrainingFailed', 'is_peer_failure',
+           'failed_ranks', 'last_log_line', 'rank_failure', 'failure_reason']
 
 # %% ../../nbs/08_runs/02_launch.ipynb #14a2a804
 import contextlib
-import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
-from .. import InputError
+from ..core.run_files import lock_log
 from ..core.settings import Settings
 from ..core.subprocesses import defer_signals, die_with_parent, terminate_process_group
 from .hosts import Hosts, torchrun_options
@@ -53,13 +52,7 @@ def lock_training_log(
     hosts: Hosts | None = None,
 ) -> BinaryIO:
     "The log of this machine, open and locked; InputError where somebody holds the lock."
-    log = open(training_log_path(run, hosts), "ab")
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.close()
-        raise InputError(f"the run {run} is being trained by another process; wait until it has ended") from None
-    return log
+    return lock_log(training_log_path(run, hosts))
 
 # %% ../../nbs/08_runs/02_launch.ipynb #9bcb04d4
 def start_training(
@@ -109,6 +102,18 @@ class MetricsFollower:
                 self.last = line["iteration"]
                 self.on_log(line, self.s)
 
+# %% ../../nbs/08_runs/02_launch.ipynb #e0bfe134
+def follow_warnings(
+    log: Path,
+    offset: int = 0,  # bytes of it that are older
+) -> Iterator[list[str]]:
+    "The warnings that came since the last look, look after look; only whole lines count."
+    while True:
+        text = log.read_bytes()[offset:] if log.is_file() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        offset += len(whole)
+        yield [x for x in whole.decode(errors="replace").splitlines() if x.startswith("warning: ")]
+
 # %% ../../nbs/08_runs/02_launch.ipynb #afa6b36d
 def end_within(
     child: subprocess.Popen,
@@ -130,12 +135,16 @@ def wait_for_training(
     patience: float = 60.0,  # seconds that the child has to end once the run is finished
     ended_elsewhere: Callable[[], bool] = lambda: False,  # whether training has ended elsewhere, so that it ends here
     grace: float = 10.0,  # seconds that the child then has to end by itself
+    offset: int = 0,  # bytes of the log that are older
 ) -> int:  # the child's exit status; 0 where it had to be ended after the run was finished
     "Follow the metrics until the child has ended."
     follower, finished = MetricsFollower(run, s, on_log), None
+    warnings = follow_warnings(training_log_path(run), offset)
     while True:
         code = child.poll()  # before the metrics: what was written before the end is seen
         follower.poll()
+        for line in next(warnings):
+            print(line, file=sys.stderr, flush=True)
         if code is not None:
             return code
         if finished is None and read_run_info(run)["status"] == "finished":

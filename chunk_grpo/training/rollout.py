@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import InputError
 from ..method.sampler import log_prob, transition_mean_std
 from ..models.policy import Policy
 from ..models.trainable import base_weights
@@ -166,7 +167,11 @@ def sample_ode(
 def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
     "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
     parts = [policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))]
-    return torch.cat(parts).contiguous()  # one order in memory, here and where they are sent: sums depend on it
+    images = torch.cat(parts)
+    if not torch.isfinite(images).all():
+        raise InputError("model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
+                         "small that they stay finite.")
+    return images.contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
 def place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dict[str, Tensor]]:

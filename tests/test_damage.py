@@ -1,0 +1,266 @@
+"""Checkpoints and run files that were cut, mixed up or edited: refused in words or fallen back from, none is used."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chunk_grpo import InputError
+from chunk_grpo.core import settings
+from chunk_grpo.core.files import append_json_line, write_json
+from chunk_grpo.models import fsdp
+from chunk_grpo.training import checkpoints, trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left():
+    "Weights in parts open a group of processes, here of one."
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def fresh(run: Path, kind: str) -> SimpleNamespace:
+    "As much of a training state as checkpoints ask for, before its first iteration."
+    torch.manual_seed(0)
+    net = torch.nn.Module()
+    net.layers, net._repeated_blocks = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]), ["Linear"]
+    sharded = kind == "parts"
+    trained = fsdp.shard_model(net, torch.device("cpu"), torch.float32) if sharded else list(net.parameters())
+    s = settings.load_settings("pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"})
+    one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
+    return SimpleNamespace(
+        run=run, s=s, accelerator=one, policy=SimpleNamespace(trained=trained), ema=None, iteration=0, total=0.0,
+        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None)
+
+
+def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:
+    "Iterations, each with a line and a checkpoint; the weights after each."
+    seen = {}
+    while state.iteration < upto:
+        for p in state.policy.trained:
+            p.grad = torch.ones_like(p)
+        state.optimizer.step()
+        state.iteration += 1
+        append_json_line(state.run / "metrics.jsonl", {"iteration": state.iteration})
+        seen[state.iteration] = values(state)
+        if state.iteration == upto:
+            before_last(state)
+        trainer.save_checkpoint(state)
+    return seen
+
+
+def values(state) -> list:
+    return [fsdp.full_tensor(p.detach()).clone().tolist() for p in state.policy.trained]
+
+
+def begin(run: Path, kind: str) -> SimpleNamespace:
+    "A run folder with its state, before its first iteration."
+    run.mkdir()
+    state = fresh(run, kind)
+    note = {"settings": state.s.model_dump(mode="json"), "status": "created", "run_id": "this"}
+    write_json(run / "run.json", note)
+    write_json(run / "profile.json", {"chunks": "2,3,4,7", "mean": [1.0] * 16})
+    append_json_line(run / "metrics.jsonl", {"iteration": 0})
+    return state
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    "A run of three iterations of each kind, with the weights after each."
+    out = {}
+    for kind in ("whole", "parts"):
+        run = tmp_path_factory.mktemp(kind) / "run"
+        out[kind] = run, train(begin(run, kind), 3)
+    return out
+
+
+def newest(run: Path, name: str = "") -> Path:
+    "A file of the newest checkpoint; of those that have a number in their name the first."
+    return sorted((run / "checkpoints" / "000003").glob(name or "*"))[0]
+
+
+def flip(file: Path) -> None:
+    "Another bit in the middle."
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+HARM = {"flipped": flip, "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+        "empty": lambda file: file.write_bytes(b""), "missing": Path.unlink,
+        "object": lambda file: file.write_text("{}"), "list": lambda file: file.write_text("[]")}
+FILES = {"whole": ["weights.safetensors", "optimizer.safetensors", "random.safetensors"], "parts": ["*.safetensors"]}
+
+
+@pytest.mark.parametrize("kind, name, harm", [
+    (kind, name, harm) for kind in ("whole", "parts") for harm in HARM
+    for name in [*FILES[kind], "state.json", "manifest.json", "metrics.jsonl", "profile.json"]])
+def test_a_damaged_file_of_the_newest_checkpoint(trained, tmp_path, capsys, kind, name, harm):
+    run, seen = tmp_path / "run", trained[kind][1]
+    shutil.copytree(trained[kind][0], run)
+    HARM[harm](newest(run, name))
+    falls_back(run, kind, seen, capsys)
+
+
+def falls_back(run, kind, seen, capsys) -> None:
+    "The run goes on from the second iteration, and says so; the other checkpoint is set aside."
+    state = fresh(run, kind)
+    trainer.resume(state)
+    said = capsys.readouterr().out
+    assert state.iteration == 2 and values(state) == seen[2]
+    assert said.startswith("warning: resume: the checkpoint") and said.count("\n") == 1
+    assert said.endswith("; the run goes on from 000002\n")
+    assert [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert (run / "checkpoints" / "damaged-000003").is_dir() and not (run / "checkpoints" / "000003").exists()
+    assert train(state, 3)[3] == seen[3], "the third iteration is done again"
+
+
+def other_seed(state):
+    state.s = state.s.model_copy(update={"seed": 7})
+
+
+def other_run(state):
+    note = json.loads((state.run / "run.json").read_text())
+    write_json(state.run / "run.json", note | {"run_id": "that"})
+
+
+def set_weight(value):
+    def change(state):
+        with torch.no_grad():
+            (p.to_local() if hasattr(p := state.policy.trained[0], "to_local") else p).fill_(value)
+    return change
+
+
+def set_moment(state):
+    moment = next(iter(state.optimizer.state.values()))["exp_avg"]
+    (moment.to_local() if hasattr(moment, "to_local") else moment).fill_(float("inf"))
+
+
+def broadcast(state):
+    state.policy = SimpleNamespace(trained=[torch.zeros(1), *state.policy.trained[1:]])
+
+
+def fewer(state):
+    state.policy = SimpleNamespace(trained=state.policy.trained[1:])
+
+
+def lines(*numbers):
+    def change(state):
+        text = "".join(f'{{"iteration": {n}}}\n' for n in numbers)
+        (state.run / "metrics.jsonl").write_text(text)
+    return change
+
+
+WRITTEN_WRONG = {"nan": set_weight(float("nan")), "infinite": set_weight(float("inf")), "moment": set_moment,
+                 "seed": other_seed, "run": other_run, "shape": broadcast, "fewer": fewer,
+                 "lost line": lines(0, 1, 3), "doubled line": lines(0, 1, 2, 2, 3), "short": lines(0, 1, 2)}
+
+
+@pytest.mark.parametrize("kind", ["whole", "parts"])
+@pytest.mark.parametrize("case", WRITTEN_WRONG)
+def test_a_checkpoint_whose_sums_are_right_and_whose_content_is_not(tmp_path, capsys, kind, case):
+    run = tmp_path / "run"
+    state = begin(run, kind)
+    note = (run / "run.json").read_text()
+    seen = train(state, 2)
+    log = (run / "metrics.jsonl").read_text()
+    seen |= train(state, 3, WRITTEN_WRONG[case])
+    (run / "run.json").write_text(note)
+    (run / "metrics.jsonl").write_text(log + '{"iteration": 3}\n')
+    falls_back(run, kind, seen, capsys)
+
+
+@pytest.mark.parametrize("case", ["mixed", "of another iteration", "a further file", "changed iteration", "re-signed"])
+def test_checkpoints_that_were_mixed_or_edited(trained, tmp_path, capsys, case):
+    run, seen = tmp_path / "run", trained["whole"][1]
+    shutil.copytree(trained["whole"][0], run)
+    old, new = (run / "checkpoints" / name for name in ("000002", "000003"))
+    if case == "mixed":
+        shutil.copy(old / "optimizer.safetensors", new)
+    elif case == "of another iteration":
+        shutil.rmtree(new)
+        shutil.copytree(old, new)
+    elif case == "a further file":
+        (new / "more.safetensors").touch()
+    else:
+        state = json.loads((new / "state.json").read_text())
+        (new / "state.json").write_text(json.dumps(state | {"iteration": 30}))
+        if case == "re-signed":
+            manifest = json.loads((new / "manifest.json").read_text())
+            (new / "manifest.json").unlink()
+            checkpoints.write_manifest(new, {k: manifest[k] for k in ("iteration", "run_id", "settings")}, {})
+    falls_back(run, "whole", seen, capsys)
+
+
+EDITS = {
+    "line lost": lambda text: text.replace('{"iteration": 1}\n', ""), "line doubled": lambda text: text + text[-17:],
+    "line changed": lambda text: text.replace("1", "5"), "emptied": lambda text: "",
+    "no JSON": lambda text: "?\n" + text, "object": lambda text: "{}"}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "profile.json"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_path, capsys, name, edit):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    before = (run / name).read_text()
+    (run / name).write_text(EDITS[edit](before))
+    state = fresh(run, "whole")
+    trainer.resume(state)
+    assert state.iteration == 3 and (run / name).read_text() == before
+    changed_back = "warning" in capsys.readouterr().out
+    assert changed_back == (not EDITS[edit](before).startswith(before))
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"run_id": "that"}, "was written by another run"), ({"settings": {"seed": 5}}, "`seed` must stay 0"),
+    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id`: input should be")])
+def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    note, state = json.loads((run / "run.json").read_text()), fresh(run, "whole")
+    whole = note["settings"] | change.get("settings", {})
+    write_json(run / "run.json", note | change | {"settings": whole})
+    state.s = settings.load_settings(whole)
+    with pytest.raises(InputError) as error:
+        trainer.resume(state)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert len(checkpoints.list_checkpoints(run)) == 3, "nothing is set aside"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    for folder in checkpoints.list_checkpoints(run):
+        flip(folder / "weights.safetensors")
+    before = (run / "metrics.jsonl").read_text()
+    with pytest.raises(InputError, match="000003 is damaged .*; no checkpoint of this run can be used"):
+        trainer.resume(fresh(run, "whole"))
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_lost_checkpoints_are_said(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    shutil.rmtree(run / "checkpoints")
+    trainer.resume(fresh(run, "whole"))
+    assert "has no checkpoint; its 3 iterations are done again" in capsys.readouterr().out
+
+
+def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = [run / "checkpoints" / f".000004.{gone.pid}", run / f".evaluation.{gone.pid}"]
+    for folder in left:
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(bytes(1000))
+    (run / ".notes").write_text("mine")
+    trainer.resume(fresh(run, "whole"))
+    assert not any(folder.exists() for folder in left) and (run / ".notes").is_file()
