@@ -190,6 +190,7 @@ def serve_reward(
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
+    max_pixels: Annotated[int, typer.Option(help="Most pixels of a request's images in all.")] = 64 * 1024**2,
     batch_wait_ms: Annotated[float, typer.Option(help="Milliseconds to wait for other requests.")] = 0.0,
 ):
     "Serve a reward over HTTP until it is stopped."
@@ -203,8 +204,9 @@ def serve_reward(
 
     given = {key: fields.parse_yaml(value, key) for key, _, value in (text.partition("=") for text in options or ())}
     secret = os.environ.get(token) if token else None
-    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, max_images,
-                             batch_wait_ms=batch_wait_ms)
+    limits = server.ServerLimits(images=max_images, pixels=max_pixels)
+    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits,
+                             batch_wait_ms)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
 REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
