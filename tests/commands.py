@@ -8,7 +8,9 @@ from pathlib import Path
 
 def environment(**more) -> dict[str, str]:
     "The environment of a child."
-    keep = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    tests = Path(__file__).parent
+    path = os.pathsep.join(map(str, (tests.parent, tests)))  # this checkout's package, whatever is installed
+    keep = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return os.environ | keep | {k: str(v) for k, v in more.items()}
 
 

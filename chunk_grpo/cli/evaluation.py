@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'OverridesArgument', 'RunArgument', 'REPORTED_PACKAGES', 'print_rows', 'split_commas', 'echo_now',
            'parse_arm_folders', 'evaluate_heldout', 'score_given_images', 'print_benchmark_scores',
-           'evaluate_benchmark', 'check_evaluate_words', 'evaluate', 'convert_detector', 'reward_env', 'serve_reward',
-           'list_devices', 'reward_files', 'missing_weights_note', 'list_rewards', 'list_benchmarks', 'doctor']
+           'evaluate_benchmark', 'check_evaluate_words', 'foreign_demands', 'check_trust', 'evaluate',
+           'convert_detector', 'reward_env', 'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note',
+           'list_rewards', 'list_benchmarks', 'doctor']
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
@@ -134,6 +135,31 @@ def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | N
         raise InputError("benchmark: --images needs --benchmark; got none." if images else
                          "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
 
+# %% ../../nbs/13_cli/00_evaluation.ipynb #a4c8d6de
+def foreign_demands(
+    s,  # the run's settings
+    changed: set[str],  # settings that the user has given
+) -> list[str]:
+    "What an evaluation would run or contact because the run's settings name it."
+    from chunk_grpo.core import settings as setting  # these here, since they import torch
+    from chunk_grpo.rewards import rewards
+
+    names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
+    found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
+    given = {} if "reward_options" in changed else s.reward_options
+    return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
+
+
+def check_trust(run: Path, overrides: list[str]) -> None:
+    "InputError where a run from elsewhere names code, places or options of rewards."
+    from chunk_grpo.runs import run_folder  # here, since it imports torch
+
+    folder = run_folder.find_run(run)
+    wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
+    if wanted and not run_folder.is_own_run(folder):
+        raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run {', and '.join(wanted)}; "
+                         "look at its run.json, then add --trust, or give other rewards.")
+
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command()
 def evaluate(
@@ -151,9 +177,12 @@ def evaluate(
     judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
     report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
+    trust: Annotated[bool, typer.Option("--trust", help="Run what the settings of a run from elsewhere name.")] = False,
 ):
     "Evaluate a run, or images, on prompts or a benchmark."
     check_evaluate_words(run, benchmark, images)
+    if run is not None and not images and not trust:
+        check_trust(run, overrides or [])
     if not benchmark:
         return evaluate_heldout(run, overrides)
     what, names = (benchmark, source, samples or None), split_commas(rewards) or []

@@ -206,7 +206,8 @@ def check_remote_options(
         parts = httpx.URL(remote.url)
     except (httpx.InvalidURL, TypeError):
         parts = httpx.URL()
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
+    port = parts.port is None or 0 < parts.port < 65536
+    if parts.scheme not in ("http", "https") or not parts.host or not port or parts.userinfo:
         raise InputError(f"url: got {remote.url!r}; allowed is http://host:port or https://host.")
     given = remote.timeout, remote.retries, remote.pause
     seconds = [type(x) in (int, float) and 0 <= x <= MAX_SECONDS for x in (remote.timeout, remote.pause)]
