@@ -157,8 +157,8 @@ def check_trust(run: Path, overrides: list[str]) -> None:
     folder = run_folder.find_run(run)
     wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
     if wanted and not run_folder.is_own_run(folder):
-        raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run {', and '.join(wanted)}; "
-                         "look at its run.json, then add --trust, or give other rewards.")
+        raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run "
+                         f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command()
