@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import papermill
 import pytest
 import synthetic
@@ -16,7 +17,8 @@ from PIL import Image
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.reporting import notebooks
+from chunk_grpo.reporting import comparison_figures, figures, notebooks
+from chunk_grpo.reporting.profile_figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
 
@@ -102,7 +104,7 @@ def check(run: Path, events: list) -> None:
     assert not (run / "ran").exists()
 
 
-@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize("evaluated", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
     if not evaluated:
         shutil.rmtree(stranger / "evaluation")
@@ -112,6 +114,7 @@ def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
     assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (not evaluated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("compare", "."), ("tables", "."), ("plan", "--run", ".")], ids=" ".join)
 def test_what_reads_runs_runs_nothing_of_them(stranger, words):
     done, events = watched(stranger, *words)
@@ -123,11 +126,10 @@ def test_what_reads_runs_runs_nothing_of_them(stranger, words):
 
 
 def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
-    for more in ((), ("--benchmark", "pocket:test")):
-        done, events = watched(stranger, "evaluate", ".", *more)
-        assert done.returncode == 2 and "then add --trust" in done.stderr
-        assert "the code evil:f" in done.stderr and "203.0.113.7" in done.stderr and "s3cret" not in done.stderr
-        check(stranger, events)
+    done, events = watched(stranger, "evaluate", ".")
+    assert done.returncode == 2 and "then add --trust" in done.stderr
+    assert "the code evil:f" in done.stderr and "203.0.113.7" in done.stderr and "s3cret" not in done.stderr
+    check(stranger, events)
 
 
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
@@ -140,9 +142,9 @@ def test_images_beside_the_run_are_not_shown(stranger, far):
     else:
         lines[0]["file"] = str(secret) if far == "absolute" else far
         (stranger / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = run_folder.read_evaluation_scores(stranger)
     with pytest.raises(InputError, match="the run must hold its own files"):
-        write_run_report(stranger)
-    assert not (stranger / "report.html").exists()
+        comparison_figures.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "profile.json", "evaluation", "evaluation/summary.json",
@@ -177,6 +179,7 @@ def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, 
 SCRIPT = "<script>alert(1)</script>"
 
 
+@pytest.mark.slow
 def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
     "Names of rewards and categories, prompts and words of the profile: neither markup nor formulas."
     run = synthetic.write(tmp_path / "%s {x}")
@@ -194,6 +197,27 @@ def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
         page = write_run_report(run, name).read_text()
         assert "<script" not in page
         assert "&lt;script&gt;" in page
+
+
+def test_dollars_in_a_text_make_no_formula():
+    from matplotlib.text import Text
+    for words in (r"$\frac$", "$x_1$", r"a \$5 and $6$"):
+        value = {"mean": 0.1, "lo": 0.0, "hi": 0.2}
+        made = [comparison_figures.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
+                comparison_figures.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
+                comparison_figures.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
+                plot_profile({"mean": [0.5, 0.2], "std": [0.1, 0.1], "kind": words})]
+        for figure in made:
+            figure.canvas.draw()
+            found = [text for text in figure.findobj(Text) if words in text.get_text()]
+            assert found and not any(text.get_parse_math() for text in found)
+
+
+def test_a_logarithmic_axis_keeps_its_formulas():
+    metrics = pd.DataFrame({"iteration": [1, 2, 3], "grad_norm": [1e-5, 1e-3, 1.0]})
+    figure = figures.plot_gradient_norm(metrics)
+    figure.canvas.draw()
+    assert all(label.get_parse_math() for label in figure.axes[0].get_yticklabels())
 
 
 def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):

@@ -87,17 +87,19 @@ def only_reads(
 @contextmanager
 def safe_import_path(
     safe: bool,
+    empty: Path,  # a folder without modules; the kernel takes away the first place where that is the working directory
 ) -> Iterator[list[str]]:  # options of the kernel
     "Within this block Python is started without the working directory among the places of its modules, where `safe`."
-    before = os.environ.get("PYTHONSAFEPATH")
+    before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
     try:
         if safe:
-            os.environ["PYTHONSAFEPATH"] = "1"
+            places = [str(empty), before["PYTHONPATH"]]
+            os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
         yield ["--log-level=ERROR", *["--IPKernelApp.ignore_cwd=True"] * safe]
     finally:
-        if safe:
-            os.environ.pop("PYTHONSAFEPATH")
-            os.environ |= {"PYTHONSAFEPATH": before} if before is not None else {}
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {name: value} if value is not None else {}
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #ba98b14d
 def run_notebook(
@@ -109,7 +111,7 @@ def run_notebook(
     "Execute a notebook."
     names = [str(file).replace("{", "{{").replace("}", "}}") for file in (source, out)]
     try:
-        with safe_import_path(safe) as options:
+        with safe_import_path(safe, out.parent) as options:
             papermill.execute_notebook(*names, parameters=dict(values), progress_bar=False, kernel_name="python3",
                                        coalesce_streams=True, store_widget_state=False, autosave_cell_every=10,
                                        extra_arguments=options)

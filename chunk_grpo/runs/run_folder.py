@@ -250,7 +250,8 @@ def new_run_info(s: Settings, processes: int, nodes: int) -> dict:
     "What run.json holds before a run has begun."
     return {"id": uuid.uuid4().hex, "settings": s.model_dump(mode="json"), "status": "created", "error": None,
             "versions": library_versions(), "git_commit": current_git_commit(), "machine": machine_info(),
-            "nodes": nodes, "processes": processes, **content_hashes(s), "seconds": 0.0, "started": None, "finished": None}
+            "nodes": nodes, "processes": processes, **content_hashes(s), "seconds": 0.0,
+            "started": None, "finished": None}
 
 
 def write_new_run(s: Settings, out: Path, processes: int, nodes: int = 1) -> Path:
