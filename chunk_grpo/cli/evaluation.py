@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'OverridesArgument', 'RunArgument', 'REPORTED_PACKAGES', 'print_rows', 'split_commas', 'echo_now',
            'parse_arm_folders', 'evaluate_heldout', 'score_given_images', 'print_benchmark_scores',
-           'evaluate_benchmark', 'check_evaluate_words', 'foreign_demands', 'check_trust', 'evaluate',
+           'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words', 'evaluate',
            'convert_detector', 'reward_env', 'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note',
            'list_rewards', 'list_benchmarks', 'doctor']
 
@@ -128,13 +128,6 @@ def evaluate_benchmark(
     run = run_folder.find_run(run)
     return benchmark_scores.run_benchmark(run, *benchmark, processes, overrides, names, tools, echo_now)
 
-
-def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None) -> None:
-    "InputError where there is nothing to score, or no list of prompts to score it on."
-    if run is None and not (images and benchmark):
-        raise InputError("benchmark: --images needs --benchmark; got none." if images else
-                         "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
-
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a4c8d6de
 def foreign_demands(
     s,  # the run's settings
@@ -149,7 +142,7 @@ def foreign_demands(
     given = {} if "reward_options" in changed else s.reward_options
     return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
 
-
+# %% ../../nbs/13_cli/00_evaluation.ipynb #b26d0682
 def check_trust(run: Path, overrides: list[str]) -> None:
     "InputError where a run from elsewhere names code, places or options of rewards."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
@@ -159,6 +152,16 @@ def check_trust(run: Path, overrides: list[str]) -> None:
     if wanted and not run_folder.is_own_run(folder):
         raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run "
                          f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
+
+
+def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None,
+                         overrides: list[str] | None = None, trust: bool = True) -> None:
+    "InputError where there is nothing to score, no list of prompts to score it on, or a run that is not trusted."
+    if run is None and not (images and benchmark):
+        raise InputError("benchmark: --images needs --benchmark; got none." if images else
+                         "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
+    if run is not None and not images and not trust:
+        check_trust(run, overrides or [])
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command()
@@ -180,15 +183,12 @@ def evaluate(
     trust: Annotated[bool, typer.Option("--trust", help="Run what the settings of a run from elsewhere name.")] = False,
 ):
     "Evaluate a run, or images, on prompts or a benchmark."
-    check_evaluate_words(run, benchmark, images)
-    if run is not None and not images and not trust:
-        check_trust(run, overrides or [])
+    check_evaluate_words(run, benchmark, images, overrides, trust)
     if not benchmark:
         return evaluate_heldout(run, overrides)
     what, names = (benchmark, source, samples or None), split_commas(rewards) or []
-    judge = (judge_url, judge_model, judge_key)
-    place = evaluate_benchmark(run, overrides or [], what, images or [], processes, out, names, detector, judge)
-    print_benchmark_scores(place, report)
+    print_benchmark_scores(evaluate_benchmark(run, overrides or [], what, images or [], processes, out, names, detector,
+                                              (judge_url, judge_model, judge_key)), report)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #d397eb1e
 @evaluation_app.command()

@@ -104,7 +104,7 @@ def error_detail(
     said = parse_object(answer).get("detail") or answer[:2000].decode(errors="replace")
     return "".join(c if c.isprintable() else " " for c in str(said)[:400]).strip()
 
-
+# %% ../../nbs/05_reward_serving/06_client.ipynb #e3af9558
 def parse_reply(
     remote: RemoteReward,
     status: int,  # of HTTP, below 500
@@ -138,7 +138,7 @@ async def fetch_answer(
                                      "bytes; scores take less.")
             return reply.status_code, bytes(answer)
 
-
+# %% ../../nbs/05_reward_serving/06_client.ipynb #a3e47965
 def run_in_thread(
     call: Callable[[], Coroutine],
 ):

@@ -177,7 +177,7 @@ def check_token(
     if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise HTTPRefusal(401, "token: it is missing or wrong; allowed is the one that the server was started with.")
 
-
+# %% ../../nbs/05_reward_serving/05_server.ipynb #3d3c96d6
 async def read_body(
     request,  # of Starlette
     places: Places,
@@ -213,7 +213,7 @@ def parse_scoring_request(
     except ValueError as error:
         raise HTTPRefusal(400, f"{error}.") from None
 
-
+# %% ../../nbs/05_reward_serving/05_server.ipynb #c5c02f48
 async def score_request(
     scoring: ScoringQueue,
     number: str,  # the request's id

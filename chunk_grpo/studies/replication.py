@@ -186,12 +186,11 @@ def benchmark_folders(
     folders, notes = {}, {}
     for run in map(run_folder.find_run, runs):
         file = run_folder.file_of_run(run, f"benchmarks/{benchmark}/summary.json")
-        method = describe_paper_row(run)["method"]
         if not file.is_file():
             continue
         summary = read_json(file)
         notes[run.name] = summary["first"], read_json(run_folder.file_of_run(file.parent, "manifest.json")).get("seed")
-        for column, wanted in (("FLUX.1-dev", "base"), (method, arm)):
+        for column, wanted in (("FLUX.1-dev", "base"), (describe_paper_row(run)["method"], arm)):
             if column in PAPER_ROW_METHODS and wanted in summary["folders"]:
                 folders.setdefault(column, run_folder.file_of_run(file.parent, wanted))
     if not folders:
