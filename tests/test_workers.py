@@ -70,6 +70,12 @@ def serve():
     return lambda *words, **options: server.serve_in_thread(server.create_scoring_app(*words, **options))
 
 
+def server_limits(**given):
+    "The limits of a server."
+    from chunk_grpo.reward_serving import server
+    return server.ServerLimits(**given)
+
+
 def test_bit_for_bit_here_in_a_worker_and_over_http(serve):
     clip = rewards.load_reward("pocket-clip")
     expected = clip(IMAGES, PROMPTS)
@@ -325,7 +331,7 @@ def test_what_passes_is_tried_again(endpoint, faults):
 @pytest.mark.parametrize(("fault", "said"), {
     401: "refused (401): out of order.", 413: "refused (413)", 307: "refused (307)",
     "number": "answered request 'other' instead of", "missing": "left out 1 of 5 images",
-    "twice": "two scores for one image", "garbage": "must answer with JSON; it said 'I am a teapot'",
+    "twice": "two scores for one image", "garbage": "must answer with JSON; it said b'I am a teapot'",
 }.items())
 def test_what_would_fail_again_is_said_at_once(endpoint, fault, said):
     client, server = endpoint
@@ -342,7 +348,7 @@ def test_a_server_that_stays_away(endpoint):
     ):
         client([500] * 9)(IMAGES, PROMPTS)
     assert len(server.seen) == 3
-    with pytest.raises(protocol.RewardUnavailable, match="the last: ReadTimeout"):
+    with pytest.raises(protocol.RewardUnavailable, match="the last: no answer within 0.1 s"):
         client(["slow"] * 9, timeout=0.1, retries=1)(IMAGES, PROMPTS)
 
 
@@ -404,7 +410,7 @@ def test_the_server_says_what_it_refuses(serve, monkeypatch):
         return torch.full((len(prompts),), float("nan")) if "nan" in prompts else torch.zeros(len(prompts))
     monkeypatch.setenv("A_TOKEN", "right")
     monkeypatch.setenv("ANOTHER", "wrong")
-    with serve("r", reward, token="right", max_images=5, max_bytes=500_000) as url:
+    with serve("r", reward, token="right", limits=server_limits(images=5, bytes=500_000)) as url:
         ask = remote_client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5
         with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
@@ -429,7 +435,7 @@ def test_a_full_queue_is_tried_again_later(serve):
         begun.set()
         free.wait(60)
         return torch.zeros(len(prompts))
-    with serve("r", reward, max_waiting=1) as url, ThreadPoolExecutor(4) as pool:
+    with serve("r", reward, limits=server_limits(waiting=1)) as url, ThreadPoolExecutor(4) as pool:
         ask = remote_client.load_remote_reward(url, retries=0)
         first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1])]
         assert begun.wait(60)  # it is being scored, so the next one waits; sent together, one might be refused

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'OverridesArgument', 'RunArgument', 'REPORTED_PACKAGES', 'print_rows', 'split_commas', 'echo_now',
            'parse_arm_folders', 'evaluate_with_progress', 'evaluate_heldout', 'score_given_images',
-           'print_benchmark_scores', 'evaluate_benchmark', 'check_evaluate_words', 'evaluate', 'convert_detector',
-           'reward_env', 'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_rewards',
-           'list_benchmarks', 'doctor']
+           'print_benchmark_scores', 'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words',
+           'evaluate', 'convert_detector', 'reward_env', 'serve_reward', 'list_devices', 'reward_files',
+           'missing_weights_note', 'list_rewards', 'list_benchmarks', 'doctor']
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
@@ -139,12 +139,40 @@ def evaluate_benchmark(
     run = run_folder.find_run(run)
     return benchmark_scores.run_benchmark(run, *benchmark, processes, overrides, names, tools, echo_now)
 
+# %% ../../nbs/13_cli/00_evaluation.ipynb #a4c8d6de
+def foreign_demands(
+    s,  # the run's settings
+    changed: set[str],  # settings that the user has given
+) -> list[str]:
+    "What an evaluation would run or contact because the run's settings name it."
+    from chunk_grpo.core import settings as setting  # these here, since they import torch
+    from chunk_grpo.rewards import rewards
 
-def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None) -> None:
-    "InputError where there is nothing to score, or no list of prompts to score it on."
+    names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
+    found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
+    given = {} if "reward_options" in changed else s.reward_options
+    return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
+
+# %% ../../nbs/13_cli/00_evaluation.ipynb #b26d0682
+def check_trust(run: Path, overrides: list[str]) -> None:
+    "InputError where a run from elsewhere names code, places or options of rewards."
+    from chunk_grpo.runs import run_folder  # here, since it imports torch
+
+    folder = run_folder.find_run(run)
+    wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
+    if wanted and not run_folder.is_own_run(folder):
+        raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run "
+                         f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
+
+
+def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None,
+                         overrides: list[str] | None = None, trust: bool = True) -> None:
+    "InputError where there is nothing to score, no list of prompts to score it on, or a run that is not trusted."
     if run is None and not (images and benchmark):
         raise InputError("benchmark: --images needs --benchmark; got none." if images else
                          "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
+    if run is not None and not images and not trust:
+        check_trust(run, overrides or [])
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command()
@@ -163,15 +191,15 @@ def evaluate(
     judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
     report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
+    trust: Annotated[bool, typer.Option("--trust", help="Run what the settings of a run from elsewhere name.")] = False,
 ):
     "Evaluate a run, or images, on prompts or a benchmark."
-    check_evaluate_words(run, benchmark, images)
+    check_evaluate_words(run, benchmark, images, overrides, trust)
     if not benchmark:
         return evaluate_heldout(run, overrides, processes)
     what, names = (benchmark, source, samples or None), split_commas(rewards) or []
-    judge = (judge_url, judge_model, judge_key)
-    place = evaluate_benchmark(run, overrides or [], what, images or [], processes, out, names, detector, judge)
-    print_benchmark_scores(place, report)
+    print_benchmark_scores(evaluate_benchmark(run, overrides or [], what, images or [], processes, out, names, detector,
+                                              (judge_url, judge_model, judge_key)), report)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #d397eb1e
 @evaluation_app.command()
@@ -202,6 +230,7 @@ def serve_reward(
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
+    max_pixels: Annotated[int, typer.Option(help="Most pixels of a request's images in all.")] = 64 * 1024**2,
     batch_wait_ms: Annotated[float, typer.Option(help="Milliseconds to wait for other requests.")] = 0.0,
 ):
     "Serve a reward over HTTP until it is stopped."
@@ -215,8 +244,9 @@ def serve_reward(
 
     given = {key: fields.parse_yaml(value, key) for key, _, value in (text.partition("=") for text in options or ())}
     secret = os.environ.get(token) if token else None
-    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, max_images,
-                             batch_wait_ms=batch_wait_ms)
+    limits = server.ServerLimits(images=max_images, pixels=max_pixels)
+    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits,
+                             batch_wait_ms)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
 REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['app', 'SettingsArgument', 'ProcessesOption', 'root_callback', 'run_and_metrics', 'check_plan_words',
-           'print_estimates', 'print_measured', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command',
-           'exit_with', 'train_or_exit', 'announce_run_folder', 'evaluate_finished', 'finish_training', 'train',
-           'check_study_words', 'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
+           'check_run_model', 'print_estimates', 'print_measured', 'plan', 'measure_and_print', 'speed', 'run_name',
+           'resume_command', 'exit_with', 'train_or_exit', 'announce_run_folder', 'evaluate_finished',
+           'finish_training', 'train', 'check_study_words', 'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study',
+           'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import os
@@ -62,6 +63,16 @@ def check_plan_words(source: str | None, run: Path | None, rate: float, device: 
         raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
     if not (source or run):
         raise InputError("`plan` needs settings or a run in `--run`; got neither")
+
+# %% ../../nbs/13_cli/02_main.ipynb #0614f69f
+def check_run_model(run: Path, s: settings.Settings) -> None:
+    "InputError where a stranger's run would have a folder beside it read."
+    from chunk_grpo.planning import model_cost  # these here, since they import torch
+    from chunk_grpo.runs import run_folder
+
+    if s.model not in ("pocket", *model_cost.known_model_configs()) and not run_folder.is_own_run(run):
+        raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and its model "
+                         f"{s.model!r} is not one that chunk-grpo knows")
 
 # %% ../../nbs/13_cli/02_main.ipynb #f107d6e9
 def print_estimates(
@@ -121,6 +132,8 @@ def plan(
     check_plan_words(source, run, rate, device, share)
     note, lines, processes = run_and_metrics(run, processes)
     s = settings.load_settings(source if source else note["settings"], overrides or ())
+    if not source:
+        check_run_model(run, s)
     speed = print_estimates(s, processes, rate * 1e12, device, share)
     if run:
         print_measured(run, note, lines, s, speed)

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from .figures import ARM_LABELS, METHOD_COLOURS, create_subplots, with_house_style
+from ..runs.run_folder import file_of_run
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #00fbcf95
 GRID_INCHES = {"text": 1.45, "side": 0.95, "gap": 0.06, "below": 0.2, "head": 0.28, "between": 0.3}  # inches
@@ -72,7 +73,7 @@ def plot_before_after(
     arms = [arm for arm in ARM_LABELS if (first.arm == arm).any()]
     cells = {(row.prompt_index, row.arm): row for row in first.itertuples()}
     rows = [[cells[p, arm] for arm in arms] for p in chosen]
-    files = [[Path(folder) / cell.file for cell in row] for row in rows]
+    files = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
     words = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
     return plot_image_grid(files, [row[0].prompt for row in rows], [ARM_LABELS[arm] for arm in arms], words,
                            blocks=1 + (len(rows) > 3 and len(arms) < 4))

@@ -9,6 +9,7 @@ __all__ = ['METHOD_COLOURS', 'ARM_LABELS', 'RC_PARAMS', 'create_subplots', 'with
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #9698ab8b
 import functools
+import html as markup
 import io
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +19,7 @@ import pandas as pd
 from IPython.display import HTML, Image, display
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from ..core.statistics import NORMAL_QUANTILE
@@ -44,11 +46,15 @@ def create_subplots(
 
 
 def with_house_style(draw):  # a function that returns a figure
-    "The same function, drawing in the house style."
+    "The same function, drawing in the house style; every text that it writes is text, also with dollars in it."
     @functools.wraps(draw)
     def drawn(*arguments, **options):
         with mpl.rc_context(RC_PARAMS):
-            return draw(*arguments, **options)
+            figure = draw(*arguments, **options)
+        for text in figure.findobj(Text):
+            if "$" in text.get_text():  # the numbers of a logarithmic axis, which are formulas, are written later
+                text.set_parse_math(False)
+        return figure
     return drawn
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #9fc5f2e4
@@ -68,7 +74,7 @@ def display_figure(
 ) -> None:
     "Display a figure with its caption below."
     display(Image(figure_to_png(figure, dpi), width=round(figure.get_size_inches()[0] * 110), alt=caption))
-    display(HTML(f'<p class="caption">{caption}</p>'))
+    display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #98169044
 def draw_reward(axis, metrics: pd.DataFrame, colour: str) -> None:

@@ -4,12 +4,18 @@
 
 # %% auto #0
 __all__ = ['REPORTS_FOLDER', 'PARAMETER_TYPES', 'REPORT_CSS', 'REPORT_HTML_TEMPLATE', 'list_reports', 'find_report_notebook',
-           'report_parameters', 'check_report_parameters', 'execute_report', 'drop_log_outputs', 'notebook_to_html']
+           'report_parameters', 'check_report_parameters', 'only_reads', 'safe_import_path', 'run_notebook',
+           'execute_report', 'drop_log_outputs', 'notebook_to_html']
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #378344c3
 import ast
 import difflib
 import html as markup
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
@@ -70,6 +76,49 @@ def check_report_parameters(
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"`{key}` of the report {Path(name).stem} must be {words}; got {value!r}")
 
+# %% ../../nbs/11_reporting/04_notebooks.ipynb #3169beff
+def only_reads(
+    values: Mapping,  # parameters of a report
+) -> bool:
+    "Whether a report is about what lies there, and trains nothing."
+    return values.get("train") is False or any(values.get(name) for name in ("run", "runs", "folder"))
+
+
+@contextmanager
+def safe_import_path(
+    safe: bool,
+    empty: Path,  # a folder without modules; the kernel takes away the first place where that is the working directory
+) -> Iterator[list[str]]:  # options of the kernel
+    "Within this block Python is started without the working directory among the places of its modules, where `safe`."
+    before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    try:
+        if safe:
+            places = [str(empty), before["PYTHONPATH"]]
+            os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        yield ["--log-level=ERROR", *["--IPKernelApp.ignore_cwd=True"] * safe]
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {name: value} if value is not None else {}
+
+# %% ../../nbs/11_reporting/04_notebooks.ipynb #ba98b14d
+def run_notebook(
+    source: Path,  # a report notebook
+    out: Path,  # the executed one
+    values: Mapping,  # its parameters
+    safe: bool,  # without the modules of the working directory
+) -> PapermillExecutionError | None:  # the error of a cell, up to which `out` was written
+    "Execute a notebook."
+    names = [str(file).replace("{", "{{").replace("}", "}}") for file in (source, out)]
+    try:
+        with safe_import_path(safe, out.parent) as options:
+            papermill.execute_notebook(*names, parameters=dict(values), progress_bar=False, kernel_name="python3",
+                                       coalesce_streams=True, store_widget_state=False, autosave_cell_every=10,
+                                       extra_arguments=options)
+    except PapermillExecutionError as error:
+        return error
+    return None
+
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #b8b23cff
 def execute_report(
     name: str | Path,  # name of a shipped report, or a notebook file
@@ -80,16 +129,13 @@ def execute_report(
     "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
     check_report_parameters(name, values)
     out = Path(out).resolve()
-    out.parent.mkdir(parents=True, exist_ok=True)
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-    try:
-        papermill.execute_notebook(str(find_report_notebook(name)), str(out), parameters=values, progress_bar=False,
-                                   kernel_name="python3", coalesce_streams=True, store_widget_state=False,
-                                   autosave_cell_every=10, extra_arguments=["--log-level=ERROR"])
-    except PapermillExecutionError as error:
-        if error.ename == "InputError":
-            out.unlink(missing_ok=True)
-            raise InputError(error.evalue) from None
+    with tempfile.TemporaryDirectory() as folder, atomic_write(out) as new:
+        error = run_notebook(find_report_notebook(name), Path(folder) / "report.ipynb", values, only_reads(values))
+        if error and error.ename == "InputError":
+            raise InputError(error.evalue)
+        shutil.copyfile(Path(folder) / "report.ipynb", new)
+    if error:
         raise RuntimeError(f"the report {Path(name).stem} stopped in its cell {error.exec_count} with "
                            f"{error.ename}: {error.evalue}; it is kept as far as it came in {out}") from error
     return out

@@ -15,7 +15,8 @@ import pandas as pd
 from .. import InputError
 from ..core import settings as setting
 from ..core.settings import Settings, training_method
-from ..runs.run_folder import find_run, read_evaluation_summary, read_metrics_lines, read_run_settings
+from ..runs.run_folder import file_of_run, find_run, read_evaluation_summary, read_metrics_lines
+from ..runs.run_folder import read_run_settings
 
 # %% ../../nbs/11_reporting/05_reports.ipynb #5a7b603e
 def write_report(
@@ -39,7 +40,7 @@ def write_run_report(
     "The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."
     run = find_run(run).resolve()
     if name == "evaluate":
-        return write_report(name, run / "evaluation" / "report.html", run=str(run))
+        return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
     if name != "train":
         raise InputError(f"the report of a run must be train or evaluate; got {name!r}")
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)

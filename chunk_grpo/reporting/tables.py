@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['format_number', 'format_small_number', 'format_interval', 'format_seconds', 'interval_direction', 'describe_change',
-           'rows_to_html', 'display_html', 'paragraph_html', 'settings_html', 'evaluation_html', 'as_trained_note',
-           'category_html', 'preservation_html', 'comparison_html', 'group_html']
+           'rows_to_html', 'display_html', 'paragraph_html', 'heading_html', 'settings_html', 'evaluation_html',
+           'as_trained_note', 'category_html', 'preservation_html', 'comparison_html', 'group_html']
 
 # %% ../../nbs/11_reporting/03_tables.ipynb #c9ffea94
 import html as markup
@@ -117,6 +117,13 @@ def paragraph_html(
 ) -> str:
     "A paragraph of HTML."
     return f'<p class="{kind}">{markup.escape(text)}</p>'
+
+
+def heading_html(
+    text: str,  # plain text
+) -> str:
+    "A heading of HTML within a section."
+    return f"<h3>{markup.escape(text)}</h3>"
 
 # %% ../../nbs/11_reporting/03_tables.ipynb #80afb858
 def settings_html(

@@ -7,6 +7,7 @@ __all__ = ['UNFINISHED', 'record_training_end', 'record_interrupt', 'resolve_hos
            'progress_printer']
 
 # %% ../../nbs/08_runs/04_runs.ipynb #89873057
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .. import InputError
 from ..core.settings import Settings
 from ..core.subprocesses import raise_on_sigterm, terminate_process_group
 from .hosts import Hosts, load_hosts
-from .launch import TrainingFailed, failure_reason, start_training, wait_for_training
+from .launch import TrainingFailed, failure_reason, launch_variables, start_training, wait_for_training
 from .multi_node import NodeHeartbeats, agree_on_failure, announce_interrupt, has_peer_ended
 from .multi_node import join_training, start_heartbeats
 from .run_folder import create_run, discard_run, has_final_weights, read_metrics_lines, read_run_info
@@ -112,6 +113,7 @@ def train(
 ) -> Path:  # the folder of the finished run
     "Train in a process of its own; InputError for bad input, TrainingFailed for a crash."
     h = resolve_hosts(hosts, out, processes) if hosts else Hosts(nodes=1, processes=processes)
+    launch_variables(os.environ, h.world_size)  # refused before a folder is made
     if h.node:
         return join_training(s, out, h)
     run = create_run(s, out, resume, h.world_size, name, h.nodes)

@@ -36,9 +36,9 @@ def describe_paper_row(
     run: Path,  # a run folder
 ) -> dict:  # method, steps, chunks, trained_on, model
     "Where a run stands among the paper's."
-    s, measured = run_folder.read_run_settings(run), Path(run) / "profile.json"
-    if s.chunks == "profile" and measured.is_file():
-        sizes = Chunks.parse(read_json(measured)["chunks"]).sizes
+    s, measured = run_folder.read_run_settings(run), run_folder.read_run_profile(run)
+    if s.chunks == "profile" and measured:
+        sizes = Chunks.parse(measured["chunks"]).sizes
     else:
         sizes = s.chunk_rule.chunks.sizes if s.chunk_rule.chunks else ()
     chunks = format_chunk_sizes(sizes) if sizes else s.chunks
@@ -98,8 +98,9 @@ def collect_scores(
     "Everything that the runs scored; InputError for a folder that is no run."
     rows = []
     for run in map(run_folder.find_run, runs):
-        found = {"held-out": run / "evaluation" / "summary.json"}
-        found |= {file.parent.name: file for file in sorted(run.glob("benchmarks/*/summary.json"))}
+        found = {"held-out": run_folder.file_of_run(run, "evaluation/summary.json")}
+        found |= {file.parent.name: run_folder.file_of_run(run, str(file.relative_to(run)))
+                  for file in sorted(run.glob("benchmarks/*/summary.json"))}
         for benchmark, file in found.items():
             if file.is_file():
                 rows += [{"run": run.name, **describe_paper_row(run), "benchmark": benchmark, **one}
@@ -184,14 +185,14 @@ def benchmark_folders(
     "Where the images of the methods lie; InputError where the runs drew other prompts or seeds."
     folders, notes = {}, {}
     for run in map(run_folder.find_run, runs):
-        file, method = run / "benchmarks" / benchmark / "summary.json", describe_paper_row(run)["method"]
+        file = run_folder.file_of_run(run, f"benchmarks/{benchmark}/summary.json")
         if not file.is_file():
             continue
         summary = read_json(file)
-        notes[run.name] = summary["first"], read_json(file.parent / "manifest.json").get("seed")
-        for column, wanted in (("FLUX.1-dev", "base"), (method, arm)):
+        notes[run.name] = summary["first"], read_json(run_folder.file_of_run(file.parent, "manifest.json")).get("seed")
+        for column, wanted in (("FLUX.1-dev", "base"), (describe_paper_row(run)["method"], arm)):
             if column in PAPER_ROW_METHODS and wanted in summary["folders"]:
-                folders.setdefault(column, file.parent / wanted)
+                folders.setdefault(column, run_folder.file_of_run(file.parent, wanted))
     if not folders:
         return {}, []
     lead, (first, seed) = next(iter(notes.items()))
@@ -220,5 +221,6 @@ def side_by_side_images(
             raise InputError(f"prompts: {len(prompts) - len(chosen)} of {len(prompts)} are not in {benchmark}; allowed "
                              "are its prompts, word for word.")
     columns = [name for name in PAPER_ROW_METHODS if name in folders]
-    rows = [{"prompt": one["prompt"], "files": [folders[name] / one["file"] for name in columns]} for one in chosen]
+    rows = [{"prompt": one["prompt"], "files": [run_folder.file_of_run(folders[name], one["file"]) for name in columns]}
+            for one in chosen]
     return rows, [PAPER_ROW_METHODS[name] for name in columns]

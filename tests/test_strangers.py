@@ -1,0 +1,240 @@
+"""A run folder from a stranger is data: reading it runs nothing, contacts nobody, opens nothing beside it."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import papermill
+import pytest
+import synthetic
+from commands import environment
+from PIL import Image
+
+from chunk_grpo import InputError
+from chunk_grpo.core.files import read_json, write_json
+from chunk_grpo.reporting import comparison_figures, figures, notebooks
+from chunk_grpo.reporting.profile_figures import plot_profile
+from chunk_grpo.reporting.reports import write_run_report
+from chunk_grpo.runs import run_folder
+
+WATCH = """import os, sys
+
+def watch(event, words):
+    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
+        say("run", [words[0], *(words[1] if isinstance(words[1], (list, tuple)) else [words[1]])])
+    elif event == "socket.connect":
+        say("connect", words[1])
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        say("ask", words[0])
+    elif event == "open" and isinstance(words[0], (str, bytes)):
+        say("open", os.path.realpath(os.fsdecode(words[0])))
+    elif event == "import":
+        say("import", words[0])
+
+def say(*line):
+    os.write(log, (repr(line) + "\\n").encode())
+
+log = os.open(os.environ["WATCH_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+sys.addaudithook(watch)
+"""
+EVIL = """import pathlib
+pathlib.Path(__file__).with_name("ran").touch()
+def f(images, prompts):
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    "A run folder that asks for everything: code in the folder, an environment, an address with a secret."
+    run = synthetic.write(tmp_path / "run")
+    note = read_json(run / "run.json")
+    options = {"evil:f": {"environment": str(run / "env")},
+               "pocket-clip": {"url": "http://203.0.113.7:9", "token_variable": "A_SECRET", "retries": 0, "timeout": 1}}
+    note["settings"] |= {"reward": {"pocket-clip": 1.0, "evil:f": 1.0}, "eval_rewards": [], "reward_options": options,
+                         "model": str(tmp_path / "outside"), "prompts": str(tmp_path / "outside" / "secret.txt"),
+                         "eval_prompts": str(tmp_path / "outside" / "secret.txt")}
+    write_json(run / "run.json", note)
+    (run / "env" / "bin").mkdir(parents=True)
+    for name in ("python", "python3"):
+        (run / "env" / "bin" / name).write_text(f"#!/bin/sh\ntouch {run}/ran\n")
+        (run / "env" / "bin" / name).chmod(0o755)
+    for name in ("evil", "pandas", "ipykernel_launcher", "papermill", "matplotlib", "sitecustomize", "chunk_grpo"):
+        (run / f"{name}.py").write_text(EVIL)
+    (run / "final").mkdir(exist_ok=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret.txt").write_text("a secret")
+    (tmp_path / "outside" / "model_index.json").write_text("{}")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "outside" / "secret.png")
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH)
+    return run
+
+
+def watched(run: Path, *words):
+    "Run the command line in the run folder with everything watched; what it did, and how it ended."
+    watch = run.parent / "watch"
+    log = watch / "log"
+    log.write_text("")
+    path = os.pathsep.join(map(str, (watch, Path(notebooks.__file__).parents[2], Path(__file__).parent)))
+    program = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
+    env = environment(A_SECRET="s3cret", WATCH_LOG=log, CHUNK_GRPO_CACHE=run.parent / "cache") | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-P", "-c", program, *map(str, words)], cwd=run, env=env,
+                          capture_output=True, text=True, timeout=600)
+    return done, [eval(line) for line in log.read_text().splitlines()]
+
+
+def check(run: Path, events: list) -> None:
+    "Nothing of the folder was run or imported, nobody contacted, nothing beside it opened."
+    root, outside = str(run), str(run.parent / "outside")
+    assert len([e for e in events if e[0] == "import"]) > 100, "the watch was on"
+    assert not [e for e in events if e[0] == "run" and any(root in str(w) and "env" in str(w) for w in e[1])]
+    away = [e[1][0] for e in events if e[0] == "connect" and isinstance(e[1], tuple)]
+    away = [host for host in away if host not in ("127.0.0.1", "::1")]
+    assert not away and not [e for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost")]
+    opened = [e[1] for e in events if e[0] == "open"]
+    assert not [file for file in opened if file.startswith(outside)]
+    assert not [file for file in opened if file.startswith(root) and file.endswith(".py")]
+    assert not [e for e in events if e[0] == "import" and e[1] == "evil"]
+    assert not (run / "ran").exists()
+
+
+@pytest.mark.parametrize("evaluated", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
+    if not evaluated:
+        shutil.rmtree(stranger / "evaluation")
+    done, events = watched(stranger, "report", ".")
+    assert done.returncode == 0, done.stderr
+    check(stranger, events)
+    assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (not evaluated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("compare", "."), ("tables", "."), ("plan", "--run", ".")], ids=" ".join)
+def test_what_reads_runs_runs_nothing_of_them(stranger, words):
+    done, events = watched(stranger, *words)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (2 if words[0] == "plan" else 0), done.stderr
+    check(stranger, events)
+    if words[0] == "plan":
+        assert "was not made on this machine, and its model" in done.stderr
+
+
+def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
+    done, events = watched(stranger, "evaluate", ".")
+    assert done.returncode == 2 and "then add --trust" in done.stderr
+    assert "the code evil:f" in done.stderr and "203.0.113.7" in done.stderr and "s3cret" not in done.stderr
+    check(stranger, events)
+
+
+@pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
+def test_images_beside_the_run_are_not_shown(stranger, far):
+    secret = stranger.parent / "outside" / "secret.png"
+    lines = [json.loads(line) for line in (stranger / "evaluation" / "scores.jsonl").read_text().splitlines()]
+    if far == "link":
+        (stranger / "evaluation" / lines[0]["file"]).unlink()
+        (stranger / "evaluation" / lines[0]["file"]).symlink_to(secret)
+    else:
+        lines[0]["file"] = str(secret) if far == "absolute" else far
+        (stranger / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = run_folder.read_evaluation_scores(stranger)
+    with pytest.raises(InputError, match="the run must hold its own files"):
+        comparison_figures.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "profile.json", "evaluation", "evaluation/summary.json",
+                                  "evaluation/scores.jsonl", "train.log"])
+def test_links_out_of_a_run_are_refused(stranger, name):
+    (stranger / "train.log").touch()
+    run_folder.update_run_json(stranger, status="running")
+    shutil.move(stranger / name, stranger.parent / "moved")
+    (stranger / name).symlink_to(stranger.parent / "moved")
+    with pytest.raises(InputError, match="the run must hold its own files"):
+        run_folder.read_run_info(stranger)
+        run_folder.read_metrics(stranger)
+        run_folder.read_run_profile(stranger)
+        run_folder.read_evaluation_summary(stranger)
+        run_folder.read_evaluation_scores(stranger)
+
+
+def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, monkeypatch):
+    from chunk_grpo.core import settings as setting
+
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
+    shutil.copytree(run, tmp_path / "copy")
+    assert run_folder.is_own_run(run) and run_folder.is_own_run(tmp_path / "copy")
+    changed = read_json(run / "run.json")["settings"] | {"reward_options": {"pocket-clip": {"url": "x"}}}
+    run_folder.update_run_json(run, settings=changed)
+    assert not run_folder.is_own_run(run)
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "another"))
+    assert not run_folder.is_own_run(tmp_path / "copy")
+
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+@pytest.mark.slow
+def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
+    "Names of rewards and categories, prompts and words of the profile: neither markup nor formulas."
+    run = synthetic.write(tmp_path / "%s {x}")
+    for file in (run / "run.json", run / "metrics.jsonl", run / "evaluation" / "summary.json",
+                 run / "evaluation" / "scores.jsonl"):
+        text = file.read_text().replace("single_object", SCRIPT).replace("pocket-geneval", f"m:{SCRIPT}")
+        file.write_text(text)
+    lines = [json.loads(line) for line in (run / "evaluation" / "scores.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["prompt"] = r"$\frac$ and $x_1$ " + SCRIPT
+    (run / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = {"kind": f"$\\frac$ {SCRIPT}", "sampler": SCRIPT}
+    write_json(run / "profile.json", read_json(run / "profile.json") | words)
+    for name in ("train", "evaluate"):
+        page = write_run_report(run, name).read_text()
+        assert "<script" not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_dollars_in_a_text_make_no_formula():
+    from matplotlib.text import Text
+    for words in (r"$\frac$", "$x_1$", r"a \$5 and $6$"):
+        value = {"mean": 0.1, "lo": 0.0, "hi": 0.2}
+        made = [comparison_figures.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
+                comparison_figures.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
+                comparison_figures.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
+                plot_profile({"mean": [0.5, 0.2], "std": [0.1, 0.1], "kind": words})]
+        for figure in made:
+            figure.canvas.draw()
+            found = [text for text in figure.findobj(Text) if words in text.get_text()]
+            assert found and not any(text.get_parse_math() for text in found)
+
+
+def test_a_logarithmic_axis_keeps_its_formulas():
+    metrics = pd.DataFrame({"iteration": [1, 2, 3], "grad_norm": [1e-5, 1e-3, 1.0]})
+    figure = figures.plot_gradient_norm(metrics)
+    figure.canvas.draw()
+    assert all(label.get_parse_math() for label in figure.axes[0].get_yticklabels())
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
+    run = synthetic.write(tmp_path / "run")
+    (run / "report.ipynb").write_text("the old one")
+
+    def full(source, out, **rest):
+        Path(out).write_text("")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(papermill, "execute_notebook", full)
+    with pytest.raises(InputError, match="no disk space"):
+        write_run_report(run)
+    assert (run / "report.ipynb").read_text() == "the old one"
+    assert not [file for file in run.iterdir() if file.name.startswith(".")]
+
+
+def test_the_page_of_a_profile_shows_no_formula():
+    book = json.loads(notebooks.find_report_notebook("profile").read_text())
+    assert not [cell for cell in book["cells"] if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
