@@ -1977,6 +1977,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch.failure_reason': ( '08_runs/launch.html#failure_reason',
                                                                                    'chunk_grpo/runs/launch.py'),
+                                        'chunk_grpo.runs.launch.follow_run': ( '08_runs/launch.html#follow_run',
+                                                                               'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch.follow_warnings': ( '08_runs/launch.html#follow_warnings',
                                                                                     'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch.is_peer_failure': ( '08_runs/launch.html#is_peer_failure',

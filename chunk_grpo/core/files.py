@@ -82,8 +82,7 @@ def move_into_place(
         remove_abandoned(path.parent, path.name)
 
 # %% ../../nbs/02_core/00_files.ipynb #3df186c3
-WRITE_PROBLEMS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP,
-                  errno.EEXIST}  # that a user mends
+WRITE_PROBLEMS = {getattr(errno, f"E{name}") for name in "DQUOT ACCES PERM ROFS NAMETOOLONG NOTDIR LOOP EXIST".split()}
 
 
 @contextlib.contextmanager

@@ -252,8 +252,7 @@ def build_pocket(
     save_pipeline(made["misled"], made["vae"], out / "base")
     made["clip"].save_pretrained(out / "clip")
     new_tokenizer("clip").save_pretrained(out / "clip")
-    reward = clip.PocketCLIP(out / "clip")
-    measured = {}
+    reward, measured = clip.PocketCLIP(out / "clip"), {}
     if images:
         measured = {name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
                     for name, part, steps, eta in (("ode", "misled", 20, 0.0), ("sde", "misled", 17, 0.7),

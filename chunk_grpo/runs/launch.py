@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['FOREIGN_SIZES', 'FOREIGN_RANKS', 'PEER_FAILURE_PATTERN', 'training_command', 'training_log_path', 'lock_training_log',
-           'launch_variables', 'start_training', 'MetricsFollower', 'follow_warnings', 'end_within',
+           'launch_variables', 'start_training', 'MetricsFollower', 'follow_warnings', 'end_within', 'follow_run',
            'wait_for_training', 'TrainingFailed', 'is_peer_failure', 'failed_ranks', 'last_log_line', 'rank_failure',
            'failure_reason']
 
 # %% ../../nbs/08_runs/02_launch.ipynb #14a2a804
 import contextlib
+import math
 import os
 import re
 import signal
@@ -146,6 +147,21 @@ def end_within(
     terminate_process_group(child)
     return child.returncode
 
+# %% ../../nbs/08_runs/02_launch.ipynb #80f11eba
+def follow_run(
+    run: Path,
+    s: Settings,  # of the run, handed on to `on_log`
+    on_log: Callable | None = None,  # called with every new line of metrics and the settings
+    offset: int = 0,  # bytes of the log that are older
+) -> Iterator[None]:  # a step is a look
+    "Hand on what is new in a run's metrics, and print the warnings of its log."
+    follower, warnings = MetricsFollower(run, s, on_log), follow_warnings(training_log_path(run), offset)
+    while True:
+        follower.poll()
+        for line in next(warnings):
+            print(line, file=sys.stderr, flush=True)
+        yield
+
 # %% ../../nbs/08_runs/02_launch.ipynb #c590a6f4
 def wait_for_training(
     child: subprocess.Popen,
@@ -159,18 +175,14 @@ def wait_for_training(
     offset: int = 0,  # bytes of the log that are older
 ) -> int:  # the child's exit status; 0 where it had to be ended after the run was finished
     "Follow the metrics until the child has ended."
-    follower, finished = MetricsFollower(run, s, on_log), None
-    warnings = follow_warnings(training_log_path(run), offset)
+    look, finished = follow_run(run, s, on_log, offset), math.inf
     while True:
-        code = child.poll()  # before the metrics: what was written before the end is seen
-        follower.poll()
-        for line in next(warnings):
-            print(line, file=sys.stderr, flush=True)
+        code, _ = child.poll(), next(look)  # in this order: what was written before the end is seen
         if code is not None:
             return code
-        if finished is None and read_run_info(run)["status"] == "finished":
-            finished = time.monotonic()
-        if finished is not None and time.monotonic() - finished > patience:
+        if read_run_info(run)["status"] == "finished":
+            finished = min(finished, time.monotonic())
+        if time.monotonic() - finished > patience:
             terminate_process_group(child)
             return 0
         if ended_elsewhere():

@@ -23,9 +23,6 @@ from ..core.settings import PRESETS_DIR, Settings
 from ..runs import run_folder
 
 # %% ../../nbs/12_studies/00_design.ipynb #b1530d1c
-STUDIES_FOLDER = PRESETS_DIR / "pocket" / "studies"
-
-
 class Study(BaseModel):
     "What is asked, and what is run to answer it."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,6 +69,9 @@ class Trial:
         return f"{self.arm}-{self.seed}"
 
 # %% ../../nbs/12_studies/00_design.ipynb #2b12547e
+STUDIES_FOLDER = PRESETS_DIR / "pocket" / "studies"
+
+
 def list_studies() -> list[str]:
     "The studies that are shipped."
     return sorted(file.parent.name for file in STUDIES_FOLDER.glob("*/study.yaml"))

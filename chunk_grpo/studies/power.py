@@ -27,7 +27,7 @@ def paired_power(
     beyond = stats.nct.sf(critical, seeds - 1, shift) + stats.nct.cdf(-critical, seeds - 1, shift)
     return float(beyond)
 
-
+# %% ../../nbs/12_studies/11_power.ipynb #83c08ede
 def seeds_needed(
     spread: float,  # standard deviation of the paired differences
     effect: float,  # smallest difference of interest, in the same units

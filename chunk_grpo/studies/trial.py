@@ -77,7 +77,7 @@ def evaluation_results(
              for arm, by in kinds.items()}
     kept = {name: summary["rewards"][name].get("preserved") for name in rewards}
     kept = {arm: {name: preservation_counts(by[arm]) for name, by in kept.items() if by}
-            for arm in arms if arm != "base"}
+            for arm in arms if evaluate.reference_arm(arm)}
     return {"scores": means, "categories": kinds, "preserved": kept}
 
 # %% ../../nbs/12_studies/01_trial.ipynb #737e4d4c
@@ -102,7 +102,7 @@ def evaluate_trial(
 ) -> None:
     "Evaluate a trained run as its trial asks."
     s = setting.load_settings(run_folder.read_run_settings(run), note["evaluation"])
-    arms = evaluate.split_sweep_arms(s, note["splits"]) if note["splits"] else None
+    arms = evaluate.split_sweep_arms(s, note["splits"]) if note["splits"] else evaluate.ode_arms(s)
     evaluate.evaluate(run, lambda text: print(text, flush=True), note["evaluation"], arms)
 
 

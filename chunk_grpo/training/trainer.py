@@ -81,7 +81,7 @@ def read_checkpoint(
         groups[group][own] = x
     return groups, extra
 
-
+# %% ../../nbs/07_training/07_trainer.ipynb #eb7ca7d8
 def load_checkpoint(
     state: TrainingState,
     folder: Path,  # of a checkpoint
