@@ -34,7 +34,7 @@ test: $(STAMP) ## ruff, the book and the tests, with the time of each stage
 package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its environment once
 	@$(BIN)/python tools/check.py package
 
-slow: $(STAMP) ## tests that take minutes; CI runs them too
+slow: $(STAMP) ## tests that take minutes
 	@$(BIN)/python tools/check.py slow
 
 lab: $(STAMP) ## open the book in JupyterLab
