@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MIN_CHROMA_SHARE', 'MIN_COMPONENT_PIXELS', 'TEMPLATE_GRID', 'TEMPLATE_RADII_BLURS', 'TEMPLATE_OFFSETS',
            'MIN_SHAPE_IOU', 'MAX_ASPECT_RATIO', 'images_to_numpy', 'segment_colours', 'shape_templates',
-           'detect_shapes', 'objects_present', 'PocketGenEval', 'load_pocket_geneval', 'mean_category_accuracy']
+           'detect_shapes', 'objects_present', 'detected_objects', 'PocketGenEval', 'load_pocket_geneval',
+           'mean_category_accuracy']
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #ce392b84
 from collections.abc import Iterator, Sequence
@@ -156,14 +157,22 @@ def objects_present(
     return out
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #2f16adff
+def detected_objects(
+    images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    prompts: Sequence[str], # one an image
+) -> list[list[SceneObject | None]]:
+    "The objects of every image; raises InputError where the numbers of images and prompts differ."
+    if len(images) != len(prompts):
+        raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
+    return detect_shapes(images_to_numpy(images)) if len(images) else []
+
+
 def _seen(
     images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
     prompts: Sequence[str], # captions of the pocket world, one an image
 ) -> list[tuple[CaptionSpec, list[SceneObject | None]]]: # an entry an image
     "What every image should show, and what it shows."
-    if len(images) != len(prompts):
-        raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
-    found = detect_shapes(images_to_numpy(images)) if len(images) else []
+    found = detected_objects(images, prompts)
     return [(parse_caption(prompt), things) for prompt, things in zip(prompts, found, strict=True)]
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #555f5e4a
