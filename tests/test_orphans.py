@@ -10,13 +10,18 @@ from commands import run
 from chunk_grpo.core.subprocesses import process_stat
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
-DEAF = """import os, signal, subprocess, sys
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # as the trainer has it
-far = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); signal.pause()"
-child = subprocess.Popen([sys.executable, "-c", far], start_new_session=True, stdout=subprocess.PIPE)
+FAR = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); signal.pause()"
+STARTS = f"""import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {FAR!r}], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
+"""
+DEAF = """signal.signal(signal.SIGTERM, lambda number, frame: None)  # should the signal come before the next line but one
 print(child.pid, flush=True)
 sum(range(10**13))  # never comes back to Python, which is where signals are looked at
+"""
+HASTY = """time.sleep(3)
+print(child.pid, flush=True)
+time.sleep(600)  # ends by the first signal
 """
 TIDY = """import pathlib, signal, sys, time
 def end(number, frame):
@@ -55,8 +60,9 @@ def gone(pid: int, seconds: float = 120.0) -> bool:
     return process_stat(pid) is None
 
 
-def test_a_child_stuck_in_native_code_ends_after_its_parent_with_what_it_started():
-    pids = left_behind(1.0, DEAF)
+@pytest.mark.parametrize("then", [DEAF, HASTY], ids=["stuck in native code", "ends at once"])
+def test_a_child_ends_after_its_parent_with_what_it_started(then):
+    pids = left_behind(1.0, STARTS + then)
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
 
 

@@ -116,15 +116,20 @@ def guard_child(
     patience: float,  # seconds that the child has to end by itself
 ) -> None:
     "Wait until a child or its parent has gone; in the second case end the child, and all that it started."
+    left, turn = {}, 0
     while (stat := process_stat(child)) and stat[0] == parent:
+        if turn % 5 == 0:  # a look at all processes, once a second
+            left = {child: stat[1]} | descendants(child)
+        turn += 1
         time.sleep(0.2)
-    if stat is None:
+    if stat is None and process_stat(parent):
         return
-    left, end = {child: stat[1]}, time.monotonic() + patience
-    while process_stat(child) and time.monotonic() < end:
-        left |= descendants(child)
-        time.sleep(0.1)
     left.pop(os.getpid(), None)
+    end = time.monotonic() + patience
+    while any(map(process_stat, left)) and time.monotonic() < end:
+        left |= descendants(child)
+        left.pop(os.getpid(), None)
+        time.sleep(0.1)
     kill_processes(left)
 
 # %% ../../nbs/02_core/01_subprocesses.ipynb #d79e75e0
