@@ -27,7 +27,7 @@ from .captions import POCKET_CATEGORIES, POCKET_COLOURS, SHAPES, hard_negatives,
 from .captions import split_category_captions
 from .geneval import images_to_numpy
 from .vae import clipped_step, new_tokenizer, numpy_to_vae_input, tokenize_captions, train_resumable
-from .world import Scene, SceneObject, matches_caption, render_scene, sample_scene
+from .world import Scene, SceneObject, empty_places, matches_caption, render_scene, sample_scene
 
 # %% ../../nbs/01_pocket/05_clip.ipynb #a157166b
 def new_clip(
@@ -74,7 +74,10 @@ def change_one_object(
         del new[i]
     elif kind == "add":
         extra = sample_scene(f"a {rng.choice(SHAPES)}", rng, free=True).things[0]
-        twin = things[i].shape if rng.random() < 0.5 else extra.shape
+        twin, spots = things[i].shape if rng.random() < 0.5 else extra.shape, empty_places(things)
+        if spots and rng.random() < 0.75:
+            x, y = spots[rng.integers(len(spots))]
+            extra = replace(extra, x=x, y=y)
         new.append(replace(extra, radius=things[i].radius, shape=twin))
     elif kind == "shape":
         new[i] = replace(new[i], shape=str(rng.choice(SHAPES)))
@@ -176,8 +179,8 @@ def sample_clip_training_set(
     rng = np.random.default_rng([seed, 11])
     allowed = [split_category_captions(c)[0] for c in POCKET_CATEGORIES]
     all_scenes, good, bad = [], [], []
-    for i in rng.integers(len(POCKET_CATEGORIES), size=count):
-        scene = sample_scene(allowed[i][rng.integers(len(allowed[i]))], rng, free=bool(rng.random() < 0.5))
+    for n, i in enumerate(rng.integers(len(POCKET_CATEGORIES), size=count)):
+        scene = sample_scene(allowed[i][rng.integers(len(allowed[i]))], rng, free=n >= 0.75 * count)
         all_scenes.append(scene)
         good.append(np.asarray(render_scene(scene)))
         wrong = render_scene(make_flawed_scene(scene, rng)) if rng.random() < 0.7 else make_spoiled_image(scene, rng)

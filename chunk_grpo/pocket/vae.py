@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pocket_vocabulary', 'new_tokenizer', 'tokenize_captions', 'sample_captioned_images', 'numpy_to_vae_input', 'new_vae',
-           'vae_loss', 'clipped_step', 'fit_vae', 'train_vae', 'save_training_state', 'load_training_state',
-           'train_resumable']
+           'vae_loss', 'clipped_step', 'fit_vae', 'train_vae', 'refine_decoder', 'save_training_state',
+           'load_training_state', 'train_resumable']
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #8e6fc13d
 import math
@@ -82,10 +82,10 @@ def numpy_to_vae_input(
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #7e95d7b9
 def new_vae() -> AutoencoderKL:
-    "An autoencoder of factor 8: 64 x 64 pixels to 8 x 8 x 8 latents."
+    "An autoencoder of factor 16: 64 x 64 pixels to 8 x 4 x 4 latents."
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 24, 48, 64), layers_per_block=1, latent_channels=8, norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 5, up_block_types=("UpDecoderBlock2D",) * 5,
+        block_out_channels=(8, 24, 48, 64, 64), layers_per_block=1, latent_channels=8, norm_num_groups=8,
         sample_size=64, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
     )
 
@@ -94,11 +94,14 @@ def vae_loss(
     vae: AutoencoderKL,
     x: torch.Tensor, # pictures (B, 3, 64, 64) in [-1, 1]
     beta: float, # weight of the KL term, a latent dimension
+    noise: float, # largest deviation of noise on the latents, as a share of theirs
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]: # the loss; the signal-to-noise ratio of the decoded picture, dB
-    "L1 and squared error of a decoded sample of the code, and the KL term."
+    "L1 and squared error of a decoded sample of the code with noise, and the KL term."
     code = vae.encode(x).latent_dist
-    y = vae.decode(code.sample(generator=generator)).sample
+    level = noise * code.mean.detach().std() * torch.rand(len(x), 1, 1, 1, generator=generator)
+    z = code.sample(generator=generator)
+    y = vae.decode(z + level * torch.randn(z.shape, generator=generator)).sample
     kl = 0.5 * (code.mean**2 + code.var - 1 - code.logvar).mean()
     error = F.mse_loss(y.detach().clamp(-1, 1), x).item() / 4
     return F.l1_loss(y, x) + 2 * F.mse_loss(y, x) + beta * kl, -10 * math.log10(error)
@@ -125,6 +128,7 @@ def fit_vae(
     batch: int,
     rate: float, # the highest
     beta: float, # weight of the KL term, a latent dimension
+    noise: float, # largest deviation of noise on the latents, as a share of theirs
     seed: int,
     log: Callable[[str], None],
 ) -> None:
@@ -134,7 +138,7 @@ def fit_vae(
     rng, start = torch.Generator().manual_seed(seed), time.time()
     for step in range(steps):
         x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
-        loss, psnr = vae_loss(vae, x, beta, rng)
+        loss, psnr = vae_loss(vae, x, beta, noise, rng)
         clipped_step(vae, loss, optimizer, schedule)
         if (step + 1) % 100 == 0 or step + 1 == steps:
             log(f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s")
@@ -147,6 +151,7 @@ def train_vae(
     count: int = 8000, # drawn pictures
     rate: float = 3e-3,
     beta: float = 1e-4, # weight of the KL term, a latent dimension
+    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
@@ -157,10 +162,33 @@ def train_vae(
         vae.load_state_dict(load_file(path))
         return vae.eval()
     vae.to(memory_format=torch.channels_last)
-    data = torch.from_numpy(sample_captioned_images(count, seed=seed + 1)[1]).permute(0, 3, 1, 2).contiguous()
-    fit_vae(vae, data, steps, batch, rate, beta, seed, log)
+    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
     save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
     return vae.eval()
+
+# %% ../../nbs/01_pocket/04_vae.ipynb #a48326eb
+def refine_decoder(
+    work: Path, # the result goes here, decoder.safetensors
+    vae: AutoencoderKL, # its decoder is trained in place
+    steps: int = 2500,
+    batch: int = 24,
+    count: int = 8000, # drawn pictures
+    rate: float = 2e-3,
+    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
+    seed: int = 1,
+    log: Callable[[str], None] = print,
+) -> AutoencoderKL:
+    "Train the decoder on while the encoder stays, or load it where it is there already."
+    path = Path(work) / "decoder.safetensors"
+    if path.exists():
+        vae.decoder.load_state_dict(load_file(path))
+        return vae
+    vae.to(memory_format=torch.channels_last).encoder.requires_grad_(False)
+    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
+    save_file({k: v.contiguous() for k, v in vae.decoder.state_dict().items()}, path)
+    return vae.requires_grad_(True).eval()
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #4f17965b
 def save_training_state(
