@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import warm
 
 
 def environment(**more) -> dict[str, str]:
@@ -20,9 +23,14 @@ def command(*words) -> list[str]:
 
 
 def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
-    "Run the command line to its end."
-    return subprocess.run(
-        command(*words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300)
+    "Run the command line to its end, in a process that begins with the imports done."
+    words = [*map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("said", "error")]
+        code = warm.call(warm.server(environment()), words, environment(**more), str(cwd or os.getcwd()),
+                         tuple(map(str, files)), timeout=300)
+        said, error = (file.read_text() for file in files)
+    return subprocess.CompletedProcess(words, code, said, error)
 
 
 def run(*words, code: int = 0, **more) -> str:
