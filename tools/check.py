@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest"]
 CORES = min(os.cpu_count() or 1, 8)
-SIDE_BY_SIDE = ["-n", str(CORES + 1), "--dist", "worksteal"]  # one more than cores, each with one thread: they wait a lot
+SIDE_BY_SIDE = ["-n", str(CORES + 1), "--dist", "worksteal"]  # one worker more than cores, since they wait a lot
 BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # tests of a file share what it makes
 FAST = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
