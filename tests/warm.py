@@ -21,9 +21,10 @@ PRELOADED = [
     "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
     "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
     "chunk_grpo.cli.main", "chunk_grpo.runs.runs", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
-    "chunk_grpo.evaluation.benchmark_scores", "chunk_grpo.reporting.reports", "chunk_grpo.reporting.tables",
-    "chunk_grpo.studies.scheduler", "chunk_grpo.studies.trial"]
-FORKED = ("chunk_grpo.training.trainer", "chunk_grpo.studies.trial")  # what the command line starts, where it is one
+    "chunk_grpo.evaluation.benchmark_scores", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
+    "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler", "chunk_grpo.studies.trial"]
+FORKED = ("chunk_grpo.training.trainer", "chunk_grpo.studies.trial", "chunk_grpo.runs.drawing",
+          "chunk_grpo.evaluation.benchmark_images")  # what the command line starts, but for torchrun
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -88,7 +89,7 @@ class Forked:
                 os.setsid()
             if preexec_fn:
                 preexec_fn()
-            code = become(words[2], words[3:], dict(env or os.environ))
+            code = become(words[2], [*map(str, words[3:])], dict(env or os.environ))
         finally:
             os._exit(code)
 
