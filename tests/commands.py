@@ -1,5 +1,6 @@
 """The command line as a user starts it: a process of its own, one thread, rewards of the tests importable, no hub."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -22,12 +23,18 @@ def command(*words) -> list[str]:
     return [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
 
 
+@functools.cache
+def server():
+    "The context whose processes begin with the imports done."
+    return warm.server(environment())
+
+
 def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
     "Run the command line to its end, in a process that begins with the imports done."
     words = [*map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
-        code = warm.call(warm.server(environment()), words, environment(**more), str(cwd or os.getcwd()),
+        code = warm.call(server(), words, environment(**more), str(cwd or os.getcwd()),
                          tuple(map(str, files)), timeout=300)
         said, error = (file.read_text() for file in files)
     return subprocess.CompletedProcess(words, code, said, error)

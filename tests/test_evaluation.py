@@ -12,8 +12,7 @@ import pytest
 import synthetic
 import torch
 import typer
-import warm
-from commands import command, environment
+from commands import command, environment, server
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
@@ -62,7 +61,7 @@ def run(finished, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def forks():
     "Processes that start with the imports done."
-    return warm.server(environment())
+    return server()
 
 
 def evaluate_counting(run, counted):
