@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
 PRELOADED = [
     "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
@@ -63,7 +63,8 @@ def become(module: str, words: list[str], environment: dict[str, str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # waits for threads, as the end of a program does
+    threading._shutdown()  # waits for threads, and lets locks go, as the end of a program does
+    util._exit_function()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return code
