@@ -1,9 +1,13 @@
 """The command line as a user starts it: a process of its own, one thread, rewards of the tests importable, no hub."""
 
+import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import warm
 
 
 def environment(**more) -> dict[str, str]:
@@ -19,10 +23,21 @@ def command(*words) -> list[str]:
     return [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
 
 
+@functools.cache
+def server():
+    "The context whose processes begin with the imports done."
+    return warm.server(environment())
+
+
 def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
-    "Run the command line to its end."
-    return subprocess.run(
-        command(*words), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=300)
+    "Run the command line to its end, in a process that begins with the imports done."
+    words = [*map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("said", "error")]
+        code = warm.call(server(), words, environment(**more), str(cwd or os.getcwd()),
+                         tuple(map(str, files)), timeout=300)
+        said, error = (file.read_text() for file in files)
+    return subprocess.CompletedProcess(words, code, said, error)
 
 
 def run(*words, code: int = 0, **more) -> str:

@@ -7,6 +7,14 @@ from commands import run
 from small_runs import write
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+LONGEST = ("training", "processes", "benchmark", "cli", "study", "families", "evaluation", "studies", "hosts",
+           "workers", "runs", "speed")  # begun first, so that no core waits for the last of them at the end
+
+
+def pytest_collection_modifyitems(items):
+    "Modules that take long come first; the rest, and the tests within a module, stay in their order."
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")

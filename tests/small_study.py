@@ -46,7 +46,7 @@ def begin(home, out, *words):
 
 def wait_for(path, lines, child):
     "Until a file has so many lines."
-    end = time.time() + 120
+    end = time.time() + 300
     while not path.is_file() or len(path.read_text().splitlines()) < lines:
         assert child.poll() is None, f"{path} never came: {child.communicate()[0]}"
         assert time.time() < end, f"{path} never came"

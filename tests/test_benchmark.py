@@ -45,7 +45,7 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
         shutil.rmtree(folder, ignore_errors=True)
         child = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL,
                                  stderr=subprocess.DEVNULL)
-        end = time.time() + 120
+        end = time.time() + 300
         while not any((folder / "plain").glob("*.png")):
             assert child.poll() is None and time.time() < end
             time.sleep(0.01)

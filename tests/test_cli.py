@@ -75,7 +75,8 @@ def test_a_folder_is_never_replaced_by_a_file(tmp_path, monkeypatch, capfd, comm
 
 
 def test_the_command_itself_ends_with_2(tmp_path):
-    done = call("train", "pocket/tiny", "steps=18", cwd=tmp_path)
+    words = command("train", "pocket/tiny", "steps=18")
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1
 
 
@@ -180,31 +181,44 @@ def small(tmp_path_factory):
     return folder
 
 
-def test_a_run_from_training_to_comparison(small):
-    def say(*arguments):
-        done = call(*arguments, cwd=small)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+def say(folder, *arguments):
+    "What the command line says in a folder."
+    done = call(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    said = say("train", "s.yaml", "seed=3", "--no-report")
+
+@pytest.fixture(scope="session")
+def trained(small):
+    "A run in that folder, begun with another seed."
+    said = say(small, "train", "s.yaml", "seed=3", "--no-report")
     assert "run folder: runs/s-001" in said and re.search(r"iteration 2/2 +reward", said) and "report" not in said
-    run = small / "runs/s-001"
+    return small / "runs/s-001"
+
+
+def test_a_run_from_training_to_comparison(small, trained):
+    run = trained
     assert json.loads((run / "run.json").read_text())["settings"]["seed"] == 3
-    assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", say("evaluate", run))
-    assert "report.html" in say("report", run)
-    assert "s-001" in say("compare", run)
-    say("profile", "s.yaml", "--out", "mine.html")
+    assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", say(small, "evaluate", run))
+    assert "s-001" in say(small, "compare", run)
+    assert all(page.stat().st_size > 10_000 for page in (run / "evaluation/report.html", small / "compare.html"))
+    before = (run / "metrics.jsonl").read_bytes()
+    assert "finished" in say(small, "train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report")
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_run_is_reported_and_profiled(small, trained):
+    assert "report.html" in say(small, "report", trained)
+    say(small, "profile", "s.yaml", "--out", "mine.html")
     both = small / "both.html"
-    say("profile", "--run", "runs/s-001", "--steps", "4,17", "--prompts", "3", "--json", "p.json", "--out", "both.html")
+    words = ("--steps", "4,17", "--prompts", "3", "--json", "p.json", "--out", "both.html")
+    say(small, "profile", "--run", "runs/s-001", *words)
     assert "intervals exclude 0" in both.read_text()
     measured = json.loads((small / "p.json").read_text())
     assert len(measured["mean"]) == len(measured["trained_mean"]) == 17 and measured["trajectories"] == 6
     assert measured["mean"] != measured["trained_mean"] and 0 <= measured["variance_shares"]["prompt"] < 1
-    pages = [run / "report.html", run / "evaluation/report.html", small / "compare.html", small / "mine.html", both]
-    assert all(page.stat().st_size > 10_000 for page in pages)
-    before = (run / "metrics.jsonl").read_bytes()
-    assert "finished" in say("train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report")
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert all(page.stat().st_size > 10_000 for page in (trained / "report.html", small / "mine.html", both))
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path):

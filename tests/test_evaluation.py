@@ -1,6 +1,5 @@
 """An evaluation as a user has it: killed and gone on with, shared by processes, beside an older one, its intervals."""
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ import pytest
 import synthetic
 import torch
 import typer
-from commands import command, environment
+from commands import command, environment, server
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
@@ -62,9 +61,7 @@ def run(finished, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def forks():
     "Processes that start with the imports done."
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["chunk_grpo.evaluation.evaluate", "chunk_grpo.models.flux", "tiny_rewards"])
-    return context
+    return server()
 
 
 def evaluate_counting(run, counted):

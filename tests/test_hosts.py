@@ -97,6 +97,7 @@ def test_two_machines_train_as_one_does(world, whole, two):
     assert len(list((out / "checkpoints" / "000003").glob("*.safetensors"))) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_both_machines(world, two, tmp_path):
     "The exception is named on both, not the connection that the other loses by it; nobody is left on either."
     out, ink = world / "apart", tmp_path / "ink"

@@ -15,7 +15,7 @@ STARTS = f"""import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {FAR!r}], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 """
-DEAF = """signal.signal(signal.SIGTERM, lambda number, frame: None)  # should the signal come before the next line but one
+DEAF = """signal.signal(signal.SIGTERM, lambda number, frame: None)  # where the signal comes before the last line
 print(child.pid, flush=True)
 sum(range(10**13))  # never comes back to Python, which is where signals are looked at
 """

@@ -25,13 +25,14 @@ torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths
 """
 
 
-def test_processes_draw_the_same_images(world, tmp_path):
-    "One, two and four: bit-identical noise, images within 1e-4."
+@pytest.mark.parametrize("many", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_draw_the_same_images(world, tmp_path, many):
+    "One and several: bit-identical noise, images within 1e-4."
     (tmp_path / "draw.py").write_text(DRAW)
-    for n in (1, 2, 4):
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(tmp_path / "draw.py")]
+    for n in (1, many):
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
         said = subprocess.run(
-            [sys.executable, *words, str(world / "s.yaml"), str(tmp_path)],
+            [sys.executable, *words, str(tmp_path / "draw.py"), str(world / "s.yaml"), str(tmp_path)],
             env=environment(),
             capture_output=True,
             text=True,
@@ -39,16 +40,15 @@ def test_processes_draw_the_same_images(world, tmp_path):
         )
         assert said.returncode == 0, said.stderr[-2000:]
     one = torch.load(tmp_path / "1.0.pt")
-    for n in (2, 4):
-        parts = [torch.load(tmp_path / f"{n}.{rank}.pt") for rank in range(n)]
-        assert sum((part["keys"] for part in parts), []) == one["keys"]
-        assert torch.equal(torch.cat([part["noise"] for part in parts]), one["noise"])
-        assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
+    parts = [torch.load(tmp_path / f"{many}.{rank}.pt") for rank in range(many)]
+    assert sum((part["keys"] for part in parts), []) == one["keys"]
+    assert torch.equal(torch.cat([part["noise"] for part in parts]), one["noise"])
+    assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("processes, sharding", [
     (2, "none"), pytest.param(4, "none", marks=pytest.mark.slow), pytest.param(1, "fsdp", marks=pytest.mark.slow),
-    (2, "fsdp")])
+    pytest.param(2, "fsdp", marks=pytest.mark.slow)])  # two machines with a part each are in test_hosts
 def test_several_processes_train_the_same(world, whole, processes, sharding):
     "As one process: with whole weights in each, and with a part in each."
     out = world / f"{processes}-{sharding}"

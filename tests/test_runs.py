@@ -327,7 +327,17 @@ def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
     assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
 
 
-def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
+def newer(folder):
+    "A run whose evaluation has other arms than usual, and objects."
+    run = synthetic.write(folder, arms=("split-05", "split-10"), objects=True)
+    arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
+    summary = run_folder.read_evaluation_summary(run) | {"arms": arms}
+    (run / "evaluation" / "summary.json").write_text(json.dumps(summary))
+    return run
+
+
+@pytest.mark.slow
+def test_reports_read_older_and_newer_summaries(tmp_path):
     old = synthetic.write(tmp_path / "old")
     summary = run_folder.read_evaluation_summary(old)
     for row in summary["rewards"].values():
@@ -335,16 +345,16 @@ def test_the_report_of_an_evaluation_reads_older_and_newer_summaries(tmp_path):
     (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
     page = write_run_report(old, "evaluate").read_text()
     assert "Hybrid inference, where the base takes over at step 12" in page and "saw preserved" not in page
+    assert write_run_report(newer(tmp_path / "new")).is_file()
 
-    new = synthetic.write(tmp_path / "new", arms=("split-05", "split-10"), objects=True)
-    arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
-    newer = run_folder.read_evaluation_summary(new) | {"arms": arms}
-    (new / "evaluation" / "summary.json").write_text(json.dumps(newer))
+
+def test_the_report_of_an_evaluation_reads_a_newer_summary(tmp_path):
+    new = newer(tmp_path / "new")
     page = write_run_report(new, "evaluate").read_text()
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page
-    assert len(compare_runs([old, new])) == 2 * len(summary["rewards"])
-    assert write_run_report(new).is_file()
+    rewards = run_folder.read_evaluation_summary(new)["rewards"]
+    assert len(compare_runs([synthetic.write(tmp_path / "old"), new])) == 2 * len(rewards)
 
 
 def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):

@@ -27,9 +27,9 @@ def through(home, tmp_path_factory):
     return out
 
 
-def test_three_kills_change_nothing(home, through, tmp_path):
-    out = tmp_path / "small"
-    child = begin(home, out, "--processes", "1")  # once the study itself, without warning
+def kill_study(home, out, *words):
+    "Kill a study without warning within its first trial; nothing of it goes on."
+    child = begin(home, out, "--processes", "1", *words)
     wait_for(out / "steps-0" / "metrics.jsonl", 2, child)
     child.kill()
     child.wait()
@@ -37,6 +37,19 @@ def test_three_kills_change_nothing(home, through, tmp_path):
     while trainers(out):
         assert time.time() < end, "a trial outlives the study that began it"
         time.sleep(0.1)
+
+
+def test_a_killed_study_goes_on(home, through, tmp_path):
+    "One trial of it, to the row that the study has which nothing interrupted."
+    kill_study(home, tmp_path / "small", "--arms", "steps")
+    run("study", home, "--arms", "steps", "--out", tmp_path / "small")
+    assert rows(tmp_path / "small") == rows(through)[:1]
+
+
+@pytest.mark.slow
+def test_three_kills_change_nothing(home, through, tmp_path):
+    out = tmp_path / "small"
+    kill_study(home, out)  # once the study itself
     child = begin(home, out, "--processes", "1")  # once a trial; the others go on, and the study says which one failed
     wait_for(out / "whole-0" / "metrics.jsonl", 2, child)
     trainers(out)[0].send_signal(signal.SIGKILL)

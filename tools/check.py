@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTEST = [sys.executable, "-m", "pytest"]
 CORES = min(os.cpu_count() or 1, 8)
-SIDE_BY_SIDE = ["-n", str(CORES)]  # as many workers as cores, each with one thread
-BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # one more: they wait a lot
+SIDE_BY_SIDE = ["-n", str(CORES + 1), "--dist", "worksteal"]  # one worker more than cores, since they wait a lot
+BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # tests of a file share what it makes
 FAST = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
     "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],
@@ -27,7 +27,7 @@ FAST = {
         *(*BY_FILE, "-rs", "--durations=15"),
     ],
 }
-SLOW = {"slow tests": [*PYTEST, "-m", "slow and not gpu and not package", *BY_FILE, "-rs", "--durations=10"]}
+SLOW = {"slow tests": [*PYTEST, "-m", "slow and not gpu and not package", *SIDE_BY_SIDE, "-rs", "--durations=10"]}
 PACKAGE = {
     "an environment for the package hpsv3": [sys.executable, "-m", "chunk_grpo.cli.main", "reward-env", "hpsv3"],
     "tests in it": [*PYTEST, "-m", "package", "tests/test_hpsv3_package.py"],

@@ -1,0 +1,145 @@
+"""Python programs as forks of a process that has their imports: processes as before, begun without seconds of imports.
+
+The program itself is read anew, as by `python -m`. What is about the start of a process, or about signals that end one,
+starts the command as a user does, with `commands.command`.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from multiprocessing import forkserver, util
+
+PRELOADED = [
+    "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
+    "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
+    "chunk_grpo.cli.main", "chunk_grpo.runs.runs", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
+    "chunk_grpo.evaluation.benchmark_scores", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
+    "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler", "chunk_grpo.studies.trial"]
+FORKED = ("chunk_grpo.training.trainer", "chunk_grpo.studies.trial", "chunk_grpo.runs.drawing",
+          "chunk_grpo.evaluation.benchmark_images")  # what the command line starts, but for torchrun
+TESTS = os.path.dirname(os.path.abspath(__file__))
+
+
+def server(environment: dict[str, str]):
+    "The context whose processes begin with the imports done; one a process of pytest, started by the first call."
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = dict(os.environ)
+    os.environ |= environment | {"TRANSFORMERS_VERBOSITY": "error"}  # as the command line sets it
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def become(module: str, words: list[str], environment: dict[str, str]) -> int:
+    "Run a module in this process as `python -m` does; its exit code."
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    places = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*places, *(place for place in sys.path if place not in ("", TESTS, *places))]
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
+    sys.argv[:] = [module, *words]
+    sys.modules.pop(module, None)
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # waits for threads, and lets locks go, as the end of a program does
+    util._exit_function()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+class Forked:
+    "What subprocess.Popen gives, for a module in a fork of this process."
+
+    def __init__(self, words, stdin=None, stdout=None, stderr=None, env=None, start_new_session=False, preexec_fn=None):
+        self.args, self.returncode = words, None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number, file in enumerate((stdin, stdout, stderr)):
+                if file is not None:
+                    os.dup2(nothing if file == subprocess.DEVNULL else file.fileno(), number)
+            if start_new_session:
+                os.setsid()
+            if preexec_fn:
+                preexec_fn()
+            code = become(words[2], [*map(str, words[3:])], dict(env or os.environ))
+        finally:
+            os._exit(code)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout=None):
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Popen(subprocess.Popen):
+    "subprocess.Popen that forks for the programs which a command starts, instead of importing all again."
+
+    def __new__(cls, args, *given, **more):
+        if isinstance(args, list) and args[:2] == [sys.executable, "-m"] and args[2] in FORKED:
+            return Forked(args, *given, **more)
+        return super().__new__(cls)
+
+
+def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]) -> None:
+    "What a process of the server does: the command line in a folder, its output in two files."
+    for number, name in enumerate(files, 1):
+        with open(name, "wb") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(folder)
+    subprocess.Popen = Popen
+    os._exit(become("chunk_grpo.cli.main", words, environment))
+
+
+def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float):
+    "Run the command line to its end in a process of the server; its exit code."
+    child = context.Process(target=program, args=(words, environment, folder, files))
+    child.start()
+    child.join(timeout)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        raise subprocess.TimeoutExpired(words, timeout)
+    with contextlib.closing(child):
+        return child.exitcode
