@@ -2149,6 +2149,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.differing_settings': ( '12_studies/analysis.html#differing_settings',
                                                                                                  'chunk_grpo/studies/analysis.py'),
+                                             'chunk_grpo.studies.analysis.earlier_model_note': ( '12_studies/analysis.html#earlier_model_note',
+                                                                                                 'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.format_difference': ( '12_studies/analysis.html#format_difference',
                                                                                                 'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.gains_by_seed': ( '12_studies/analysis.html#gains_by_seed',
