@@ -1,4 +1,4 @@
-"""Of a long list of prompts a run encodes those that it draws, once; what is kept of them is checked when it is read."""
+"""Of a long list of prompts a run encodes those that it draws, once; what is kept is checked when it is read."""
 
 import shutil
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .. import InputError
 from ..core import fields
-from ..core.fields import Names, format_value, parse_yaml, setting
+from ..core.fields import Names, read_yaml_file, setting
 
 # %% ../../nbs/08_runs/01_hosts.ipynb #55347349
 def stringify_numbers(
@@ -128,12 +128,7 @@ def load_hosts(
         return source
     if not Path(source).is_file():
         raise InputError(f"`hosts` must be a YAML file such as runs/hosts/torchrun.yaml; {str(source)!r} is none")
-    try:
-        values = parse_yaml(Path(source).read_text(encoding="utf-8"), str(source))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the file {source} must be readable text; {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{source} must hold lines `name: value`; it holds {format_value(values)}")
+    values = read_yaml_file(Path(source))
     try:
         return check_hosts(values, environment, name or socket.gethostname())
     except InputError as error:

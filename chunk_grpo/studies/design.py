@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from .. import InputError
 from ..core import fields
 from ..core import settings as setting
-from ..core.fields import parse_yaml
+from ..core.fields import format_value, read_yaml_file
 from ..core.fields import setting as field
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
@@ -95,9 +95,8 @@ def load_study(
 ) -> Study:
     "A checked study; InputError with one sentence that names the field, what came and what is allowed."
     file = find_study_folder(source) / "study.yaml"
-    values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     try:
-        study = Study.model_validate(values if isinstance(values, dict) else {})
+        study = Study.model_validate(read_yaml_file(file))
     except ValidationError as error:
         raise InputError(f"{file}: {fields.validation_message(Study, error)}") from None
     named = {"reference": [study.reference], "after": [*study.after, *study.after.values()]}
@@ -116,8 +115,11 @@ def read_tuned_settings(
 ) -> dict[str, dict]:  # arm -> settings; empty where nothing was tuned
     "The settings that each arm does best with, by validation prompts."
     file = home / TUNED_FILE
-    found = parse_yaml(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else {}
-    return {arm: point["settings"] for arm, point in (found or {}).items()}
+    found = read_yaml_file(file) if file.is_file() else {}
+    for arm, point in found.items():
+        if not isinstance(point, dict) or not isinstance(point.get("settings"), dict):
+            raise InputError(f"{file}: the arm {arm} must hold `settings: {{name: value}}`; got {format_value(point)}")
+    return {arm: point["settings"] for arm, point in found.items()}
 
 # %% ../../nbs/12_studies/00_design.ipynb #3b13f5ea
 def expand_trials(
