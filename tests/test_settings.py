@@ -41,6 +41,12 @@ def refused(values: dict, overrides=()) -> str:
     ({"learning_rate": float("nan")}, ["`learning_rate`", "number", "NaN"]),
     ({"learning_rate": float("inf")}, ["`learning_rate`", "number", "Infinity"]),
     ({"learning_rate": "1e999"}, ["`learning_rate`", "number"]),
+    ({"iterations": 100_000_000_000}, ["`iterations` must be at most 1000000", "got 100000000000"]),
+    ({"steps": 100_000_000_000, "chunks": "steps"}, ["`steps` must be at most 10000", "got 100000000000"]),
+    ({"prompts_per_iteration": 10**400}, ["`prompts_per_iteration` must be at most 1000000", "401 digits"]),
+    ({"eval_steps": 10**9, "hybrid_split": 1}, ["`eval_steps` must be at most 10000"]),
+    ({"seed": 2**63}, ["`seed` must be at most"]),
+    ({"reward": {"hpsv3": float("nan")}}, ["`reward`", "mapping"]),
     ({"chunk_fraction": 1.5}, ["`chunk_fraction`", "above 0", "at most 1", "1.5"]),
     ({"chunk_fraction": 0}, ["`chunk_fraction`", "above 0", "got 0"]),
     ({"shared_noise": "yes"}, ["`shared_noise`", "true or false", "'yes'"]),
@@ -126,8 +132,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True))
 ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]", "an alias"),
        "object": ("a: !!python/object:os.system {}", "a tag, as in line 1"), "binary": ("a: !!binary aGk=", "a tag"),
-       "int": ("a: !!int x", "a tag"), "set": ("!!set {a, b}", "a tag"), "brackets": ("[" * 10_000, "20 levels"),
-       "braces": ("{a: " * 10_000, "20 levels"), "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
+       "int": ("a: !!int x", "a tag"), "set": ("!!set {a, b}", "a tag"), "brackets": ("[" * 500, "20 levels"),
+       "braces": ("{a: " * 300, "20 levels"), "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
        "digits": ("a: " + "1" * 10_000, "cannot be read"), "hexadecimal": ("a: 0x_", "cannot be read"),
        "key": ("? [a]\n: 1", "cannot be read in line 1"), "control": ("a: \x01", "cannot be read")}
 

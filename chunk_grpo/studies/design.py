@@ -25,15 +25,15 @@ from ..runs import run_folder
 # %% ../../nbs/12_studies/00_design.ipynb #b1530d1c
 class Study(BaseModel):
     "What is asked, and what is run to answer it."
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
     outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
     smallest_effect: fields.Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
-    seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1)
-    first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0)
+    seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
+    first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0, le=10**9)
     reference: str = field("", "", "", "Arm that the others are compared with.", min_length=1)
     arms: dict[str, dict] = field({}, "", "", "Name of an arm -> the settings in which it leaves the base.",
                                   takes="a mapping from names of arms to settings")
@@ -43,7 +43,8 @@ class Study(BaseModel):
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
     tune: dict[str, list] = field({}, "", "", "Settings and the values that every arm tries on validation prompts.",
                                   takes="a mapping from settings to lists of values")
-    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying; they are not those of the study.", ge=1)
+    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying; they are not those of the study.", ge=1,
+                            le=10_000)
 
     @property
     def seed_range(self) -> range:
