@@ -36,6 +36,7 @@ SettingsArgument = Annotated[str, typer.Argument(metavar="SETTINGS",
 ProcessesOption = Annotated[int, typer.Option(help="Processes that share every iteration; they divide its prompts.")]
 
 
+# %% ../../nbs/13_cli/02_main.ipynb #5562f827
 PRINTING_COMMANDS = ("plan", "doctor")  # the others make files
 
 

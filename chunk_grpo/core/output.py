@@ -72,7 +72,11 @@ def lasting_output() -> Iterator[None]:
 @contextlib.contextmanager
 def ending_with_its_reader() -> Iterator[None]:
     "Within this block a pipe whose reader has gone ends the process quietly, by SIGPIPE."
-    old = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        old = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    except ValueError:  # signals belong to the main thread
+        yield
+        return
     try:
         yield
         sys.stdout.flush()

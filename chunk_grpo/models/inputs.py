@@ -119,6 +119,7 @@ def check_component(
         read_tensor_shapes(folder, part)
 
 
+# %% ../../nbs/03_models/00_inputs.ipynb #d611b30b
 def check_pipeline_folder(
     folder: Path,  # a pipeline's folder
 ) -> str:  # the pipeline's class, e.g. "FluxPipeline"

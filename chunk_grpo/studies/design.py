@@ -43,8 +43,7 @@ class Study(BaseModel):
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
     tune: dict[str, list] = field({}, "", "", "Settings and the values that every arm tries on validation prompts.",
                                   takes="a mapping from settings to lists of values")
-    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying; they are not those of the study.", ge=1,
-                            le=10_000)
+    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000)
 
     @property
     def seed_range(self) -> range:
