@@ -25,6 +25,27 @@ from chunk_grpo.reporting import notebooks, reports
     (["plan", "pocket/tiny", "steps"], ["name=value", "'steps'"]),
     (["plan", "pocket/tiny", "--processes", "3"], ["number of processes", "got 3"]),
     (["plan", "pocket/tiny", "--rate", "-1"], ["`--rate`", "-1"]),
+    (["plan", "pocket/tiny", "--rate", "nan"], ["`--rate`", "nan"]),
+    (["plan", "pocket/tiny", "--rate", "inf"], ["`--rate`", "inf"]),
+    (["plan", "pocket/tiny", "--device", "h200", "--share", "nan"], ["`--share`", "nan"]),
+    (["plan", "x" * 300], ["xxx", "File name too long"]),
+    (["train", "pocket/tiny", "iterations=100000000000"], ["`iterations`", "at most 1000000"]),
+    (["train", "pocket/tiny", "steps=100000000000", "chunks=steps"], ["`steps`", "at most 10000"]),
+    (["train", "pocket/tiny", "--out", "x" * 300], ["xxx", "File name too long"]),
+    (["train", "pocket/tiny", "--out", "run", "model=" + "x" * 300], ["xxx", "too long"]),
+    (["train", "pocket/tiny", "--out", "run", "prompts=" + "x" * 300], ["xxx", "too long"]),
+    (["profile", "pocket/tiny", "--prompts", "100000000000"], ["`--prompts`", "10000"]),
+    (["profile", "pocket/tiny", "--steps", "9" * 5000], ["`--steps`"]),
+    (["profile", "pocket/tiny", "--json", "x" * 300], ["File name too long"]),
+    (["study", "explain", "--seeds", "9" * 5000], ["`--seeds`"]),
+    (["study", "x" * 300], ["File name too long"]),
+    (["report", "x" * 300], ["File name too long"]),
+    (["evaluate", "x" * 300], ["File name too long"]),
+    (["serve-reward", "pocket-clip", "--port", "99999"], ["port", "99999", "65535"]),
+    (["serve-reward", "pocket-clip", "--host", "no such host"], ["host", "'no such host'"]),
+    (["serve-reward", "pocket-clip", "--host", "203.0.113.7", "--token", "HOME"], ["host", "203.0.113.7"]),
+    (["serve-reward", "pocket-clip", "--host", "0.0.0.0"], ["token"]),
+    (["serve-reward", "pocket-clip", "--batch-wait-ms", "nan"], ["batch_wait_ms", "nan"]),
     (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
     (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
     (["train", "pocket/tiny", "--processes", "0"], ["number of processes", "got 0"]),
@@ -59,6 +80,23 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capf
     assert error.startswith("chunk-grpo: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [
+    ["train", "pocket/tiny", "--out", "loop"], ["train", "pocket/tiny", "--out", "loop/run"], ["report", "loop"],
+    ["train", "loop"], ["train", "pocket/tiny", "--out", "loop", "--resume"],
+    ["train", "pocket/tiny", "--out", "run", "model=./loop"], ["train", "pocket/tiny", "--out", "run", "prompts=loop"],
+    ["compare", "loop"], ["profile", "pocket/tiny", "--out", "loop/a.html"]])
+def test_a_loop_of_links_is_one_sentence(tmp_path, monkeypatch, capfd, words):
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["chunk-grpo", *words])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    said, error = capfd.readouterr()
+    assert ended.value.code == 2 and said == "" and "loop" in error and error.count("\n") == 1, error
+    assert [one.name for one in tmp_path.iterdir()] == ["loop"]
 
 
 @pytest.mark.parametrize("command, name", [("speed", "d.json"), ("compare", "d.html"), ("tables", "d.html")])

@@ -1,18 +1,21 @@
 """Checkpoints and run files that were cut, mixed up or edited: refused in words or fallen back from, none is used."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import synthetic
 import torch
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import append_json_line, write_json
 from chunk_grpo.models import fsdp
+from chunk_grpo.runs import drawing, run_folder
 from chunk_grpo.training import checkpoints, trainer
 
 
@@ -264,3 +267,54 @@ def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
     (run / ".notes").write_text("mine")
     trainer.resume(fresh(run, "whole"))
     assert not any(folder.exists() for folder in left) and (run / ".notes").is_file()
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    "A run with an evaluation of a few images."
+    return synthetic.write(tmp_path_factory.mktemp("evaluated") / "run", prompts=3, objects=True)
+
+
+def renamed(old, new):
+    return lambda text: text.replace(f'"{old}"', f'"{new}"', 1)
+
+
+WRONG_SUMMARY = {
+    "no rewards": (renamed("rewards", "prizes"), "`rewards`: field required"),
+    "list": (lambda text: "[]", "holds a list"), "cut": (lambda text: text[:-20], "cannot be read"),
+    "no mean": (renamed("mean", "middle"), ".mean`: field required"),
+    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "valid number; got 'much'"),
+    "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got 'nan'"),
+    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts`: input should be")}
+WRONG_SCORES = {
+    "no arm": (renamed("arm", "leg"), "`arm`: field required"), "text": (lambda text: "x\n" + text, "line 1"),
+    "list": (lambda text: "[1]\n" + text, "must be a JSON object"),
+    "no prompt": (renamed("prompt", "p"), "`prompt`: field"),
+    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "got 'much'"),
+    "index": (lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1), "`prompt_index`: input")}
+
+
+@pytest.mark.parametrize(("name", "case"), [
+    *(("summary.json", case) for case in WRONG_SUMMARY), *(("scores.jsonl", case) for case in WRONG_SCORES)])
+def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
+    "Of the summary and of the scores; the file is named, and the whole one is read."
+    file = evaluated / "evaluation" / name
+    harm, words = (WRONG_SUMMARY if name == "summary.json" else WRONG_SCORES)[case]
+    read = run_folder.read_evaluation_summary if name == "summary.json" else run_folder.read_evaluation_records
+    whole, text = read(evaluated), file.read_text()
+    assert len(whole) >= 5 and harm(text) != text
+    file.write_text(harm(text))
+    with pytest.raises(InputError) as error:
+        read(evaluated)
+    file.write_text(text)
+    assert words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ({}, "`part`: field required"), ({"part": ["base", 0], "records": []}, "`part`"),
+    ({"part": ["base", 0, 1], "records": [{"arm": "base"}]}, "`records.0.prompt_index`: field required")])
+def test_a_damaged_part_of_an_evaluation_is_one_sentence(tmp_path, line, words):
+    (tmp_path / "parts-1.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError) as error:
+        drawing.read_parts(tmp_path)
+    assert words in str(error.value) and "line 1 of" in str(error.value)

@@ -162,6 +162,10 @@ def test_input_that_is_refused_by_all_leaves_no_folder(stand_in, tmp_path):
 
 @pytest.mark.parametrize(("text", "more", "words"), [
     ("nodes: 2\nprocesses: 1\nrendezvous: here\nnode: 0\n", [], "`rendezvous` must be HOST:PORT"),
+    ("nodes: 2\nprocesses: 1\nrendezvous: here:99999\nnode: 0\n", [], "`rendezvous` must be HOST:PORT"),
+    (f"nodes: 2\nprocesses: 1\nrendezvous: here:{'9' * 5000}\nnode: 0\n", [], "`rendezvous` must be HOST:PORT"),
+    ("nodes: 2\nprocesses: 1\nrendezvous: no such host:1\nnode: 0\n", [], "`rendezvous` must be HOST:PORT"),
+    ("nodes: 100000000000\nprocesses: 1\nrendezvous: here:1\nnode: 0\n", [], "`nodes` must be a whole number"),
     ("nodes: 2\nprocesses: 3\nrendezvous: here:1\nnode: 0\n", [], "`prompts_per_iteration` (4); got 6"),
     ("nodes: 2\nprocesses: 1\nrendezvous: here:1\nnode: 0\n", ["--processes", 2], "`processes` must be left out"),
     ("nodes: $NODES_OF_NOBODY\n", [], "NODES_OF_NOBODY"),

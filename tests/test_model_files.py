@@ -1,6 +1,7 @@
 """What is fetched of a repository, what a decode holds at once, and which layers an adapter stands beside."""
 
 import json
+import shutil
 
 import pytest
 import tiny_families
@@ -8,8 +9,10 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from chunk_grpo import InputError
+from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.planning.model_cost import find_model_config, meta_policy
+from chunk_grpo.runs import run_folder
 from chunk_grpo.training.rollout import decode_latents
 
 SD35 = """LICENSE.md model_index.json sd3.5_large.safetensors scheduler/scheduler_config.json mmdit.png
@@ -123,3 +126,54 @@ def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
         with pytest.raises(InputError, match=f"`compile` must be off on a machine without a {word}"):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
+
+
+MISSING = {"scheduler": "scheduler/scheduler_config.json", "tokenizer": "no vocabulary under tokenizer/",
+           "tokenizer_2/tokenizer.json": "no vocabulary under tokenizer_2/", "text_encoder": "text_encoder/config.json",
+           "text_encoder_2/model.safetensors": "no weights (*.safetensors) under text_encoder_2/",
+           "vae/config.json": "vae/config.json", "transformer/config.json": "transformer/config.json"}
+
+
+@pytest.fixture
+def pocket_copy(tmp_path):
+    "The pocket model in a folder of its own, that may be harmed."
+    return shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_model_that_lacks_a_part_makes_no_run(pocket_copy, tmp_path, name):
+    "The part is named, and no folder is there."
+    gone = pocket_copy / name
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(InputError, match=r"model: ") as error:
+        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+    assert MISSING[name] in str(error.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
+def test_a_damaged_file_of_a_model_is_one_sentence(pocket_copy, name, text):
+    (pocket_copy / name).write_text(text)
+    with pytest.raises(InputError) as error:
+        inputs.check_pipeline_folder(pocket_copy)
+    assert name in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 0}, {"num_single_layers": 0}, {"num_layers": 9}, {"in_channels": 4},
+                                    {"num_layers": -1}, {"num_layers": "two"}, {"num_attention_heads": 0}])
+def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch, change):
+    "Before weights are read: fewer layers would be trained, further ones would be random."
+    file = pocket_copy / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    monkeypatch.setattr(policy.Policy, "load_networks", lambda *given: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="model: .*transformer") as error:
+        policy.load_policy(str(pocket_copy), resolution=64)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_what_diffusers_saved_belongs_together(name, tmp_path):
+    "Of every family."
+    folder = tiny_families.build(name, tmp_path / "model")
+    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    inputs.check_network_weights(folder, "transformer", inputs.import_class(family.network_classes[0]))

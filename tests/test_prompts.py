@@ -1,8 +1,12 @@
-"""Of a long list of prompts a run encodes those that it draws, once."""
+"""Of a long list of prompts a run encodes those that it draws, once; what is kept is checked when it is read."""
+
+import shutil
 
 import pytest
+import torch
 
 from chunk_grpo.core import settings
+from chunk_grpo.models import prompt_embeds
 from chunk_grpo.models.flux import FluxPolicy
 from chunk_grpo.training import iteration, trainer
 
@@ -51,3 +55,54 @@ def test_processes_share_the_prompts(monkeypatch, tmp_path):
     alone, parts = needed(0, 1), [needed(rank, 4) for rank in range(4)]
     assert set().union(*parts) == set(alone) and len(alone) == 3 * 4 + 6
     assert all(sum(text.startswith("train") for text in part) == 3 for part in parts)
+
+
+def flip(file, bit):
+    "Another bit, counted from the end where it is negative."
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+HARM = {"cut": lambda file, other: file.write_bytes(file.read_bytes()[:-5]),
+        "cut head": lambda file, other: file.write_bytes(file.read_bytes()[:20]),
+        "empty": lambda file, other: file.write_bytes(b""), "text": lambda file, other: file.write_text("?" * 500),
+        "flipped": lambda file, other: flip(file, -3), "of another": lambda file, other: shutil.copy(other, file)}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, capsys, harm):
+    "With one warning, and from then on it is whole."
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+    calls = []
+
+    def encode(group):
+        calls.extend(group)
+        rows = torch.tensor([[[float(len(p))] * 4] * 3 for p in group], dtype=torch.bfloat16)
+        return {"prompt_embeds": rows, "mask": rows[..., 0] > 0}
+
+    prompts = ["a cat", "a red star", "two dogs"]
+    before = prompt_embeds.load_prompt_embeds(prompts, "key", encode)
+    paths = prompt_embeds.cache_prompt_embeds(prompts, "key", encode)
+    HARM[harm](paths["a cat"], paths["a red star"])
+    for wanted in (["a cat"], []):
+        calls.clear()
+        after = prompt_embeds.load_prompt_embeds(prompts, "key", encode)
+        assert calls == wanted and all(torch.equal(after[k], before[k]) for k in before)
+        said = capsys.readouterr().out
+        assert said.count("\n") == len(wanted) and said.startswith("warning: prompts: " * len(wanted))
+    assert paths["a cat"].name not in said
+
+
+def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
+    "Of its length, its head or its tensors; only the spaces that fill up the head mean nothing."
+    file = tmp_path / "a.safetensors"
+    prompt_embeds.save_prompt_embeds(file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k")
+    unseen = 0
+    for bit in range(0, 8 * file.stat().st_size, 3):
+        flip(file, bit)
+        if not prompt_embeds.prompt_file_problem(file, "a cat", "k"):
+            row, unseen = prompt_embeds.read_prompt_embeds(file, "a cat", "k"), unseen + 1
+            assert row["embeds"].tolist() == [1.0] * 3 and row["mask"].tolist() == [True] * 4
+        flip(file, bit)
+    assert unseen < 20

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.core import fields, settings
 from chunk_grpo.evaluation import paired_scores
+from chunk_grpo.runs.hosts import load_hosts
 from chunk_grpo.studies import replication
+from chunk_grpo.studies.design import load_study
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = settings.Settings.model_fields
@@ -39,6 +41,12 @@ def refused(values: dict, overrides=()) -> str:
     ({"learning_rate": float("nan")}, ["`learning_rate`", "number", "NaN"]),
     ({"learning_rate": float("inf")}, ["`learning_rate`", "number", "Infinity"]),
     ({"learning_rate": "1e999"}, ["`learning_rate`", "number"]),
+    ({"iterations": 100_000_000_000}, ["`iterations` must be at most 1000000", "got 100000000000"]),
+    ({"steps": 100_000_000_000, "chunks": "steps"}, ["`steps` must be at most 10000", "got 100000000000"]),
+    ({"prompts_per_iteration": 10**400}, ["`prompts_per_iteration` must be at most 1000000", "401 digits"]),
+    ({"eval_steps": 10**9, "hybrid_split": 1}, ["`eval_steps` must be at most 10000"]),
+    ({"seed": 2**63}, ["`seed` must be at most"]),
+    ({"reward": {"hpsv3": float("nan")}}, ["`reward`", "mapping"]),
     ({"chunk_fraction": 1.5}, ["`chunk_fraction`", "above 0", "at most 1", "1.5"]),
     ({"chunk_fraction": 0}, ["`chunk_fraction`", "above 0", "got 0"]),
     ({"shared_noise": "yes"}, ["`shared_noise`", "true or false", "'yes'"]),
@@ -118,6 +126,41 @@ def test_files_are_read_or_refused_in_words(tmp_path):
         settings.load_settings(tmp_path)
     file.write_text("steps: 9\nchunks: equal:2\n")
     assert settings.load_settings(str(file), {"steps": 5}).steps == 5
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True))
+ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]", "an alias"),
+       "object": ("a: !!python/object:os.system {}", "a tag, as in line 1"), "binary": ("a: !!binary aGk=", "a tag"),
+       "int": ("a: !!int x", "a tag"), "set": ("!!set {a, b}", "a tag"), "brackets": ("[" * 500, "20 levels"),
+       "braces": ("{a: " * 300, "20 levels"), "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
+       "digits": ("a: " + "1" * 10_000, "cannot be read"), "hexadecimal": ("a: 0x_", "cannot be read"),
+       "key": ("? [a]\n: 1", "cannot be read in line 1"), "control": ("a: \x01", "cannot be read")}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_yaml_that_is_no_settings_is_one_sentence_everywhere(tmp_path, case):
+    "In a settings file, in study.yaml, in a file of machines and in an override; the file is named."
+    text, part = ODD[case]
+    (tmp_path / "base.yaml").write_text("steps: 9\n")
+    readers = {tmp_path / "mine.yaml": settings.load_settings, tmp_path / "hosts.yaml": load_hosts,
+               tmp_path / "study.yaml": lambda file: load_study(file.parent)}
+    for file, read in readers.items():
+        file.write_text(text)
+        with pytest.raises(InputError, match=part) as error:
+            read(file)
+        assert str(file) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
+    with pytest.raises(InputError, match="the value of `model` must be") as error:
+        settings.load_settings({}, [f"model={text}"])
+    assert part.partition(" in line")[0] in str(error.value)
+
+
+def test_a_date_is_text_and_shared_lists_are_written_out(tmp_path):
+    assert settings.load_settings({}, ["model=2024-01-01"]).model == "2024-01-01"
+    with pytest.raises(InputError, match="`2024-01-01` is no setting"):
+        settings.load_settings(fields.parse_yaml("2024-01-01: 1", "it"))
+    shared = ["to_q"]
+    assert fields.parse_yaml(fields.dump_yaml({"a": shared, "b": shared}), "it") == {"a": ["to_q"], "b": ["to_q"]}
 
 
 def test_settings_are_frozen_and_come_back_from_yaml_and_json():

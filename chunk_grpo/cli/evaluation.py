@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'OverridesArgument', 'RunArgument', 'REPORTED_PACKAGES', 'print_rows', 'split_commas', 'echo_now',
-           'parse_arm_folders', 'evaluate_with_progress', 'evaluate_heldout', 'score_given_images',
+           'ended_code', 'parse_arm_folders', 'evaluate_with_progress', 'evaluate_heldout', 'score_given_images',
            'print_benchmark_scores', 'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words',
            'evaluate', 'convert_detector', 'reward_env', 'serve_reward', 'list_devices', 'reward_files',
            'missing_weights_note', 'list_rewards', 'list_benchmarks', 'doctor']
@@ -48,6 +48,11 @@ def echo_now(text: str) -> None:
     "Print a line at once, also into a pipe."
     print(text, flush=True)
 
+
+def ended_code(error: KeyboardInterrupt | SystemExit) -> int:
+    "The exit code of a command that was ended: 130 by Ctrl-C, 143 by SIGTERM."
+    return error.code if isinstance(error, SystemExit) and error.code else 130
+
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0ba8fd61
 def parse_arm_folders(
     pairs: list[str],  # ARM=FOLDER
@@ -66,10 +71,10 @@ def evaluate_with_progress(run: Path, overrides: list[str] | None = None, proces
 
     try:
         return evaluation.evaluate(run, echo_now, overrides or (), processes=processes)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
         again = " ".join(["chunk-grpo evaluate", str(run), *(overrides or [])])
         typer.echo(f"\ninterrupted; what is drawn is kept, go on with: {again}", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(ended_code(error)) from None
 
 
 def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int) -> None:
@@ -182,8 +187,8 @@ def evaluate(
     benchmark: Annotated[str, typer.Option(help="geneval, wise, dpg, hpd-test400, hpd-bench3200, or a file.")] = "",
     source: Annotated[Path | None, typer.Option(help="The benchmark's prompts: file, folder or checkout.")] = None,
     images: Annotated[list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")] = None,
-    samples: Annotated[int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0)] = 0,
-    processes: Annotated[int, typer.Option(help="Processes that draw; 0: as many as trained the run.", min=0)] = 0,
+    samples: Annotated[int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0, max=10_000)] = 0,
+    processes: Annotated[int, typer.Option(min=0, max=1000, help="Processes that draw; 0: as the run had.")] = 0,
     rewards: Annotated[str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")] = "",
     detector: Annotated[str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")] = "",
     judge_url: Annotated[str, typer.Option(help="OpenAI-compatible address, such as http://host:8000/v1.")] = "",

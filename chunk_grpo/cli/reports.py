@@ -83,8 +83,9 @@ def parse_step_counts(
 ) -> list[int]: # each once
     "Numbers of sampling steps from a text; InputError where one is no whole number from 2."
     words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isascii() and word.isdigit() and int(word) >= 2 for word in words):
-        raise InputError(f"`--steps` must be whole numbers from 2 with commas between, such as 10,25,50; got {text!r}")
+    if not all(word.isascii() and word.isdigit() and len(word) < 9 and 2 <= int(word) <= 10_000 for word in words):
+        raise InputError("`--steps` must be whole numbers from 2 to 10000 with commas between, such as 10,25,50; "
+                         f"got {text!r}")
     return list(dict.fromkeys(map(int, words)))
 
 # %% ../../nbs/13_cli/01_reports.ipynb #cdfff012
@@ -93,8 +94,8 @@ def check_profile_options(source: str | None, run: Path | None, counts: dict[str
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     for name, value in counts.items():
-        if value < 1:
-            raise InputError(f"`--{name}` must be a whole number from 1; got {value}")
+        if not 1 <= value <= 10_000:
+            raise InputError(f"`--{name}` must be a whole number from 1 to 10000; got {value}")
     for name, file in files.items():
         check_output_file(name, file)
 

@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 import chunk_grpo
 from .. import InputError
 from . import fields, rules
-from .fields import format_value, parse_yaml
+from .fields import dump_yaml, format_value, parse_yaml, read_yaml_file
 from .run_fields import HousekeepingFields
 
 if TYPE_CHECKING:  # it imports torch, which the command line does not wait for
@@ -94,13 +93,7 @@ def read_settings_file(
 ) -> dict:  # the values that stand there
     "The values of a settings file; InputError where there is none or it holds no settings."
     path = find_settings_file(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the settings file {path} must be readable text; {error}") from None
-    values = parse_yaml(text, f"the settings file {path}")
-    if not isinstance(values, dict):
-        raise InputError(f"the settings file {path} must hold lines `name: value`; it holds {format_value(values)}")
+    values = read_yaml_file(path, "the settings file")
     if "like" not in values:
         return values
     base = values.pop("like")
@@ -146,7 +139,7 @@ def dump_settings(
     s: Settings,
 ) -> str: # YAML, one line a field, all fields
     "Settings as YAML that `load_settings` reads back as the same settings."
-    return yaml.safe_dump(s.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+    return dump_yaml(s.model_dump(mode="json"))
 
 
 def diff_settings(

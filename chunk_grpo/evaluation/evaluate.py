@@ -18,9 +18,10 @@ import numpy as np
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import atomic_write, read_json, write_json
+from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
 from ..models.inputs import read_prompts
+from ..runs import run_folder
 from ..runs.drawing import begun_folder, draw_share, evaluation_parts, move_into_place, progress_watcher
 from ..runs.drawing import read_parts
 from ..runs.run_images import AS_TRAINED_ARMS, drawing_processes, share_out
@@ -198,7 +199,7 @@ def evaluation_settings(
     changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
 ) -> setting.Settings:
     "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
-    trained_with = setting.load_settings(read_json(Path(run) / "run.json")["settings"])
+    trained_with = run_folder.read_run_settings(run)
     s = setting.load_settings(trained_with, changes)
     for name in setting.diff_settings(trained_with, s):
         if name not in EVALUATION_CHANGEABLE_FIELDS:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from .. import InputError
 from ..method.schedule import dynamic_shift, sigmas
-from .inputs import check_pipeline_folder, find_family, import_class, locate_model
+from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
+from .inputs import locate_model
 from .prompt_embeds import PromptEncoder
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
@@ -261,6 +262,7 @@ def load_policy(
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
+    check_network_weights(folder, "transformer", import_class(family.network_classes[0]))
     types = {"dtype": TORCH_DTYPES[dtype], "weights": TORCH_DTYPES[weights or dtype]}
     scales = {"guidance": guidance, "true_cfg_scale": true_cfg_scale}
     try:

@@ -128,7 +128,7 @@ def execute_report(
 ) -> Path:  # out
     "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
     check_report_parameters(name, values)
-    out = Path(out).resolve()
+    out = Path(os.path.realpath(out))
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     with tempfile.TemporaryDirectory() as folder, atomic_write(out) as new:
         error = run_notebook(find_report_notebook(name), Path(folder) / "report.ipynb", values, only_reads(values))

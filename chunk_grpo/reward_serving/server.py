@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ScoringRequest', 'score_requests', 'answer_requests', 'gather_requests', 'ScoringQueue', 'ServerLimits',
            'check_limits', 'Places', 'check_token', 'read_body', 'parse_scoring_request', 'score_request', 'add_routes',
-           'create_scoring_app', 'server_config', 'serve_in_thread', 'run_reward_server']
+           'create_scoring_app', 'server_config', 'serve_in_thread', 'check_address', 'run_reward_server']
 
 # %% ../../nbs/05_reward_serving/05_server.ipynb #3b85d05e
 import asyncio
@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import ipaddress
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -327,6 +328,28 @@ def serve_in_thread(
         server.should_exit = True
         thread.join()
 
+# %% ../../nbs/05_reward_serving/05_server.ipynb #93e00cac
+def check_address(
+    host: str,  # to listen at
+    port: int,
+    token: str | None,  # that clients must send
+) -> None:
+    "InputError for an address at which this machine cannot listen, or which others reach without a token."
+    if not 0 < port < 65536:
+        raise InputError(f"port: got {port}; allowed is 1 to 65535.")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        if not token and not all(ipaddress.ip_address(place[0]).is_loopback for *_, place in found):
+            raise InputError(f"token: a server at {host} needs one, since other machines can reach it.")
+        for family, kind, number, _, place in found[:1]:
+            with socket.socket(family, kind, number) as line:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                line.bind(place)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no name"
+        raise InputError(f"host: got {host!r} and port {port}; allowed is a free port here ({why}).") from None
+
+
 # %% ../../nbs/05_reward_serving/05_server.ipynb #2664f1a3
 def run_reward_server(
     name: str,  # the reward's name
@@ -338,8 +361,7 @@ def run_reward_server(
     batch_wait_ms: float = 0.0,
 ) -> None:
     "Load a reward and serve it until the process is stopped; InputError for what cannot be served."
-    if not token and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
-        raise InputError(f"token: a server at {host} needs one, since other machines can reach it.")
+    check_address(host, port, token)
     check_limits(limits)
     if not 0 <= batch_wait_ms <= 60_000:
         raise InputError(f"batch_wait_ms: got {batch_wait_ms}; allowed is 0 to 60000.")

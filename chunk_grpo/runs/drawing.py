@@ -21,7 +21,8 @@ from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line, read_json_lines
+from ..core.files import append_json_line
+from ..core.run_files import EvaluationPart, read_run_lines
 from ..models.inputs import read_prompts
 from ..models.policy import Policy
 from ..reward_serving import placement
@@ -93,7 +94,8 @@ def read_parts(
     folder: Path,  # of `begun_folder`; may be missing
 ) -> dict[tuple[str, int, int], list[dict]]:  # part -> its records
     "The parts that are finished."
-    lines = [line for file in sorted(Path(folder).glob("parts-*.jsonl")) for line in read_json_lines(file)]
+    files = sorted(Path(folder).glob("parts-*.jsonl"))
+    lines = [line for file in files for line in read_run_lines(file, EvaluationPart)]
     return {tuple(line["part"]): line["records"] for line in lines}
 
 # %% ../../nbs/08_runs/06_drawing.ipynb #022abb40

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .. import InputError
 from ..core import fields
-from ..core.fields import Names, format_value, parse_yaml, setting
+from ..core.fields import Names, read_yaml_file, setting
 
 # %% ../../nbs/08_runs/01_hosts.ipynb #55347349
 def stringify_numbers(
@@ -33,8 +33,8 @@ def stringify_numbers(
 class Hosts(BaseModel):
     "The machines that train a run together."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-    nodes: int = setting(0, "machines", "", "How many there are; those of `names` if left out.", ge=1)
-    processes: int = setting(0, "processes", "", "On each machine, one a GPU.", ge=1)
+    nodes: int = setting(0, "machines", "", "How many there are; those of `names` if left out.", ge=1, le=10_000)
+    processes: int = setting(0, "processes", "", "On each machine, one a GPU.", ge=1, le=1000)
     rendezvous: str = setting("", "", "", "Where the first machine is reached: its name or address, and a free port.",
                               min_length=1, takes="HOST:PORT of the first machine, such as gpu-a:29500")
     node: int = setting(0, "", "", "Number of this machine, 0 ... nodes - 1.", ge=0)
@@ -90,7 +90,8 @@ def find_node_rank(
 def rendezvous_address(h: Hosts) -> tuple[str, int]:
     "Host and port of the first machine; InputError where `rendezvous` has no such form."
     host, _, port = h.rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    named = re.fullmatch(r"[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]", host) and re.fullmatch(r"[0-9]{1,5}", port)
+    if not named or not 0 < int(port) < 65536:
         raise InputError(f"`rendezvous` must be {fields.describe_field(Hosts, 'rendezvous')}; got {h.rendezvous!r}")
     return host.strip("[]"), int(port)
 
@@ -128,12 +129,7 @@ def load_hosts(
         return source
     if not Path(source).is_file():
         raise InputError(f"`hosts` must be a YAML file such as runs/hosts/torchrun.yaml; {str(source)!r} is none")
-    try:
-        values = parse_yaml(Path(source).read_text(encoding="utf-8"), str(source))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the file {source} must be readable text; {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{source} must hold lines `name: value`; it holds {format_value(values)}")
+    values = read_yaml_file(Path(source))
     try:
         return check_hosts(values, environment, name or socket.gethostname())
     except InputError as error:

@@ -87,7 +87,7 @@ def start_training(
     environment = {**(hosts.environment if hosts else {}), **environment}
     inherited = launch_variables(os.environ, hosts.world_size if hosts else processes)
     with lock_training_log(run, hosts) as log:
-        own, child = inherited | {"PYTHONUNBUFFERED": "1"} | environment, None
+        own, child = inherited | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"} | environment, None
         words = training_command(run, processes, program, hosts)
         try:
             with defer_signals():

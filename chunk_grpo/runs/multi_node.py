@@ -8,6 +8,7 @@ __all__ = ['NodeHeartbeats', 'peer_end', 'ended_peers', 'has_peer_ended', 'annou
            'train_beside', 'join_training']
 
 # %% ../../nbs/08_runs/03_multi_node.ipynb #3e36122c
+import os
 import signal
 import socket
 import time
@@ -205,7 +206,7 @@ def join_training(
 ) -> Path:  # the folder of the finished run
     "Train as one of the further machines; InputError or TrainingFailed where it does not end well."
     check_processes(s, h.world_size)
-    run = Path(out).resolve()
+    run = Path(os.path.realpath(out))
     with raise_on_sigterm():
         own = wait_for_first_node(run, s, h, **patience)
         if own is None:

@@ -7,9 +7,9 @@ __all__ = ['VERSIONED_LIBRARIES', 'ENCODER_FOLDERS', 'MODEL_FOLDERS', 'RUN_FILES
            'current_git_commit', 'machine_info', 'content_hashes', 'count_stored_weights', 'estimate_disk_bytes',
            'check_disk_space', 'file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json',
            'read_run_settings', 'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder', 'new_run_info',
-           'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run', 'own_runs_file',
-           'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
+           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder',
+           'new_run_info', 'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run',
+           'own_runs_file', 'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
@@ -31,8 +31,9 @@ import torch
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import read_json, read_json_lines, remove_abandoned, write_json
-from ..core.run_files import RunInfo, RunProfile, lock_log, read_metrics_file, read_run_file
+from ..core.files import read_json, remove_abandoned, write_json
+from ..core.run_files import EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log
+from ..core.run_files import read_run_file, read_run_lines
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes
@@ -142,7 +143,7 @@ def file_of_run(
 ) -> Path:
     "The path of a file of a run; InputError where it lies outside of the folder, or a link leads there."
     path = Path(run) / name
-    if not path.resolve().is_relative_to(Path(run).resolve()):
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
         raise InputError(f"the run must hold its own files; {name!r} of {run} lies outside of it")
     return path
 
@@ -200,7 +201,7 @@ def read_metrics_lines(
     run: str | Path,
 ) -> list[dict]:
     "The lines of metrics, iteration 0 first; those that are there while a run is going on."
-    return read_metrics_file(file_of_run(run, "metrics.jsonl"))
+    return read_run_lines(file_of_run(run, "metrics.jsonl"), MetricsLine)
 
 
 def read_metrics(
@@ -225,14 +226,19 @@ def read_evaluation_summary(
 ) -> dict | None:  # None where the run was not evaluated
     "The summary of a run's evaluation."
     file = file_of_run(run, "evaluation/summary.json")
-    return read_json(file) if file.is_file() else None
+    return read_run_file(file, EvaluationSummary) if file.is_file() else None
 
 
-def read_evaluation_scores(
+def read_evaluation_records(
     run: str | Path,
-) -> pd.DataFrame:  # a row an image: arm, prompt_index, image_index, prompt, file, scores, category
+) -> list[dict]:  # a record an image: arm, prompt_index, image_index, prompt, file, scores, category
     "The scores of a run's evaluation, image by image."
-    return pd.DataFrame(read_json_lines(file_of_run(run, "evaluation/scores.jsonl")))
+    return read_run_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
+
+
+def read_evaluation_scores(run: str | Path) -> pd.DataFrame:
+    "The records of a run's evaluation as a table, a row an image."
+    return pd.DataFrame(read_evaluation_records(run))
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #a3f482c7
 def next_run_folder(
@@ -383,7 +389,7 @@ def create_run(
     check_processes(s, processes)
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
-    out = Path(out or next_run_folder(name)).resolve()
+    out = Path(os.path.realpath(out or next_run_folder(name)))
     run = resume_run(s, out, processes, nodes) if resume else write_new_run(s, out, processes, nodes)
     remember_own_run(run)
     return run

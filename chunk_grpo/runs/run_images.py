@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import InputError
-from ..core.files import read_json
+from ..core.run_files import RunInfo, read_run_file
 from ..core.settings import Settings
 from ..core.subprocesses import defer_signals, die_with_parent, terminate_process_group
 from ..method.schedule import sigmas
@@ -151,7 +151,7 @@ def drawing_processes(
 ) -> int:
     "How many processes draw a run's images where nobody says it."
     here = torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    return max(1, min(read_json(Path(run) / "run.json").get("processes", 1), here))
+    return max(1, min(read_run_file(Path(run) / "run.json", RunInfo).get("processes", 1), here))
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #6cb1db25
 def image_cost(

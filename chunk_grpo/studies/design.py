@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from .. import InputError
 from ..core import fields
 from ..core import settings as setting
-from ..core.fields import parse_yaml
+from ..core.fields import format_value, read_yaml_file
 from ..core.fields import setting as field
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
@@ -25,15 +25,15 @@ from ..runs import run_folder
 # %% ../../nbs/12_studies/00_design.ipynb #b1530d1c
 class Study(BaseModel):
     "What is asked, and what is run to answer it."
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
     outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
     smallest_effect: fields.Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
-    seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1)
-    first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0)
+    seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
+    first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0, le=10**9)
     reference: str = field("", "", "", "Arm that the others are compared with.", min_length=1)
     arms: dict[str, dict] = field({}, "", "", "Name of an arm -> the settings in which it leaves the base.",
                                   takes="a mapping from names of arms to settings")
@@ -43,7 +43,7 @@ class Study(BaseModel):
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
     tune: dict[str, list] = field({}, "", "", "Settings and the values that every arm tries on validation prompts.",
                                   takes="a mapping from settings to lists of values")
-    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying; they are not those of the study.", ge=1)
+    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000)
 
     @property
     def seed_range(self) -> range:
@@ -95,9 +95,8 @@ def load_study(
 ) -> Study:
     "A checked study; InputError with one sentence that names the field, what came and what is allowed."
     file = find_study_folder(source) / "study.yaml"
-    values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
     try:
-        study = Study.model_validate(values if isinstance(values, dict) else {})
+        study = Study.model_validate(read_yaml_file(file))
     except ValidationError as error:
         raise InputError(f"{file}: {fields.validation_message(Study, error)}") from None
     named = {"reference": [study.reference], "after": [*study.after, *study.after.values()]}
@@ -116,8 +115,11 @@ def read_tuned_settings(
 ) -> dict[str, dict]:  # arm -> settings; empty where nothing was tuned
     "The settings that each arm does best with, by validation prompts."
     file = home / TUNED_FILE
-    found = parse_yaml(file.read_text(encoding="utf-8"), str(file)) if file.is_file() else {}
-    return {arm: point["settings"] for arm, point in (found or {}).items()}
+    found = read_yaml_file(file) if file.is_file() else {}
+    for arm, point in found.items():
+        if not isinstance(point, dict) or not isinstance(point.get("settings"), dict):
+            raise InputError(f"{file}: the arm {arm} must hold `settings: {{name: value}}`; got {format_value(point)}")
+    return {arm: point["settings"] for arm, point in found.items()}
 
 # %% ../../nbs/12_studies/00_design.ipynb #3b13f5ea
 def expand_trials(

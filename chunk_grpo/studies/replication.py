@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CATEGORY_RENAMES', 'PAPER_ROW_METHODS', 'format_chunk_sizes', 'describe_paper_row', 'score_statistics',
-           'reward_score_rows', 'summary_score_rows', 'collect_scores', 'match_paper_row', 'cell_scores',
-           'rebuild_table', 'missing_paper_rows', 'benchmark_folders', 'side_by_side_images']
+           'reward_score_rows', 'summary_score_rows', 'read_summary', 'collect_scores', 'match_paper_row',
+           'cell_scores', 'rebuild_table', 'missing_paper_rows', 'benchmark_folders', 'side_by_side_images']
 
 # %% ../../nbs/12_studies/09_replication.ipynb #2350c8b6
 from collections.abc import Mapping, Sequence
@@ -92,6 +92,11 @@ def summary_score_rows(
     return out
 
 # %% ../../nbs/12_studies/09_replication.ipynb #44664c56
+def read_summary(run: Path, benchmark: str, file: Path) -> dict:
+    "The summary of what a run was scored on."
+    return run_folder.read_evaluation_summary(run) if benchmark == "held-out" else read_json(file)
+
+
 def collect_scores(
     runs: Sequence[str | Path],  # run folders
 ) -> pd.DataFrame:  # a row a run, benchmark, measure, column and arm
@@ -104,7 +109,7 @@ def collect_scores(
         for benchmark, file in found.items():
             if file.is_file():
                 rows += [{"run": run.name, **describe_paper_row(run), "benchmark": benchmark, **one}
-                         for one in summary_score_rows(read_json(file))]
+                         for one in summary_score_rows(read_summary(run, benchmark, file))]
     names = ["run", "method", "steps", "chunks", "trained_on", "model", "benchmark", "measure", "column", "arm", "mean"]
     return pd.DataFrame(rows, columns=[*names, "se", "n"])
 

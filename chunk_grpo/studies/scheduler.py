@@ -9,6 +9,7 @@ __all__ = ['count_finished_iterations', 'format_time_left', 'gain_line', 'Runnin
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #d32db006
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -229,7 +230,7 @@ def run_study(
     requested = expand_trials(source, arms, seeds)
     if processes is not None and processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")
-    out = Path(out or Path("runs") / "studies" / requested[0].study).resolve()
+    out = Path(os.path.realpath(out or Path("runs") / "studies" / requested[0].study))
     with study_lock(out), raise_on_sigterm():
         others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
         known = [*known, *(row for file in others for row in read_json_lines(file))]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import read_json, read_json_lines, write_json
+from ..core.files import read_json, write_json
 from ..evaluation import evaluate
 from ..runs import run_folder
 from ..training import trainer
@@ -68,7 +68,7 @@ def evaluation_results(
     run: Path,  # a trained and evaluated run
 ) -> dict:  # scores and categories by arm of the evaluation and reward; what was lost and gained against the base
     "What the evaluation found."
-    records, summary = read_json_lines(run / "evaluation" / "scores.jsonl"), run_folder.read_evaluation_summary(run)
+    records, summary = run_folder.read_evaluation_records(run), run_folder.read_evaluation_summary(run)
     arms, rewards = list(dict.fromkeys(record["arm"] for record in records)), list(summary["rewards"])
     means = {a: {name: [round_significant(x) for x in evaluate.prompt_means(records, a, name)] for name in rewards}
              for a in arms}

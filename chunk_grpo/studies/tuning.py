@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import yaml
-
 from .. import InputError
 from ..core import settings as setting
+from ..core.fields import dump_yaml
 from ..core.files import atomic_write
 from .analysis import mean_score
 from .design import TUNED_FILE, Study, expand_trials, find_study_folder, load_study
@@ -59,7 +58,7 @@ def write_tuning_study(
         "reference": next(iter(arms))}
     base = setting.load_settings(setting.read_settings_file(home / "base.yaml"), {"eval_prompts": prompts})
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {"base.yaml": setting.dump_settings(base), "study.yaml": yaml.safe_dump(content, sort_keys=False)}
+    texts = {"base.yaml": setting.dump_settings(base), "study.yaml": dump_yaml(content, flow=False)}
     for file, text in texts.items():
         with atomic_write(folder / file) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -104,7 +103,7 @@ def tune_study(
     rows = run_study(write_tuning_study(source, out / "study"), out / "trials", processes, say=say)
     found = choose_settings(load_study(source), rows)
     with atomic_write(home / TUNED_FILE) as temporary:
-        text = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)
+        text = dump_yaml(found, width=120)
         temporary.write_text(text, encoding="utf-8")
     for arm, best in found.items():
         edge = f", at the edge of the grid in {' and '.join(best['edge'])}" if best["edge"] else ""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import InputError
 from ..core.files import atomic_write, read_json, read_json_lines
-from ..core.run_files import CheckpointState, check_content, read_metrics_file
+from ..core.run_files import CheckpointState, MetricsLine, check_content, read_run_lines
 from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #096214ce
@@ -178,7 +178,7 @@ def verify_checkpoint(
             raise damaged(folder, f"{name} is not what was written")
     with refuse_damaged(folder):
         state = check_content(folder / "state.json", read_json(folder / "state.json"), CheckpointState)
-        lines = read_metrics_file(folder / "metrics.jsonl")
+        lines = read_run_lines(folder / "metrics.jsonl", MetricsLine)
     if not state["iteration"] == manifest.get("iteration") == int(folder.name):
         raise damaged(folder, f"it is of iteration {manifest.get('iteration')}")
     if lines and [line["iteration"] for line in lines] != list(range(state["iteration"] + 1)):

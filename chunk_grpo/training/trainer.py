@@ -27,7 +27,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, remove_abandoned
 from ..core.files import write_json
-from ..core.run_files import RunInfo, RunProfile, read_metrics_file, read_run_file
+from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
 from ..method.chunks import Chunks
 from ..models import fsdp, trainable
 from . import checkpoints
@@ -136,7 +136,7 @@ def restore_log(
         with atomic_write(file) as temporary:
             temporary.write_bytes(wanted)
     if folder is None:
-        done = max([line["iteration"] for line in read_metrics_file(run / "metrics.jsonl")], default=0)
+        done = max([line["iteration"] for line in read_run_lines(run / "metrics.jsonl", MetricsLine)], default=0)
         if done:
             print(f"warning: {run} has no checkpoint; its {done} iterations are done again", flush=True)
         checkpoints.truncate_metrics(run / "metrics.jsonl", -1)

@@ -1,0 +1,121 @@
+"""What is printed is for whoever looks: nobody there, a full disk or a narrow encoding ends no training."""
+
+import errno
+import io
+import os
+import signal
+import sys
+
+import pytest
+
+from chunk_grpo import InputError
+from chunk_grpo.cli import main, reports
+from chunk_grpo.core import output, settings
+from chunk_grpo.runs import launch, run_folder, runs
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    "Standard output is a pipe whose reader has gone, in an encoding of few signs."
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="ascii", write_through=True))
+        yield
+        monkeypatch.undo()
+
+
+def start(monkeypatch, *words) -> int:
+    "The exit code of the command line in this process."
+    monkeypatch.setattr(sys, "argv", ["chunk-grpo", *map(str, words)])
+    try:
+        main.main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
+    "Every iteration is printed, in signs that the stream lacks, and the run gets to its end."
+    done = []
+
+    def train(s, out, on_log, **how):
+        for i in range(5):
+            print(f"iteration {i}: 1 \u00b1 0.5 \u2192 2", flush=True)
+            done.append(i)
+        return out
+
+    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(run_folder, "read_run_info", lambda run: {"seconds": 1.0})
+    assert start(monkeypatch, "train", "pocket/tiny", "--out", tmp_path / "run", "--no-report") == 0
+    assert done == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
+def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with output.lasting_output():
+            print("one", flush=True)
+            print("two", flush=True)
+        monkeypatch.undo()
+        with pytest.raises(OSError) as error:
+            print("three", file=full, flush=True)
+        assert output.describe_error(error.value) == (1, "the output cannot be written (No space left on device)")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is closed with what is left in it
+
+
+def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
+    "Within `plan` the signal is that of other programs, and this program's own again after it."
+    before, seen = signal.getsignal(signal.SIGPIPE), []
+
+    def load(*_):
+        seen.append(signal.getsignal(signal.SIGPIPE))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(settings, "load_settings", load)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert start(monkeypatch, "plan", "pocket/tiny") == 1
+    assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGPIPE) == before
+
+
+def test_the_log_of_a_training_is_utf8(monkeypatch, tmp_path):
+    "Whatever the terminal's encoding; else the first sign that it lacks ends the training."
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    (tmp_path / "speaks.py").write_text("print('1 \\u00b1 0.5 \\u2192 2')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert launch.start_training(tmp_path, program="speaks").wait(60) == 0
+    assert (tmp_path / "train.log").read_text(encoding="utf-8") == "1 \u00b1 0.5 \u2192 2\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error, code):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+
+    def train(*_, **__):
+        raise error
+
+    monkeypatch.setattr(runs, "train", train)
+    assert start(monkeypatch, "train", "pocket/tiny", "--out", tmp_path / "run") == code
+    said = capfd.readouterr().err.strip()
+    assert said == f"interrupted; go on with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"
+
+
+@pytest.mark.parametrize(("error", "code", "words"), [
+    (InputError("`eta` must be above 0"), 2, "`eta` must be above 0"),
+    (OSError(errno.ELOOP, "Too many links", "a/b"), 2, "the path a/b cannot be used"),
+    (KeyError("et\na"), 1, "an unforeseen KeyError: 'et\\na'; the traceback is in "),
+    (RuntimeError("two\nlines"), 1, "an unforeseen RuntimeError: two lines; the traceback is in ")])
+def test_every_error_is_one_sentence(monkeypatch, tmp_path, capfd, error, code, words):
+    "Of an unforeseen one the traceback is in the file that the sentence names."
+    def load(*_):
+        raise error
+
+    monkeypatch.setattr(settings, "load_settings", load)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert start(monkeypatch, "profile", "pocket/tiny") == code and reports.settings is settings
+    said = capfd.readouterr().err
+    assert said.startswith(f"chunk-grpo: {words}") and said.count("\n") == 1
+    logs = list(tmp_path.iterdir())
+    assert len(logs) == (code == 1) and all(str(file) in said and "in load\n" in file.read_text() for file in logs)
