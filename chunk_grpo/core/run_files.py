@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Amount', 'RunFile', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState', 'ScoreInterval',
-           'RewardSummary', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'check_content', 'read_run_file',
-           'read_run_lines', 'lock_log']
+           'RewardSummary', 'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart', 'check_content',
+           'read_run_file', 'read_run_lines', 'lock_log']
 
 # %% ../../nbs/02_core/07_run_files.ipynb #a52159f2
 import fcntl
@@ -104,6 +104,14 @@ class ImageScores(RunFile):
     scores: dict[str, float]
     category: dict[str, str | None] = {}
     objects: dict[str, list[int]] = {}
+
+
+class EvalSample(RunFile):
+    "A line of samples/*/manifest.jsonl."
+    file: str  # beside the manifest
+    prompt_index: Count
+    image_index: Count
+    prompt: str
 
 
 class EvaluationPart(RunFile):

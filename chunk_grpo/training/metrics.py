@@ -114,7 +114,7 @@ def score_eval_images(
     places: list[tuple[int, int]],  # of this process: (prompt's position, number of the image)
     most: int,  # images of a process; one that has fewer draws the first place again, for its part in the forwards
     split: int | None,  # step at which the base takes over; None: never
-    keep: bool,  # the first images, as files
+    keep: bool,  # eight images over the whole list, as files
 ) -> dict[str, dict]:
     "Scores by reward and place of this process' evaluation images."
     s = state.s
@@ -124,7 +124,8 @@ def score_eval_images(
     images, texts = images[: len(places)], [state.held_out[p] for p, _ in places]
     state.policy.set_resolution(s.resolution)
     if keep:
-        save_eval_samples(state, images[:8], places[:8])
+        kept = evenly_spaced_positions(len(places), 8)
+        save_eval_samples(state, images[kept], [places[i] for i in kept])
     if not places:
         return {name: {} for name in state.rewards}
     out = {name: rewards.score_images(name, reward, images, texts) for name, reward in state.rewards.items()}
