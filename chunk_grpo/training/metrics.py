@@ -15,6 +15,7 @@ from torch import Tensor
 from ..core.files import append_json_line, atomic_write
 from ..core.statistics import mean_se
 from ..models import fsdp
+from ..models.inputs import evenly_spaced_positions
 from ..rewards import rewards
 from .iteration import TrainingState, held_out_places
 from .rollout import sample_images
