@@ -124,6 +124,8 @@ def guard_child(
         time.sleep(0.2)
     if stat is None and process_stat(parent):
         return
+    if stat:  # the parent may have gone before the first look
+        left |= {child: stat[1]} | descendants(child)
     left.pop(os.getpid(), None)
     end = time.monotonic() + patience
     while any(map(process_stat, left)) and time.monotonic() < end:
