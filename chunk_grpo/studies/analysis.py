@@ -75,7 +75,8 @@ def earlier_model_note(
 ) -> str:
     "A sentence where runs had a base model that is not the one shipped now; empty elsewhere."
     shipped = hash_model_files(locate_model("pocket"), MODEL_FOLDERS)
-    old = [row for row in rows if row["settings"]["model"] == "pocket" and row.get("model_sha256", shipped) != shipped]
+    pocket = [row for row in rows if row["settings"].get("model") == "pocket"]
+    old = [row for row in pocket if row.get("model_sha256", shipped) != shipped]
     return f"{len(old)} of them had the base model that was shipped before the present one." if old else ""
 
 
