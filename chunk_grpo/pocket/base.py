@@ -201,7 +201,7 @@ TRAINING_RECIPE = {
     "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
 }
 
-
+# %% ../../nbs/01_pocket/07_base.ipynb #468a9728
 def write_pocket_manifest(
     folder: Path,
     training: dict, # settings, seeds and seconds of each part

@@ -75,10 +75,8 @@ def change_one_object(
     elif kind == "add":
         extra = sample_scene(f"a {rng.choice(SHAPES)}", rng, free=True).things[0]
         twin, spots = things[i].shape if rng.random() < 0.5 else extra.shape, empty_places(things)
-        if spots and rng.random() < 0.75:
-            x, y = spots[rng.integers(len(spots))]
-            extra = replace(extra, x=x, y=y)
-        new.append(replace(extra, radius=things[i].radius, shape=twin))
+        x, y = spots[rng.integers(len(spots))] if spots and rng.random() < 0.75 else (extra.x, extra.y)
+        new.append(replace(extra, x=x, y=y, radius=things[i].radius, shape=twin))
     elif kind == "shape":
         new[i] = replace(new[i], shape=str(rng.choice(SHAPES)))
     elif kind == "colour":

@@ -136,7 +136,7 @@ def _grid_layouts(
     "All ways to put some objects on the grid."
     return list(permutations(product(_PLACES, _PLACES), count))
 
-
+# %% ../../nbs/01_pocket/02_world.ipynb #6f99d6a0
 def _spread(
     count: int, # objects
     free: bool, # anywhere and of any size, or on the grid
