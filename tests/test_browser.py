@@ -48,9 +48,10 @@ def test_report_opens_offline_with_all_figures(page, report):
 def test_report_is_a_page_for_people(page, report):
     page.goto(report.as_uri())
     headings = page.eval_on_selector_all("h2", "found => found.map(h => h.textContent.trim())")
-    assert headings == ["Along the training", "Before and after", "Scores on held-out prompts", "The reward while training",
-                        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient",
-                        "How far the base's latents move", "Time by phase", "Settings", "Where it ran"]
+    assert headings == [
+        "Along the training", "Before and after", "Scores on held-out prompts", "The reward while training",
+        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient", "How far the base's latents move",
+        "Time by phase", "Settings", "Where it ran"]
     assert "45 iterations" in page.inner_text("p.lead >> nth=0")
     assert page.query_selector("script, iframe, link[href^=http], div.input, pre") is None
     page.click("summary")
