@@ -23,6 +23,7 @@ from chunk_grpo.measurements.credit_assignment import (
     attribution_distance,
     branch_rewards,
     branch_values,
+    state_sign_estimates,
     step_advantages,
     wrong_sign_estimates,
 )
@@ -104,6 +105,15 @@ def signs(found):
             yield {"parts": "steps" if len(parts) == TRAINED else str(parts)} | place | at(table, k)
 
 
+def states(found):
+    "Wrong signs by the state that a transition leads to, as version 3 of the paper counts, and their mean."
+    table, level = state_sign_estimates(found["score"], found["branches"].flatten(0, 1)), sigmas(STEPS, 3.0)
+    for k in range(TRAINED):
+        names = [name for name in table if not name.startswith("mean_")]
+        yield {"parts": "steps", "index": k, "sigma": float(level[k + 1])} | at({n: table[n] for n in names}, k)
+    yield {"parts": "all"} | at({name: x for name, x in table.items() if name.startswith("mean_")})
+
+
 def at(table, k=None):
     "A row of numbers: those at position k, or single ones."
     return {name: float(x if k is None else x[k]) for name, x in table.items()}
@@ -169,6 +179,9 @@ def estimators(last):
         yield name, 1, None, w, None
 
 
+TABLES = {"signs": signs, "states": states, "proposition": proposition, "gradients": gradients}
+
+
 def main():
     "Measure, print, and write where --out says."
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -176,7 +189,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sampler", choices=list(ETA))
     parser.add_argument("--out")
-    chosen, tables = parser.parse_args(), {"signs": [], "proposition": [], "gradients": []}
+    chosen, tables = parser.parse_args(), {name: [] for name in TABLES}
     size = {"resolution": pocket.IMAGE_SIZE, "max_tokens": pocket.MAX_TOKENS}
     policy = trainable.load_trainable_policy("pocket", **size, lora_rank=RANK)
     named = policy.transformer.named_parameters()
@@ -185,10 +198,13 @@ def main():
     parts.mkdir(parents=True, exist_ok=True)
     found = collect(policy, chosen, [chosen.sampler] if chosen.sampler else list(ETA), parts)
     for kind, measured in found.items():
-        for name, rows in (("signs", signs), ("proposition", proposition), ("gradients", gradients)):
+        for name, rows in TABLES.items():
             tables[name] += [{"sampler": kind} | row for row in rows(measured)]
     for r in tables["signs"]:
         print("{sampler:5} {parts:8} {first:2}-{last:2}: wrong {raw:.3f}, by share {by_share:.3f}".format(**r))
+    for r in tables["states"]:
+        if r["parts"] == "all":
+            print("{sampler:5} states: wrong {mean_raw:.3f}, by share {mean_by_share:.3f}".format(**r))
     for r in tables["gradients"]:
         print("{sampler:5} {transitions:2} {estimator:45} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
               "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))

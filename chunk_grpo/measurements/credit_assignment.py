@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GaussianWorld', 'gaussian_value', 'branch_noise', 'continue_from', 'branch_rewards', 'branch_values',
-           'step_advantages', 'wrong_sign_shares', 'wrong_sign_estimates', 'attribution_distance']
+           'step_advantages', 'wrong_sign_shares', 'wrong_sign_estimates', 'state_sign_shares', 'state_sign_estimates',
+           'attribution_distance']
 
 # %% ../../nbs/10_measurements/02_credit_assignment.ipynb #b41f935d
 import math
@@ -180,6 +181,32 @@ def wrong_sign_estimates(
     value, se = jackknife_error(lambda p: wrong_sign_shares(adv[p], step[p], error[p], cut), count)
     names = ("raw", "certain", "corrected", "by_share", "share", "found")
     return dict(zip(names, value, strict=True)) | {f"{n}_se": x for n, x in zip(names, se, strict=True)}
+
+# %% ../../nbs/10_measurements/02_credit_assignment.ipynb #ab426a7e
+def state_sign_shares(
+    advantage: Tensor,  # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    value: Tensor,  # estimated value of each state less the group's mean, in the same units, (P, G, n)
+) -> Tensor:  # (3, n): raw, by_share, decided
+    "Shares of states whose value and final reward lie on different sides of the group's mean, raw and by (i)."
+    raw = (advantage[..., None] * value < 0).double().mean((0, 1))
+    decided = (advantage[..., None] * value).mean((0, 1)) / advantage.square().mean()
+    return torch.stack([raw, decided.clamp(0, 1).sqrt().arccos() / math.pi, decided])
+
+
+def state_sign_estimates(
+    rewards: Tensor,  # of the trajectories, (P, G)
+    branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
+) -> dict[str, Tensor]:  # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
+    "How often the state that a transition leads to is wrongly attributed, as version 3 counts; errors over prompts."
+    count, group = rewards.shape
+    spread = branches[:, 0].reshape(count, -1).std(1)
+    value = branch_values(branches)[0][:, 1:-1].reshape(count, group, -1)
+    value = (value - value.mean(1, keepdim=True)) / spread[:, None, None]
+    adv = (rewards - rewards.mean(1, keepdim=True)).double() / spread[:, None]
+    shares, shares_se = jackknife_error(lambda p: state_sign_shares(adv[p], value[p]), count)
+    means, means_se = jackknife_error(lambda p: state_sign_shares(adv[p], value[p])[:2].mean(1), count)
+    out = dict(zip(("raw", "by_share", "decided", "mean_raw", "mean_by_share"), [*shares, *means], strict=True))
+    return out | {f"{name}_se": x for name, x in zip(out, [*shares_se, *means_se], strict=True)}
 
 # %% ../../nbs/10_measurements/02_credit_assignment.ipynb #c14c0edb
 def attribution_distance(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MIN_EFFECT_FRACTION', 'STRUCTURE_REWARD', 'paired_effect', 'contrast_arms', 'equal_chunk_arms', 'single_chunk_arm',
            'noise_chunk_instability', 'reward_transfer', 'hybrid_effect', 'read_kept_entries', 'normal_interval',
-           'wrong_sign_share', 'images_needed', 'prompt_share']
+           'wrong_state_share', 'images_needed', 'prompt_share']
 
 # %% ../../nbs/12_studies/07_measures.ipynb #5ba7647b
 from collections.abc import Callable, Mapping, Sequence
@@ -146,13 +146,10 @@ def normal_interval(
             "unit": unit, "gain": None, "smallest": 0.0}
 
 # %% ../../nbs/12_studies/07_measures.ipynb #579c00c0
-def wrong_sign_share() -> dict | None:
-    "The share of transitions whose advantage has the wrong sign, along the paper's sampler."
-    parts = pd.DataFrame(read_kept_entries("ground_truth.json", "signs", sampler="flow", parts="2,3,4,7"))
-    if parts.empty:
-        return None
-    weight = (parts["last"] - parts["first"] + 1) / (parts["last"] - parts["first"] + 1).sum()
-    return normal_interval(float(weight @ parts.by_share), float(weight @ parts.by_share_se), "of the transitions")
+def wrong_state_share() -> dict | None:
+    "The share of states whose worth and final reward lie on different sides of the group's mean; the paper's sampler."
+    found = read_kept_entries("ground_truth.json", "states", sampler="flow", parts="all")
+    return normal_interval(found[0]["mean_by_share"], found[0]["mean_by_share_se"], "of the states") if found else None
 
 
 def images_needed() -> dict | None:
