@@ -2376,6 +2376,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'chunk_grpo/studies/measures.py'),
                                              'chunk_grpo.studies.measures.single_chunk_arm': ( '12_studies/measures.html#single_chunk_arm',
                                                                                                'chunk_grpo/studies/measures.py'),
+                                             'chunk_grpo.studies.measures.smallest_share': ( '12_studies/measures.html#smallest_share',
+                                                                                             'chunk_grpo/studies/measures.py'),
                                              'chunk_grpo.studies.measures.wrong_state_share': ( '12_studies/measures.html#wrong_state_share',
                                                                                                 'chunk_grpo/studies/measures.py')},
             'chunk_grpo.studies.power': { 'chunk_grpo.studies.power.paired_power': ( '12_studies/power.html#paired_power',
