@@ -300,11 +300,11 @@ def study_or_exit(ray: str, *words) -> list[dict]:  # a row a trial
     return run_or_exit(partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study, *words, echo_now)
 
 
-def tune_or_exit(name: str, out: Path | None, processes: int | None) -> None:
+def tune_or_exit(name: str, out: Path | None, processes: int | None, known: list[dict]) -> None:
     "Tune a study's arms; where it fails or is interrupted the command ends."
     from chunk_grpo.studies import tuning  # here, since it imports torch
 
-    run_or_exit(tuning.tune_study, name, out, processes, echo_now)
+    run_or_exit(tuning.tune_study, name, out, processes, known, echo_now)
 
 
 def run_or_exit(run: Callable, *words):
@@ -335,11 +335,11 @@ def study(
 ):
     "Run or continue a study: every arm with every seed, several runs at once."
     chosen = check_study_words(seeds, known)
-    if tune:
-        return tune_or_exit(name, out, processes)
     from chunk_grpo.core.files import read_json_lines
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
+    if tune:
+        return tune_or_exit(name, out, processes, rows)
     found = study_or_exit(ray, name, out, processes, split_commas(arms), chosen, rows)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TUNING_SEED', 'tuning_points', 'tuning_arms', 'write_tuning_study', 'at_edge', 'choose_settings', 'tune_study',
-           'study_gain']
+           'study_gain', 'tuned_rows']
 
 # %% ../../nbs/12_studies/10_tuning.ipynb #f54943a6
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.fields import dump_yaml
+from ..core.fields import dump_yaml, read_yaml_file
 from ..core.files import atomic_write
 from .analysis import mean_score
 from .design import TUNED_FILE, Study, expand_trials, find_study_folder, load_study
@@ -83,7 +83,8 @@ def choose_settings(
     for name, (arm, point) in tuning_arms(study).items():
         gains = [mean_score(row, study.outcome, evaluated) - mean_score(row, study.outcome, "base")
                  for row in rows if row["arm"] == name]
-        out[arm]["points"].append(dict(point) | {"gain": round(sum(gains) / len(gains), 5), "seeds": len(gains)})
+        mean = round(sum(gains) / len(gains), 5)
+        out[arm]["points"].append(dict(point) | {"gain": mean, "gains": [round(gain, 5) for gain in gains]})
     for found in out.values():
         best = max(found["points"], key=lambda point: point["gain"])
         chosen = {name: best[name] for name in study.tune}
@@ -95,12 +96,13 @@ def tune_study(
     source: str | Path,  # name of a study, or its folder; gets tuned.yaml
     out: str | Path | None = None,  # folder of the runs; None: runs/studies/NAME-tuning
     processes: int | None = None,  # trials at once; None: as many as there is room for
+    known: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
     say: Callable[[str], None] = print,
 ) -> dict[str, dict]:  # as of `choose_settings`
     "Try the study's grid on validation prompts and keep each arm's best settings beside study.yaml."
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
-    rows = run_study(write_tuning_study(source, out / "study"), out / "trials", processes, say=say)
+    rows = run_study(write_tuning_study(source, out / "study"), out / "trials", processes, known=known, say=say)
     found = choose_settings(load_study(source), rows)
     with atomic_write(home / TUNED_FILE) as temporary:
         text = dump_yaml(found, width=120)
@@ -114,3 +116,16 @@ def tune_study(
 def study_gain(best: Mapping) -> str:
     "The gain of a chosen point in words."
     return f"gain {best['gain']:+.4f} of {len(best['points'])} points tried"
+
+# %% ../../nbs/12_studies/10_tuning.ipynb #1d7bed25
+def tuned_rows(
+    source: str | Path,  # name of a study, or its folder
+) -> list[dict]:  # a row an arm; none where nothing was tuned
+    "What each arm does best with, as a table's rows: settings, gain on validation prompts, the others' gains, edge."
+    file, out = find_study_folder(source) / TUNED_FILE, []
+    for arm, found in (read_yaml_file(file) if file.is_file() else {}).items():
+        others = [point["gain"] for point in found["points"] if point["gain"] != found["gain"]]
+        span = f"{min(others):+.3f} to {max(others):+.3f}" if others else ""
+        out.append({"arm": arm, **{name: f"{value:g}" for name, value in found["settings"].items()},
+                    "gain": f"{found['gain']:+.3f}", "other points": span, "at the edge": ", ".join(found["edge"])})
+    return out
