@@ -2384,6 +2384,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'chunk_grpo/studies/power.py'),
                                           'chunk_grpo.studies.power.pilot_spread': ( '12_studies/power.html#pilot_spread',
                                                                                      'chunk_grpo/studies/power.py'),
+                                          'chunk_grpo.studies.power.plan_table': ( '12_studies/power.html#plan_table',
+                                                                                   'chunk_grpo/studies/power.py'),
                                           'chunk_grpo.studies.power.power_table': ( '12_studies/power.html#power_table',
                                                                                     'chunk_grpo/studies/power.py'),
                                           'chunk_grpo.studies.power.seeds_needed': ( '12_studies/power.html#seeds_needed',
