@@ -57,7 +57,7 @@ def line_changes(now: bytes, then: bytes) -> list[str]:
     out = [f"metrics.jsonl was changed in line {i}, iteration {i - 1}" for i, (a, b) in enumerate(pairs, 1) if a != b]
     return out + ["metrics.jsonl has lost lines"] * (len(pairs) < len(then.splitlines()))
 
-# %% ../../nbs/08_runs/07_verify.ipynb #a0900e54
+# %% ../../nbs/08_runs/07_verify.ipynb #476df54e
 def checkpoint_changes(run: Path, folder: Path, note: Mapping) -> list[str]:
     "What is not as it was in a checkpoint, and what the run's own files have changed since."
     where = f"checkpoints/{folder.name}"
@@ -66,7 +66,8 @@ def checkpoint_changes(run: Path, folder: Path, note: Mapping) -> list[str]:
         out = file_changes(run, where, manifest["files"])
         if not out and manifest.get("run_id") != note.get("run_id"):
             return [f"{where} was written by another run"]
-        out += setting_changes(note["settings"], manifest.get("settings") or {})
+        then = manifest.get("settings")
+        out += setting_changes(note["settings"], then) if isinstance(then, dict) else [f"{where} has no settings"]
         if "metrics.jsonl" in manifest["files"] and not any("/metrics.jsonl" in text for text in out):
             own = run_folder.file_of_run(run, "metrics.jsonl")
             out += line_changes(own.read_bytes() if own.is_file() else b"", (folder / "metrics.jsonl").read_bytes())
@@ -158,12 +159,12 @@ def weights_share(
         count += sum(v.numel() for v in a.values())
     return math.sqrt(total / max(count, 1)) / (0.1 * s.learning_rate * s.updates_per_iteration * iterations)
 
-# %% ../../nbs/08_runs/07_verify.ipynb #d73aa331
+# %% ../../nbs/08_runs/07_verify.ipynb #05f2dc5a
 def package_differences(run: Path, again: Path) -> dict[str, tuple]:  # package -> (of the run, of the repetition)
     "The packages that two runs began with in other versions."
     def begun(folder: Path) -> dict[str, str]:
         (first, *_) = run_folder.package_lists(folder) or [None]
-        text = run_folder.file_of_run(folder, first.name).read_text(encoding="utf-8") if first else ""
+        text = run_folder.file_of_run(folder, first.name).read_text(encoding="utf-8", errors="replace") if first else ""
         return dict(line.split("==", 1) for line in text.splitlines() if "==" in line)
 
     a, b = begun(run), begun(again)
