@@ -163,7 +163,7 @@ def test_wrong_usage_is_exit_code_2(arguments):
 def test_help_names_every_command():
     answer = CliRunner().invoke(main.app, ["--help"])
     assert answer.exit_code == 0
-    for name in ("plan", "train", "evaluate", "profile", "compare", "report", "doctor"):
+    for name in ("plan", "train", "evaluate", "profile", "compare", "report", "verify", "doctor"):
         line = next(line for line in answer.output.splitlines() if line.split()[:1] == [name])
         assert line.endswith(".") and not line.endswith("..."), "the summary is cut off"
         assert CliRunner().invoke(main.app, [name, "--help"]).exit_code == 0

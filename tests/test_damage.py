@@ -97,7 +97,7 @@ def flip(file: Path) -> None:
 HARM = {"flipped": flip, "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
         "empty": lambda file: file.write_bytes(b""), "missing": Path.unlink,
         "object": lambda file: file.write_text("{}"), "list": lambda file: file.write_text("[]")}
-FILES = {"whole": ["weights.safetensors", "optimizer.safetensors", "random.safetensors"], "parts": ["*.safetensors"]}
+FILES = {"whole": ["weights.safetensors", "optimizer.safetensors"], "parts": ["*.safetensors"]}
 
 
 @pytest.mark.parametrize("kind, name, harm", [

@@ -318,12 +318,15 @@ def test_every_report_has_one_parameters_cell_and_no_output():
 
 
 def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
-    run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=2)
+    run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=3)
     run_folder.update_run_json(run, error="ValueError: <b>lost</b>")
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"advantage_std_zero_groups": 0', '"advantage_std_zero_groups": 12'))
     monkeypatch.chdir(tmp_path)
     page = write_run_report("run").read_text()
-    assert "This run is not finished but failed, after iteration 2 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;" in page
+    assert "This run is not finished but failed, after iteration 3 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;" in page
     assert "The run has not been evaluated." in page and page.count("<img") >= 5
+    assert "flat_groups" in page and "all images of each prompt had the same reward" in page
     assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
 
 

@@ -176,6 +176,34 @@ def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
     assert all(torch.equal(base[k], after[k]) for k in base)
 
 
+def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_path):
+    "Exit code 2 and the status failed, with the alarm's sentence; the run goes on from its checkpoint."
+    out, more = tmp_path / "run", ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"]
+    words = ["train", world / "s.yaml", *more, "--out", out]
+    said = run(*words, "stop_on=[grid, flat_groups]", code=2)
+    sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations all images of each prompt had"
+    assert "warning: iteration 3, alarm flat_groups: in 3 iterations all images" in said and sentence in said
+    note = json.loads((out / "run.json").read_text())
+    assert note["status"] == "failed" and sentence in note["error"] and not (out / "final").exists()
+    assert [folder.name for folder in (out / "checkpoints").iterdir()] == ["000003"] and len(metrics(out)) == 4
+    assert "alarm" not in run(*words, "--resume"), "what is said once is not said again"
+    assert json.loads((out / "run.json").read_text())["status"] == "finished" and len(metrics(out)) == 7
+
+
+def test_an_alarm_that_stop_on_does_not_name_is_a_warning(world, tmp_path):
+    words = ["reward=tiny_rewards:constant", "eval_every=0", "iterations=3", "stop_on=[gradient_norm]", "--no-report"]
+    said = run("train", world / "s.yaml", *words, "--out", tmp_path / "run")
+    assert said.count("warning: ") == 1 and "alarm flat_groups" in said and "finished" in said
+    line = metrics(tmp_path / "run")[1]
+    assert 0 < line["image_saturation"] < 1 and line["image_high_frequency"] > 0 and line["image_grid"] > 0
+
+
+def test_an_alarm_that_there_is_not_is_refused(world, tmp_path):
+    said = run("train", world / "s.yaml", "stop_on=[girds]", "--out", tmp_path / "run", code=2)
+    assert "`stop_on` must be a list of names of alarms: clip_fraction, " in said and "girds" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_damaged_weights(world, tmp_path):
     "A model cut short is refused before anything is written."
     shutil.copytree(world / "model", tmp_path / "model")

@@ -159,14 +159,14 @@ def foreign_demands(
     return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b26d0682
-def check_trust(run: Path, overrides: list[str]) -> None:
+def check_trust(run: Path, overrides: list[str], doing: str = "evaluating") -> None:
     "InputError where a run from elsewhere names code, places or options of rewards."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     folder = run_folder.find_run(run)
     wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
     if wanted and not run_folder.is_own_run(folder):
-        raise InputError(f"RUN: {run} was not made on this machine, and evaluating it would run "
+        raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
                          f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
 
 

@@ -39,6 +39,11 @@ class RunInfo(RunFile):
     processes: Annotated[int, Field(ge=1)] = 1
     seconds: Amount | None = 0.0
     started: float | None = None
+    versions: dict[str, str] = {}
+    machine: dict = {}
+    nodes: Annotated[int, Field(ge=1)] = 1
+    threads: Count | None = None
+    final_sha256: dict[str, str] = {}  # file in final/ -> its sum
     made_folder: bool = True  # whether the folder was not there before
 
 # %% ../../nbs/02_core/07_run_files.ipynb #149ae872

@@ -151,7 +151,7 @@ def diff_settings(
     return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
 
 # %% ../../nbs/02_core/06_settings.ipynb #7a228d6f
-RESUME_CHANGEABLE_FIELDS = ("checkpoint_every", "keep_checkpoints", "keep_every", "eval_every", "tracker")
+RESUME_CHANGEABLE_FIELDS = ("checkpoint_every", "keep_checkpoints", "keep_every", "eval_every", "tracker", "stop_on")
 
 
 def check_resume(

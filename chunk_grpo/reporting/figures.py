@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'ARM_LABELS', 'RC_PARAMS', 'create_subplots', 'with_house_style', 'figure_to_png', 'display_figure',
            'draw_reward', 'draw_heldout', 'plot_reward', 'plot_heldout', 'chunk_column_array', 'draw_chunk_lines',
-           'draw_limit', 'plot_clipping', 'plot_gradient_norm', 'plot_phase_seconds']
+           'draw_limit', 'plot_clipping', 'plot_gradient_norm', 'plot_image_statistics', 'plot_phase_seconds']
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #9698ab8b
 import functools
@@ -204,6 +204,22 @@ def plot_gradient_norm(
         draw_limit(axis, limit, "limit")
     positive = len(rows) and (rows.grad_norm.astype(float) > 0).all()
     axis.set(xlabel="iteration", ylabel="norm of the gradient", yscale="log" if positive else "linear")
+    return figure
+
+# %% ../../nbs/11_reporting/00_figures.ipynb #3be46ae6
+@with_house_style
+def plot_image_statistics(
+    metrics: pd.DataFrame,  # with image_saturation, image_high_frequency and image_grid
+) -> Figure:
+    "Statistics of the images of every iteration, as shares of the first's."
+    figure, axes = create_subplots(size=(7.0, 2.6))
+    axis = axes[0, 0]
+    for name, style in (("saturation", "-"), ("high_frequency", "--"), ("grid", ":")):
+        rows = metrics.dropna(subset=[f"image_{name}"])
+        values = rows[f"image_{name}"].astype(float)
+        axis.plot(rows.iteration, values / values.iloc[0], style, color="#5B7A99", label=name.replace("_", " "))
+    axis.set(xlabel="iteration", ylabel="share of the first iteration's")
+    axis.legend(ncols=3)
     return figure
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #8b39faee

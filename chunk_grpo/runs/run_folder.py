@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['VERSIONED_LIBRARIES', 'ENCODER_FOLDERS', 'MODEL_FOLDERS', 'RUN_FILES', 'OBEYED_FIELDS', 'library_versions',
-           'current_git_commit', 'machine_info', 'content_hashes', 'count_stored_weights', 'estimate_disk_bytes',
-           'check_disk_space', 'file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json',
-           'read_run_settings', 'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder',
-           'new_run_info', 'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run',
-           'own_runs_file', 'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
+           'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info',
+           'content_hashes', 'count_stored_weights', 'estimate_disk_bytes', 'check_disk_space', 'file_of_run',
+           'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings', 'read_metrics_lines',
+           'read_metrics', 'read_run_profile', 'read_evaluation_summary', 'read_evaluation_records',
+           'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder', 'new_run_info',
+           'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run', 'own_runs_file',
+           'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
@@ -19,10 +20,11 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import uuid
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 import pandas as pd
@@ -31,7 +33,7 @@ import torch
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import read_json, remove_abandoned, write_json
+from ..core.files import atomic_write, read_json, remove_abandoned, write_json
 from ..core.run_files import EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log
 from ..core.run_files import read_run_file, read_run_lines
 from ..core.settings import Settings, check_processes, check_resume, load_settings
@@ -52,6 +54,29 @@ def library_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+# %% ../../nbs/08_runs/00_run_folder.ipynb #21b86750
+def installed_packages() -> list[str]:  # such as torch==2.9.0, by name
+    "Every package that this Python can import, with its version."
+    found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in reversed([*distributions()])}
+    return [f"{name}=={number}" for name, number in sorted(found.items()) if name]
+
+
+def package_lists(
+    run: str | Path,
+) -> list[Path]:  # none in runs of earlier versions
+    "The lists of packages of a run, the newest last."
+    numbers = {file: re.fullmatch(r"packages(-[0-9]{1,9})?", file.stem) for file in Path(run).glob("packages*.txt")}
+    return sorted((f for f, found in numbers.items() if found), key=lambda f: int((numbers[f][1] or "-1")[1:]))
+
+
+def note_packages(run: Path) -> None:
+    "Write what is installed, where the newest list says something else."
+    text, there = "\n".join(installed_packages()) + "\n", package_lists(run)
+    if not there or there[-1].read_text(encoding="utf-8") != text:
+        name = f"packages-{len(there) + 1}.txt" if there else "packages.txt"
+        with atomic_write(Path(run) / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #a930d0ba
 def current_git_commit(
@@ -298,7 +323,7 @@ def discard_run(
 ) -> None:
     "Remove what a run wrote, and its folder where it was made for the run."
     made = read_json(run / "run.json").get("made_folder", True)
-    for one in [run / name for name in RUN_FILES] + list(run.glob("train*.log")):
+    for one in [run / name for name in RUN_FILES] + [*run.glob("train*.log"), *run.glob("packages*.txt")]:
         shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
     remove_abandoned(run)
     if made and not any(run.iterdir()):
@@ -391,5 +416,6 @@ def create_run(
         raise InputError("`out` must name the run to resume; got nothing")
     out = Path(os.path.realpath(out or next_run_folder(name)))
     run = resume_run(s, out, processes, nodes) if resume else write_new_run(s, out, processes, nodes)
+    note_packages(run)
     remember_own_run(run)
     return run

@@ -41,6 +41,7 @@ from ..planning import activation_memory, model_cost
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..rewards.async_scoring import StreamingScores, scoring_thread
+from ..rewards.image_statistics import image_statistics
 from .rollout import decode_latents, sample_trajectories
 from .update import ReplayContext, UpdateBatch, UpdateStats, accumulate_gradients, all_log_probs
 from .update import build_update_batch, ratio_floor, sample_chunks, split_updates
@@ -81,6 +82,7 @@ class TrainingState:
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)  # scores while the policy draws
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
+    looks: Tensor = None  # (B, 3) statistics of its images, of this process
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
 def prepare_state(
@@ -178,11 +180,13 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
     row = torch.arange(share).repeat_interleave(s.images_per_prompt)
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
     scorers, texts = {name: state.rewards[name] for name in state.reward_weights}, [state.prompts[k[2]] for k in keys]
-    arriving = StreamingScores(state.executor, scorers, texts)
+    arriving, looks = StreamingScores(state.executor, scorers, texts), []
 
     def ready(final: Tensor) -> None:
         with count_seconds(state.seconds, "decode"):
-            arriving.add(decode_latents(state.policy, final, s.rollout_batch))
+            images = decode_latents(state.policy, final, s.rollout_batch)
+            arriving.add(images)
+            looks.append(image_statistics(images, state.policy.patch * state.policy.vae_scale_factor))
 
     with count_seconds(state.seconds, "rollout"):
         stored = {"store": TORCH_DTYPES[s.latents_dtype], "host": s.latents_on == "host"}
@@ -190,6 +194,7 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
         paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
     with count_seconds(state.seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
+    state.looks = torch.cat(looks)
     grouped = {name: x.reshape(share, s.images_per_prompt) for name, x in scores.items()}
     advantage = group_advantages(rewards.combine_rewards(grouped, state.reward_weights), s.advantage_clamp).flatten()
     return ReplayContext(state.policy, conditioning, paths, state.grid, s.sampler, s.eta), advantage, scores

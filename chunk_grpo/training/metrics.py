@@ -17,6 +17,7 @@ from ..core.statistics import mean_se
 from ..models import fsdp
 from ..models.inputs import evenly_spaced_positions
 from ..rewards import rewards
+from ..rewards.image_statistics import IMAGE_STATISTICS
 from .iteration import TrainingState, held_out_places
 from .rollout import sample_images
 from .update import UpdateBatch, UpdateStats
@@ -52,7 +53,7 @@ def reward_metrics(
     scores: dict[str, Tensor],  # raw, by reward, (B,) of this process
     advantage: Tensor,  # (B,) of this process
 ) -> dict:
-    "How the images of all processes were scored."
+    "How the images of all processes were scored, and what they look like."
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return state.accelerator.gather(x.to(state.accelerator.device)).cpu().reshape(-1, state.s.images_per_prompt)
 
@@ -66,6 +67,8 @@ def reward_metrics(
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
         "advantage_std_zero_groups": int((grouped(advantage).abs().amax(1) == 0).sum()),
+        **{f"image_{name}": grouped(x).double().mean().item()
+           for name, x in zip(IMAGE_STATISTICS, state.looks.T.contiguous(), strict=True)},
     }
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f

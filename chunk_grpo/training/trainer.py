@@ -6,8 +6,8 @@
 __all__ = ['MOST_IDLE', 'run_identity', 'save_checkpoint', 'read_checkpoint', 'load_checkpoint', 'find_checkpoint', 'restore_log',
            'restore_state', 'resume', 'refuse_infinite', 'train_iteration', 'count_last', 'check_progress',
            'start_trackers', 'log_metrics', 'refuse_infinite_weights', 'save_final_weights', 'close_run',
-           'shutdown_distributed', 'note_trained_share', 'say_line', 'train_run', 'is_main_process', 'train_or_say',
-           'main']
+           'shutdown_distributed', 'note_trained_share', 'say_line', 'stop_on_alarms', 'train_run', 'is_main_process',
+           'train_or_say', 'main']
 
 # %% ../../nbs/07_training/07_trainer.ipynb #e0d305e9
 import errno
@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .. import InputError
+from ..core import alarms
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, remove_abandoned
 from ..core.files import write_json
@@ -51,9 +52,6 @@ def save_checkpoint(state: TrainingState) -> None:
         return
     trained = {str(i): p.detach() for i, p in enumerate(state.policy.trained)}
     groups = {"weights": trained, "optimizer": checkpoints.flatten_optimizer(state.optimizer)}
-    groups["random"] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        groups["random"]["cuda"] = torch.cuda.get_rng_state()
     if state.ema is not None:
         groups["ema"] = {str(i): p for i, p in enumerate(state.ema.shadow_params)}
     extra = {"ema_step": state.ema.optimization_step if state.ema else 0, "seconds": state.total}
@@ -148,9 +146,6 @@ def restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
         for i, p in enumerate(state.policy.trained):
             p.copy_(groups["weights"][str(i)])
     checkpoints.load_optimizer_tensors(state.optimizer, groups["optimizer"])
-    torch.set_rng_state(groups["random"]["cpu"])
-    if "cuda" in groups["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(groups["random"]["cuda"])
     if state.ema is not None:
         state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
         state.ema.optimization_step = extra["ema_step"]
@@ -222,17 +217,12 @@ def count_last(lines: list[dict], holds) -> int:
 def check_progress(
     lines: list[dict],  # of the metrics, iteration 0 first
     s: setting.Settings,
-) -> str:  # a warning, or nothing
-    "Whether training goes on; InputError where it does not."
-    done = lines[1:]
-    skipped = count_last(done, lambda line: line["skipped_updates"] >= s.updates_per_iteration)
+) -> None:
+    "InputError where nothing is trained any more."
+    skipped = count_last(lines[1:], lambda line: line["skipped_updates"] >= s.updates_per_iteration)
     if skipped >= MOST_IDLE or skipped == s.iterations:
         raise InputError(f"`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
                          f"trained in the last {skipped} iterations, for no gradient was")
-    flat = count_last(done, lambda line: line["advantage_std_zero_groups"] >= s.prompts_per_iteration)
-    if flat and flat % MOST_IDLE == 0:
-        return f"warning: in {flat} iterations all images of each prompt had the same reward; nothing was learned"
-    return ""
 
 # %% ../../nbs/07_training/07_trainer.ipynb #1440ce6b
 def start_trackers(state: TrainingState) -> None:
@@ -268,11 +258,13 @@ def save_final_weights(state: TrainingState) -> None:
     if state.accelerator.is_main_process:
         with atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)
-            old, new = ({f.name: checkpoints.sha256_of(f) for f in sorted(folder.glob("*.safetensors"))}
-                        for folder in (state.run / "final", temporary))
-            if old and old != new:
+            old, new = map(checkpoints.hash_files, (state.run / "final", temporary))
+            before, after = ({k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new))
+            if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
                     shutil.rmtree(state.run / name, ignore_errors=True)
+        if (state.run / "run.json").is_file():
+            write_json(state.run / "run.json", read_json(state.run / "run.json") | {"final_sha256": new})
 
 # %% ../../nbs/07_training/07_trainer.ipynb #aa456622
 def close_run(state: TrainingState) -> None:
@@ -291,10 +283,11 @@ def shutdown_distributed(accelerator: Accelerator) -> None:
 
 # %% ../../nbs/07_training/07_trainer.ipynb #8e211aaa
 def note_trained_share(state: TrainingState) -> str:
-    "Write into `run.json`, where there is one, what part of the model is trained; the same as a sentence."
+    "Write into `run.json`, where there is one, what part is trained, and with what; the same as a sentence."
     share, file = trainable.trained_share(state.policy), state.run / "run.json"
     if state.accelerator.is_main_process and file.is_file():
-        write_json(file, read_json(file) | {"trained_share": share})
+        used = {"threads": torch.get_num_threads(), "device": state.accelerator.device.type}
+        write_json(file, read_json(file) | {"trained_share": share} | used)
     count = sum(p.numel() for p in state.policy.trained)
     beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
     return f"training {beside} {share:.1%} of the model"
@@ -303,16 +296,26 @@ def note_trained_share(state: TrainingState) -> str:
 def say_line(
     state: TrainingState,
     lines: list[dict],  # of the metrics, the newest last
-) -> None:
-    "Log the newest line and print it, with a warning where there is one; InputError where nothing is trained any more."
+) -> dict[str, str]:  # the alarms that it raises, name -> words
+    "Log the newest line and print it, with its alarms; InputError where nothing is trained any more."
     line, say = lines[-1], state.accelerator.print
     log_metrics(state, state.run / "metrics.jsonl", line)
     say(format_progress(line, state.s.iterations, log=True), flush=True)
-    if line.get("ratio_floor", 0) >= state.s.clip_range / 10:
-        say(f"warning: the floor of the ratio, {line['ratio_floor']:.1e}, reaches a tenth of clip_range", flush=True)
-    warning = check_progress(lines, state.s)
-    if warning:
-        say(warning, flush=True)
+    raised = alarms.raised_alarms(lines, state.s)
+    for name, words in raised.items():
+        say(f"warning: iteration {line['iteration']}, alarm {name}: {words}", flush=True)
+    check_progress(lines, state.s)
+    return raised
+
+
+def stop_on_alarms(
+    state: TrainingState,
+    raised: dict[str, str],  # alarms of the newest line
+) -> None:
+    "InputError where an alarm was raised that `stop_on` names."
+    for name in [name for name in raised if name in state.s.stop_on]:
+        raise InputError(f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
+                         f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`")
 
 # %% ../../nbs/07_training/07_trainer.ipynb #3ed97d9a
 def train_run(
@@ -331,10 +334,12 @@ def train_run(
         say_line(state, lines)
     while state.iteration < s.iterations:
         lines.append(train_iteration(state))
-        say_line(state, lines)
+        raised = say_line(state, lines)
         refuse_infinite_weights(state)
-        if state.iteration % s.checkpoint_every == 0 or state.iteration == s.iterations:
+        stops = not set(raised).isdisjoint(s.stop_on)
+        if stops or state.iteration % s.checkpoint_every == 0 or state.iteration == s.iterations:
             save_checkpoint(state)
+        stop_on_alarms(state, raised)
     save_final_weights(state)
     close_run(state)
     return state.accelerator
