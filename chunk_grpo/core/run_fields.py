@@ -55,7 +55,7 @@ class ModelFields(BaseModel):
     model: str = setting("black-forest-labs/FLUX.1-dev", "", SETUP,
         'Model: "pocket", a folder of diffusers, or an id on the Hugging Face hub.', min_length=1)
     prompts: str = setting("hpdv2-train.txt", "", SETUP + ": HPDv2.1, not shipped",
-        'Training prompts: "pocket:train", a .txt file with one a line, or a .jsonl file with the field `prompt`.',
+        'Training prompts: "pocket:train", a .txt file with one a line, or a published list, .json, .jsonl, .csv or .tsv.',
         min_length=1)
     eval_prompts: str = setting("hpdv2-test.txt", "", SETUP + ": HPDv2.1, not shipped",
         'Held-out prompts, written as `prompts` is: "pocket:test" or a file.', min_length=1)

@@ -37,6 +37,7 @@ def measure_parts(
     file.parent.mkdir(parents=True, exist_ok=True)
     content = about | {"parts": {name: NOT_MEASURED + "the stage ended before it" for name in parts}}
     for name, measure in parts.items():
+        write_json(file, content)
         say(f"  {name} ...")
         try:
             content["parts"][name] = measure()
@@ -44,7 +45,7 @@ def measure_parts(
             words = (str(error).strip().splitlines() or ["without a word"])[0]
             content["parts"][name] = f"{NOT_MEASURED}{type(error).__name__}: {words}"
         say(f"  {name}: {describe_part(content['parts'][name])}")
-        write_json(file, content)
+    write_json(file, content)
     return content
 
 
@@ -88,11 +89,12 @@ def gpu_sentence(
     found: dict[int, dict],  # of `read_gpu_stages`
 ) -> str:
     "What was run on a GPU, in a sentence."
-    measured = {n: stage for n, stage in found.items() if any(isinstance(part, dict) for part in stage["parts"].values())}
+    parts = {n: list(stage["parts"].values()) for n, stage in found.items()}
+    measured = {n: found[n] for n, each in parts.items() if any(isinstance(part, dict) for part in each)}
     if not measured:
-        return "Nothing here was run on a GPU yet (`make gpu` would, in seven stages of minutes, without weights or network)"
+        return "Nothing here was run on a GPU yet (`make gpu` would, in seven stages of minutes, without weights)"
     devices = ", ".join(dict.fromkeys(stage["device"] for stage in measured.values()))
     names = ", ".join(GPU_STAGES[n] for n in measured)
-    gone = sum(isinstance(part, str) for stage in found.values() for part in stage["parts"].values())
-    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` were run ({names}), with random weights "
-            f"where the pocket's are not enough; {gone} of their parts could not be measured")
+    gone = sum(isinstance(part, str) for each in parts.values() for part in each)
+    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` were run ({names}), with random "
+            f"weights where the pocket's are not enough; {gone} of their parts could not be measured")
