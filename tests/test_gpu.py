@@ -47,13 +47,14 @@ def test_pictures_are_resized_to_pillows_last_grey_level(kind):
         picture = released.picture(i, *size)
         x = image_ops.resize_like_pillow(image_ops.images_to_tensor([picture]).to(last(kind)), (224, 224))
         ours = (x[0] * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        assert np.array_equal(ours, np.asarray(picture.resize((224, 224), Image.Resampling.BICUBIC))), size
+        rows = picture.resize((224, picture.height), Image.Resampling.BICUBIC)  # first, as Pillow may do it last
+        assert np.array_equal(ours, np.asarray(rows.resize((224, 224), Image.Resampling.BICUBIC))), size
 
 
 @pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("family", tiny_families.BUILDERS)
 def test_every_kernel_of_attention_gives_a_familys_velocity(family, kind, tmp_path, monkeypatch):
-    "Prompts of two lengths, so that masks are passed where a family passes them; or one sentence says why it cannot be."
+    "With prompts of two lengths, so with masks where a family passes them; or one sentence says why it cannot be."
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     folder, found = str(tiny_families.build(family, tmp_path / "model")), {}
     for name in ("native", *trainable.SDPA_BACKENDS):
@@ -68,6 +69,7 @@ def test_every_kernel_of_attention_gives_a_familys_velocity(family, kind, tmp_pa
         velocity = policy.velocity(noise, torch.tensor([0.9, 0.3]), rows)
         velocity.sum().backward()
         found[name] = velocity.detach().cpu()
-    assert {"native", "math"} <= found.keys() or family == "z_image" and "native" in found
+    assert "native" in found and ("math" in found or family == "sd3")  # whose layers ask torch directly
+    assert "flash" not in found or family not in ("qwen", "z_image")  # it takes no mask
     for name, velocity in found.items():
         torch.testing.assert_close(velocity, found["native"], rtol=1e-3, atol=1e-3, msg=f"{family}, {name}")

@@ -171,7 +171,7 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the public code's order.")] = True,
+    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also DanceGRPO's order.")] = True,
     out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."
