@@ -41,6 +41,7 @@ from ..models.inputs import read_tensor_shapes
 from ..models.prompt_embeds import prompt_cache_folder
 from ..planning.model_cost import find_model_config
 from ..planning.plan import prompt_embeds_bytes
+from ..planning.whole_run import run_disk_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -119,13 +120,8 @@ def estimate_disk_bytes(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    trained = count_stored_weights(s)
-    kept = s.keep_checkpoints + 1 + (s.iterations // s.keep_every if s.keep_every else 0)
-    checkpoints = trained * (12 + 4 * (s.ema > 0)) * kept + 4 * trained
-    times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
-    drawn = s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))  # by each arm of the evaluation
-    pixels = s.eval_resolution**2 * (8 * times + 3 * drawn) + s.resolution**2 * 2 * drawn
-    return checkpoints + 2 * pixels + 10_000_000
+    held_out = len(read_prompts(s.eval_prompts, "eval_prompts"))
+    return sum(run_disk_bytes(s, count_stored_weights(s), held_out).values())
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #e5a00002
 def estimate_cache_bytes(
