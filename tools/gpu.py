@@ -11,7 +11,6 @@ import argparse
 import functools
 import gc
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -159,7 +158,8 @@ def compare_runs(one: Path, other: Path) -> dict:
     "What two runs have in common, and how far apart they are."
     lines = [[{k: v for k, v in line.items() if not k.startswith("seconds")} for line in
               run_folder.read_metrics_lines(folder)] for folder in (one, other)]
-    weights = [load_file(next((folder / "final").glob("*.safetensors"))) for folder in (one, other)]
+    weights = [{name: tensor for file in sorted((folder / "final").glob("*.safetensors"))
+                for name, tensor in load_file(file).items()} for folder in (one, other)]
     pictures = [{file.name: hashlib.sha256(file.read_bytes()).hexdigest()
                  for file in sorted((folder / "samples").rglob("*.png"))} for folder in (one, other)]
     apart = max((weights[0][k].float() - weights[1][k].float()).abs().max().item() for k in weights[0])
@@ -296,7 +296,7 @@ def stage_speed(small: bool, folder: Path) -> dict:
     def measure(reference: bool, **changes):
         gc.collect()
         s = flux_settings(small, **few, **changes)
-        found = speed.measure_iteration(s, 1 if small else 3, reference, say, transformer=transformer, autoencoder=vae)
+        found = speed.measure_iteration(s, 1 if small else 2, reference, say, transformer=transformer, autoencoder=vae)
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
         phases = {name: {key: phase[key] for key in kept if phase[key] is not None}
                   for name, phase in found["phases"].items()}
@@ -409,12 +409,15 @@ SHARDED = {"prompts": "pocket:train", "eval_prompts": "pocket:test", "max_tokens
            "checkpoint_every": 1, "keep_checkpoints": 1, "clip_range": 1e-3}
 
 
-def part_of_flux(third: int, small: bool) -> tuple[dict, dict]:
+DISK_BYTES = 2 + 2 * 12 + 3 * 4  # of a weight: the model, a checkpoint beside the next one, trained weights of two runs
+
+
+def part_of_flux(divisor: int, small: bool) -> tuple[dict, dict]:
     "Configurations of a part of FLUX.1-dev's blocks behind the pocket's text encoders, and its VAE."
     text = {"joint_attention_dim": 64, "pooled_projection_dim": 64}
     if small:
         return SMALL_TRANSFORMER | text, SMALL_VAE
-    blocks = {"num_layers": 19 // third, "num_single_layers": 38 // third}
+    blocks = {"num_layers": 19 // divisor, "num_single_layers": 38 // divisor}
     return workload.FLUX_TRANSFORMER_CONFIG | blocks | text, workload.FLUX_VAE_CONFIG
 
 
@@ -456,23 +459,22 @@ def stage_sharded(small: bool, folder: Path) -> dict:
     base = SHARDED | {"model": str(folder / "model"), "resolution": side, "eval_resolution": side}
     base["dtype"] = "float32" if small else "bfloat16"
     free = 1e12 if small or DEVICE.type == "cpu" else torch.cuda.get_device_properties(DEVICE).total_memory
+    room = shutil.disk_usage(folder).free
 
+    @functools.cache
     def chosen():
-        for divisor in itertools.count(3):
+        for divisor in range(3, 20):  # a third of the blocks, or as many as device and disk have room for
             transformer, vae = part_of_flux(divisor, small)
             config = ModelConfig("FluxPipeline", json.dumps(transformer), json.dumps(vae))
             parts = memory_budget.training_memory(setting.load_settings(base), config)
-            if sum(parts.values()) < 0.85 * free or divisor == 19:
+            if sum(parts.values()) < 0.85 * free and model_cost.count_parameters(config) * DISK_BYTES < 0.9 * room:
                 return transformer, vae, config, parts
+        raise InputError(f"the device's {free / 1e9:.0f} GB or the disk's {room / 1e9:.0f} GB hold no such model")
 
     def model():
         transformer, vae, config, _ = chosen()
-        count = model_cost.count_parameters(config)
-        needed, room = count * (2 + 3 * 16), shutil.disk_usage(folder).free  # the model, checkpoints, trained weights
-        if room < needed:
-            raise InputError(f"the disk needs {needed / 1e9:.0f} GB under {folder}, {room / 1e9:.0f} GB are free")
         write_random_model(folder / "model", transformer, vae, torch.float32 if small else torch.bfloat16)
-        return {"parameters": count, "double blocks": transformer["num_layers"],
+        return {"parameters": model_cost.count_parameters(config), "double blocks": transformer["num_layers"],
                 "single blocks": transformer["num_single_layers"]}
 
     def train(name: str, iterations: int):

@@ -178,7 +178,8 @@ def check_network_weights(
 PROMPT_FILES = {
     ".txt": "one prompt a line, UTF-8", ".jsonl": 'a JSON object with a field "prompt" a line',
     ".json": 'a JSON list of texts, or of objects with a field "prompt"',
-    ".csv": "a table with commas and a column Prompt or Prompts", ".tsv": "the same with tabs"}
+    ".csv": "a table with commas and a column Prompt or Prompts",
+    ".tsv": "a table with tabs and a column Prompt or Prompts"}
 
 
 def parse_prompts(
