@@ -37,6 +37,9 @@ package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its env
 slow: $(STAMP) ## tests that take minutes
 	@$(BIN)/python tools/check.py slow
 
+gpu: $(STAMP) ## measure on a GPU in stages of minutes; STAGE=3 for one of the seven
+	@$(BIN)/python tools/gpu.py $(STAGE)
+
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs
 
@@ -58,4 +61,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow lab prepare pocket constraints clean
+.PHONY: help install demo test package slow gpu lab prepare pocket constraints clean

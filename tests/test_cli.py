@@ -274,3 +274,18 @@ def test_an_interrupt_says_how_to_go_on(small, tmp_path):
     assert f"chunk-grpo train {small / 's.yaml'} iterations=500 --out runs/s-001 --resume" in error
     assert "Traceback" not in error
     assert json.loads((tmp_path / "runs/s-001/run.json").read_text())["status"] == "interrupted"
+
+
+def test_doctor_brings_no_file_too_many(tmp_path):
+    "HPSv3 needs a configuration and a tokenizer of a repository that has 16 GB of weights beside them."
+    said = call("doctor", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"), CHUNK_GRPO_CACHE=str(tmp_path / "cache")).stdout
+    line = next(line for line in said.splitlines() if line.startswith("reward hpsv3 "))
+    assert "hf download MizzenAI/HPSv3 HPSv3.safetensors" in line and "base" in line
+    base = "config.json tokenizer.json tokenizer_config.json vocab.json merges.txt"
+    assert f"hf download Qwen/Qwen2-VL-7B-Instruct {base};" in line
+    for name in ("clip", "pickscore", "imagereward"):
+        line = next(line for line in said.splitlines() if line.startswith(f"reward {name} "))
+        assert all(re.search(r"\.(json|txt|pt|safetensors)\b", words) for words in line.split("hf download ")[1:])
+    licences = {"HPDv2": "Apache-2.0", "PartiPrompts": "Apache-2.0", "DrawBench": "no licence", "GenEval": "MIT"}
+    for name, licence in licences.items():
+        assert any(line.startswith(f"prompts {name} ") and licence in line for line in said.splitlines()), name

@@ -299,3 +299,9 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     assert done.returncode == 0, done.stderr
     file, presets, model = json.loads(done.stdout)
     assert file.startswith(str(target)) and presets == settings.list_presets() and model == "pocket"
+
+
+def test_whose_code_is_meant_is_said():
+    "DanceGRPO's, Flow-GRPO's and the paper's own differ, so that none of them is `the public code`."
+    files = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "runs").rglob("*.yaml")]
+    assert not [str(file.relative_to(ROOT)) for file in files if "public code" in file.read_text(encoding="utf-8")]

@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 
+from chunk_grpo import InputError
 from chunk_grpo.core import settings
-from chunk_grpo.models import prompt_embeds
+from chunk_grpo.models import inputs, prompt_embeds
 from chunk_grpo.models.flux import FluxPolicy
 from chunk_grpo.training import iteration, trainer
 
@@ -106,3 +107,35 @@ def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
             assert row["embeds"].tolist() == [1.0] * 3 and row["mask"].tolist() == [True] * 4
         flip(file, bit)
     assert unseen < 20
+
+
+LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval
+    "train.json": ('[{"human_preference": [1, 0], "prompt": "a cat", "image_path": ["a.jpg", "b.jpg"]}, '
+                   '{"human_preference": [0, 1], "prompt": "a cat", "image_path": ["c.jpg", "d.jpg"]}, '
+                   '{"human_preference": [0, 1], "prompt": "a dog", "image_path": ["e.jpg", "f.jpg"]}]',
+                   ["a cat", "a dog"]),
+    "anime.json": ('["a knight", "a fox"]', ["a knight", "a fox"]),
+    "PartiPrompts.tsv": ("Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tBiology\n300\tAbstract\tBasic\t\n",
+                         ["bond", "300"]),
+    "drawbench.csv": ('"Prompts","Category"\r\n"A red colored car.","Colors"\r\n"One, two, ""three"".","Counting"\r\n',
+                      ["A red colored car.", 'One, two, "three".']),
+    "from-excel.csv": ("\ufeffPrompts,Category\na cat,Colors\n", ["a cat"]),
+    "evaluation_metadata.jsonl": ('{"tag": "single_object", "include": [], "prompt": "a photo of a bench"}\n',
+                                  ["a photo of a bench"])}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_published_lists_are_read_as_they_come(name, tmp_path):
+    text, prompts = LISTS[name]
+    (tmp_path / name).write_bytes(text.encode())
+    assert inputs.read_prompts(str(tmp_path / name)) == prompts
+
+
+@pytest.mark.parametrize("name, text, word", [
+    ("a.csv", "text,id\na cat,1\n", "column Prompt"), ("a.tsv", "", "column Prompt"),
+    ("a.json", '{"prompt": "x"}', "JSON list"), ("a.json", "[{}]", "JSON list"), ("a.json", "[", "JSON list"),
+    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "holds no prompt")])
+def test_other_forms_are_refused_in_a_sentence(name, text, word, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=word):
+        inputs.read_prompts(str(tmp_path / name))

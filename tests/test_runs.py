@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -42,6 +43,29 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "content_hashes", lambda s: real)
     monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 1)
     return setting.load_settings("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
+
+
+GB = 10**9
+ROOM = {  # gigabytes that the run needs, the embeddings need, whether they share a disk, what is free -> what is said
+    "together": (3, 4, True, (6, 6), "`out` must lie where the run's files and the embed.* have room, about 7.00"),
+    "apart": (3, 4, False, (6, 3), "`CHUNK_GRPO_CACHE` must lie where the embeddings .* have room, about 4.00"),
+    "enough": (3, 4, True, (8, 8), ""), "enough apart": (3, 4, False, (3.5, 4.5), "")}
+
+
+@pytest.mark.parametrize("case", ROOM)
+def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
+    run, cache, same, free, words = ROOM[case]
+    monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: run * GB)
+    monkeypatch.setattr(run_folder, "estimate_cache_bytes", lambda s: cache * GB)
+    other = tmp_path if same else Path("/dev")
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
+    rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)]))
+    if not words:
+        run_folder.check_disk_space(settings, tmp_path / "run")
+        return
+    with pytest.raises(InputError, match=words):
+        run_folder.check_disk_space(settings, tmp_path / "run")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_families
 import tiny_flux
 import torch
 from commands import call, run
@@ -91,6 +92,15 @@ def test_attention_kernels(tiny):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="`attention` must be native or .*; got 'cudnn'"):
             trainable.load_trainable_policy(tiny, **SIZE, attention="cudnn")
+
+
+@pytest.mark.parametrize("family", ["qwen", "z_image"])
+def test_a_kernel_without_masks_is_refused_before_a_weight_is_read(family, tmp_path, monkeypatch):
+    "These families pass masks; diffusers would refuse at the first forward."
+    folder = str(tiny_families.build(family, tmp_path / "model"))
+    monkeypatch.setattr(trainable.policy, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="`attention` must be native, .*whose attention has a mask.*; got 'flash'"):
+        trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, attention="flash")
 
 
 def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):

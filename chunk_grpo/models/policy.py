@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LORA_TARGETS', 'LAYER_GROUPS', 'TORCH_DTYPES', 'ModelConfig', 'ModelFamily', 'FamilyNetworks', 'align_parameters',
            'place_networks', 'native_shift', 'scheduler_sigmas', 'largest_vae_activation', 'LatentGrid', 'Guidance',
-           'padded_batch_size', 'VelocityModel', 'Policy', 'load_policy']
+           'padded_batch_size', 'VelocityModel', 'told_sigma', 'Policy', 'load_policy']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -49,6 +49,7 @@ class ModelFamily:
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
     lora_targets: tuple[str, ...] = LORA_TARGETS  # layers of the blocks that get an adapter, by the end of their name
     unread: tuple[str, ...] = ()  # layers of the last block whose results nothing reads: no gradient reaches them
+    masks_attention: bool = False  # prompts of different lengths come with a mask, which not every kernel takes
     # what a forward keeps for its backward: (dtype, with an adapter) -> bytes of a token and channel in a block, one
     # number for each of the transformer's lists of blocks; a family without them is counted on its network
     block_saved_bytes: dict[tuple[str, bool], tuple[int, ...]] = {}
@@ -195,6 +196,7 @@ class VelocityModel(Guidance):
     "The velocity of a family that has `predict`."
 
     compiled: bool = False  # the transformer's blocks, see notebook models/trainable
+    truncate_timesteps: bool = False  # in rollout and training, see `told_sigma`
 
     def velocity(
         self,
@@ -215,6 +217,14 @@ class VelocityModel(Guidance):
                 return self.predict(latents, sigma, conditioning).float()
             both = self.predict_both(latents, sigma, conditioning)
         return self.apply_guidance(*both)
+
+# %% ../../nbs/03_models/02_policy.ipynb #e8a00002
+def told_sigma(
+    policy: VelocityModel,
+    sigma: Tensor,  # of transitions
+) -> Tensor:  # the same tensor where nothing is truncated
+    "The noise level that the network is told in rollout and training."
+    return (1000 * sigma).trunc() / 1000 if getattr(policy, "truncate_timesteps", False) else sigma
 
 # %% ../../nbs/03_models/02_policy.ipynb #cdfac347
 class Policy(PromptEncoder, VelocityModel, LatentGrid, FamilyNetworks):

@@ -65,7 +65,7 @@ class QwenImageFamily(QwenImageLatents):
     "What is known of Qwen-Image, its noise levels and its guidance."
 
     pipeline, network_classes = "QwenImagePipeline", ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
-    max_sequence_length = 1024
+    max_sequence_length, masks_attention = 1024, True
     lora_targets = (*LORA_TARGETS, *(f"{kind}_mlp.net.{layer}" for kind in ("img", "txt") for layer in ("0.proj", "2")))
     unread = ("attn.to_add_out", "txt_mlp")  # the text's own way through the last block
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', 'add_lora', 'make_trainable', 'trained_share',
            'base_weights', 'swap_parameter_data', 'save_trained_weights', 'load_trained_weights',
-           'has_attention_backend', 'set_attention_backend', 'check_compiler', 'compile_blocks',
+           'has_attention_backend', 'check_attention_mask', 'set_attention_backend', 'check_compiler', 'compile_blocks',
            'load_trainable_policy']
 
 # %% ../../nbs/03_models/05_trainable.ipynb #6733ad21
@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
 from . import fsdp, policy
-from .inputs import import_class
+from .inputs import check_pipeline_folder, find_family, import_class, locate_model
 from .policy import LORA_TARGETS, ModelFamily, Policy
 
 # %% ../../nbs/03_models/05_trainable.ipynb #1ebb5506
@@ -191,6 +191,16 @@ def has_attention_backend(
         return False
     return True
 
+# %% ../../nbs/03_models/05_trainable.ipynb #b07e048c
+def check_attention_mask(
+    family: type[ModelFamily],
+    name: str,  # native, or one of SDPA_BACKENDS
+) -> None:
+    "InputError where a family passes masks and the kernel takes none."
+    if name == "flash" and family.masks_attention:
+        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
+                         "attention has a mask for prompts of different lengths; got 'flash'")
+
 # %% ../../nbs/03_models/05_trainable.ipynb #fd098f71
 def set_attention_backend(
     policy: Policy,  # changed in place
@@ -208,6 +218,7 @@ def set_attention_backend(
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
         raise InputError(f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
                          f"directly; got {name!r}")
+    check_attention_mask(type(policy), name)
     with attention_backend("native"):
         policy.transformer.set_attention_backend(f"_native_{name}")
 
@@ -259,6 +270,8 @@ def load_trainable_policy(
     stored = dtype if lora_rank or parts or frozen else "float32"
     if compile:  # said before the weights are read
         check_compiler(torch.device(given.get("device", "cpu")))
+    if attention != "native":
+        check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), attention)
     out = policy.load_policy(model, dtype=dtype, weights=stored, host=parts, **given)
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class

@@ -23,7 +23,7 @@ class ZImageFamily(PixelLatents):
 
     pipeline, network_classes = "ZImagePipeline", ("ZImageTransformer2DModel", "AutoencoderKL")
     lora_targets = (*LORA_TARGETS, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
-    lora_targets = (*LORA_TARGETS, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    masks_attention = True
     known_configs = {"Tongyi-MAI/Z-Image-Turbo": ModelConfig("ZImagePipeline", "{}", KL16_VAE_CONFIG)}
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)

@@ -53,6 +53,7 @@ def load_trained_policy(
     given = {name: getattr(s, name) for name in POLICY_FIELDS} | {"resolution": s.eval_resolution, "frozen": True}
     model = trainable.load_trainable_policy(s.model, device=device, **given)
     trainable.load_trained_weights(model, final)
+    model.truncate_timesteps = s.truncate_timesteps  # of images as trained
     return model
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #10e90cd7

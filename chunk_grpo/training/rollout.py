@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..method.sampler import log_prob, transition_mean_std
-from ..models.policy import Policy
+from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
@@ -77,7 +77,8 @@ def sample_sde(policy, rows, latents, keys, grid, kind, eta, store, first=None) 
     path, logps = [latents.to(store)], []
     for i in range(steps):
         now = path[-1].float()
-        v = first if i == 0 and first is not None else policy.velocity(now, grid[i].expand(len(keys)), rows)
+        told = told_sigma(policy, grid[i]).expand(len(keys))
+        v = first if i == 0 and first is not None else policy.velocity(now, told, rows)
         mean, std = transition_mean_std(v, now, grid, i, kind=kind, eta=eta)
         path.append((mean + std * noise[i].to(mean.device, non_blocking=True)).to(store))
         if i < steps - 1:  # the last transition has no noise, so no density: it is never trained

@@ -22,7 +22,7 @@ from ..method.dynamics import chunk_count, chunk_weights, relative_distance, sam
 from ..method.dynamics import tempered_weights
 from ..method.objective import clipped_objective, is_clipped, item_sizes, logp_coefficient, segment_ratio
 from ..method.sampler import log_prob, transition_coefficients, transition_kl, transition_mean_std
-from ..models.policy import Policy
+from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights
 from .rollout import Trajectories, make_generator
 
@@ -153,13 +153,13 @@ def transition_log_probs(
     image, index = work.sample[part], work.index[part]
     path, row = context.trajectories.latents, context.trajectories.row[image]
     now, then = (path[image, i].float().to(context.policy.device) for i in (index, index + 1))
-    rows = {k: v[row] for k, v in context.conditioning.items()}
+    rows, told = {k: v[row] for k, v in context.conditioning.items()}, told_sigma(context.policy, context.sigmas[index])
     other = None
     if kl:
         with torch.no_grad(), base_weights(context.policy):
-            other = context.policy.velocity(now, context.sigmas[index], rows)
+            other = context.policy.velocity(now, told, rows)
         other, _ = transition_mean_std(other, now, context.sigmas, index, kind=context.kind, eta=context.eta)
-    v = context.policy.velocity(now, context.sigmas[index], rows)
+    v = context.policy.velocity(now, told, rows)
     mean, std = transition_mean_std(v, now, context.sigmas, index, kind=context.kind, eta=context.eta)
     logp = log_prob(then, mean, std, kind=context.kind)
     return logp, None if other is None else transition_kl(mean, other, std, kind=context.kind)
