@@ -92,7 +92,7 @@ def print_estimates(
     share: float | None,  # of the device's rate that is reached
 ) -> float:  # the rate that was used, FLOP/s
     "Print what a run draws and trains, and what it holds in memory and takes."
-    from chunk_grpo.planning import memory_budget, model_cost  # these here, since they import torch
+    from chunk_grpo.planning import memory_budget, model_cost, whole_run  # these here, since they import torch
     from chunk_grpo.planning import plan as planning
 
     where = memory_budget.find_device(device) if device else None
@@ -105,7 +105,7 @@ def print_estimates(
     if where:
         estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
         estimated += planning.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes)
-    print_rows(estimated)
+    print_rows([*estimated, *whole_run.describe_whole_run(s, processes)])
     return speed
 
 # %% ../../nbs/13_cli/02_main.ipynb #9d9db595
@@ -171,7 +171,7 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the public code's order.")] = True,
+    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also DanceGRPO's order.")] = True,
     out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."

@@ -55,7 +55,7 @@ class ModelFields(BaseModel):
     model: str = setting("black-forest-labs/FLUX.1-dev", "", SETUP,
         'Model: "pocket", a folder of diffusers, or an id on the Hugging Face hub.', min_length=1)
     prompts: str = setting("hpdv2-train.txt", "", SETUP + ": HPDv2.1, not shipped",
-        'Training prompts: "pocket:train", a .txt file with one a line, or a .jsonl file with the field `prompt`.',
+        'Training prompts: "pocket:train", a .txt file with one a line, or a list as .json, .jsonl, .csv or .tsv.',
         min_length=1)
     eval_prompts: str = setting("hpdv2-test.txt", "", SETUP + ": HPDv2.1, not shipped",
         'Held-out prompts, written as `prompts` is: "pocket:test" or a file.', min_length=1)
@@ -74,6 +74,8 @@ class SamplingFields(ModelFields):
     shift: Number = setting(3.0, "", TABLE_6, "Static shift of the noise schedule in training.", gt=0)
     sampler: SamplerName = setting("flow", "", "paper, equation 7", "Kind of transition.")
     eta: Number = setting(0.7, "", TABLE_6, "Noise level of the sampler.", gt=0)
+    truncate_timesteps: bool = setting(False, "", "exact: the paper's text; truncated: its code",
+        "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.")
     shared_noise: bool = setting(True, "", DANCE,
         "One initial noise for all images of an iteration, instead of one for each image.")
     seed: int = setting(0, "", OURS, "Seed of noise, prompt order, drawing of chunks and adapter weights.", ge=0)

@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['VERSIONED_LIBRARIES', 'ENCODER_FOLDERS', 'MODEL_FOLDERS', 'RUN_FILES', 'OBEYED_FIELDS', 'library_versions',
            'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info',
-           'content_hashes', 'count_stored_weights', 'estimate_disk_bytes', 'check_disk_space', 'file_of_run',
-           'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings', 'read_metrics_lines',
-           'read_metrics', 'read_run_profile', 'read_evaluation_summary', 'read_evaluation_records',
-           'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder', 'new_run_info',
-           'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run', 'own_runs_file',
-           'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
+           'content_hashes', 'count_stored_weights', 'estimate_disk_bytes', 'estimate_cache_bytes', 'check_disk_space',
+           'file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
+           'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
+           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder',
+           'new_run_info', 'write_new_run', 'discard_run', 'has_final_weights', 'check_same_content', 'resume_run',
+           'own_runs_file', 'own_run_line', 'is_own_run', 'remember_own_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
@@ -40,6 +40,9 @@ from ..core.settings import Settings, check_processes, check_resume, load_settin
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes
 from ..models.prompt_embeds import prompt_cache_folder
+from ..planning.model_cost import find_model_config
+from ..planning.plan import prompt_embeds_bytes
+from ..planning.whole_run import run_disk_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -141,25 +144,39 @@ def estimate_disk_bytes(
     s: Settings,
 ) -> int:  # bytes
     "About how much a run writes, its evaluation included."
-    trained = count_stored_weights(s)
-    kept = s.keep_checkpoints + 1 + (s.iterations // s.keep_every if s.keep_every else 0)
-    checkpoints = trained * (12 + 4 * (s.ema > 0)) * kept + 4 * trained
-    times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
-    drawn = s.eval_images * len(read_prompts(s.eval_prompts, "eval_prompts"))  # by each arm of the evaluation
-    pixels = s.eval_resolution**2 * (8 * times + 3 * drawn) + s.resolution**2 * 2 * drawn
-    return checkpoints + 2 * pixels + 10_000_000
+    held_out = len(read_prompts(s.eval_prompts, "eval_prompts"))
+    return sum(run_disk_bytes(s, count_stored_weights(s), held_out).values())
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #e5a00002
+def estimate_cache_bytes(
+    s: Settings,
+) -> int:  # bytes; 0 for a model whose sizes are not known
+    "About how much the embeddings of a run's prompts add to the store."
+    if (config := find_model_config(s.model)) is None:
+        return 0
+    drawn = min(s.iterations * s.prompts_per_iteration, len(read_prompts(s.prompts, "prompts")))
+    prompts = drawn + len(read_prompts(s.eval_prompts, "eval_prompts")) + (s.true_cfg_scale > 1)
+    there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
+    return max(0, prompts * prompt_embeds_bytes(config, s) - there)
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #e5a00004
 def check_disk_space(
     s: Settings,
     out: Path,  # the folder to be
 ) -> None:
-    "InputError where the disk has less room than the run needs."
-    there = next(p for p in (out, *out.parents) if p.exists())
-    free, needed = shutil.disk_usage(there).free, estimate_disk_bytes(s)
-    if free < needed:
-        raise InputError(f"`out` must lie where the run's files have room, about {needed / 1e9:.2f} GB; {there} has "
-                         f"{free / 1e9:.2f} GB free")
+    "InputError where the disk has less room than the run, or the embeddings of its prompts, need."
+    cache = prompt_cache_folder()
+    places = [next(p for p in (folder, *folder.parents) if p.exists()) for folder in (out, cache)]
+    needed, same = [estimate_disk_bytes(s), estimate_cache_bytes(s)], places[0].stat().st_dev == places[1].stat().st_dev
+    for place, own, other, field in zip(places, needed, needed[::-1], ("out", "CHUNK_GRPO_CACHE"), strict=True):
+        free, wanted = shutil.disk_usage(place).free, own + other * same
+        if own and free < wanted:
+            beside = " and the embeddings of its prompts" * (same and min(needed) > 0)
+            what = "the embeddings of the prompts have"
+            if field == "out" or same:
+                what = f"the run's files{beside} have"
+            raise InputError(f"`{field}` must lie where {what} room, about {wanted / 1e9:.2f} GB; {place} has "
+                             f"{free / 1e9:.2f} GB free")
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #3dedb752
 def file_of_run(

@@ -152,6 +152,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     how = ("vae_tiling", "gradient_checkpointing", "sharding", "compile", "attention")
     given = {name: getattr(s, name) for name in (*names, *how)}
     state.policy = trainable.load_trainable_policy(s.model, **given, seed=s.seed, device=state.accelerator.device)
+    state.policy.truncate_timesteps = s.truncate_timesteps
     state.policy.set_resolution(s.eval_resolution).set_resolution(s.resolution)  # what cannot be packed is said now
     with prompt_embeds.lazy_prompt_encoder(state.policy) as fresh:
         prompt_embeds.cache_prompt_embeds([*needed_prompts(state), *state.policy.blank], state.policy.key, fresh)
