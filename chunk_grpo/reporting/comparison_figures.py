@@ -22,7 +22,8 @@ from .figures import ARM_LABELS, METHOD_COLOURS, create_subplots, with_house_sty
 from ..runs.run_folder import file_of_run
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #00fbcf95
-GRID_INCHES = {"text": 1.45, "side": 0.95, "gap": 0.06, "below": 0.2, "head": 0.28, "between": 0.3}  # inches
+GRID_INCHES = {"text": 1.45, "side": 0.95, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14,
+               "between": 0.3}  # inches
 
 
 def add_image_panel(figure: Figure, image: Image.Image | Path, left: float, top: float, below: str = ""):
@@ -48,10 +49,11 @@ def plot_image_grid(
     "Images side by side: a prompt a row, an arm a column."
     p, lines = GRID_INCHES, -(-len(prompts) // blocks)
     pitch, wide = p["side"] + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (p["side"] + p["gap"])
-    size = blocks * wide + (blocks - 1) * p["between"], p["head"] + lines * pitch
+    head = p["head"] + p["line"] * max((name.count("\n") for name in columns), default=0)
+    size = blocks * wide + (blocks - 1) * p["between"], head + lines * pitch
     FigureCanvasAgg(figure := Figure(figsize=size))
     for r, row in enumerate(images):
-        left, top = (r // lines) * (wide + p["between"]), p["head"] + (r % lines) * pitch
+        left, top = (r // lines) * (wide + p["between"]), head + (r % lines) * pitch
         words = textwrap.fill(prompts[r], 20, max_lines=5, placeholder=" ...")
         figure.text(left / size[0], 1 - (top + p["side"] / 2) / size[1], words, va="center", fontsize=8)
         for c, image in enumerate(row):

@@ -56,21 +56,22 @@ def is_hub_id(model: str) -> bool:
     "Whether a model is named as on the hub, and is no folder here."
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
 
-# %% ../../nbs/11_reporting/10_export.ipynb #7d0114d9
+# %% ../../nbs/11_reporting/10_export.ipynb #1fe41b52
 def loading_lines(
     s: setting.Settings,
     place: str,  # the folder of the weights
 ) -> list[str]:  # of Python
     "Lines that load the base with an adapter, or the trained pipeline with the base beside it."
-    kind, device = f"torch_dtype=torch.{s.dtype}", 'to("cuda" if torch.cuda.is_available() else "cpu")'
+    kind, device = f"dtype=torch.{s.dtype}", "to(device)"
     first = ["from importlib import import_module", ""] * (s.model == "pocket")
-    first += ["import torch", "from diffusers import DiffusionPipeline", "", f"base = {base_expression(s.model)}"]
+    first += ["import torch", "from diffusers import DiffusionPipeline", "", f"base = {base_expression(s.model)}",
+              'device = "cuda" if torch.cuda.is_available() else "cpu"']
     if s.lora_rank:
         return [*first, f"pipe = DiffusionPipeline.from_pretrained(base, {kind}).{device}",
                 f"pipe.load_lora_weights({place!r})"]
     return [*first, f"pipe = DiffusionPipeline.from_pretrained({place!r}, {kind}).{device}",
             "trained = pipe.transformer",
-            f'first = type(trained).from_pretrained(base, subfolder="transformer", {kind}).to(pipe.device)']
+            f'first = type(trained).from_pretrained(base, subfolder="transformer", {kind}).{device}']
 
 
 def sampling_lines(
@@ -81,23 +82,26 @@ def sampling_lines(
 ) -> list[str]:  # of Python
     "Lines that draw the same noise plain and, where there is a split, hybrid."
     words = ", ".join(f"{name}={value!r}" for name, value in told.items())
-    drawn = "pipe(prompt, generator=torch.Generator().manual_seed(seed), **told"
-    lines = [f"told = dict({words})", f"prompt, seed = {prompt!r}, {seed}", f"plain = {drawn}).images[0]"]
+    noise = "generator=torch.Generator().manual_seed(seed)"
+    lines = [f"told = dict({words})", f"prompt, seed = {prompt!r}, {seed}",
+             f"plain = pipe(prompt, {noise}, **told).images[0]"]
     if "hybrid" not in ode_arms(s):
         return lines
     off, on = ("pipe.disable_lora()", "pipe.enable_lora()") if s.lora_rank else (
         "pipe.transformer = first", "pipe.transformer = trained")
     switch = ["", "", "def base_takes_over(pipe, step, t, tensors):", f"    if step + 1 == {s.hybrid_split}:",
               f"        {off}", "    return tensors", "", ""]
-    return [*lines, *switch, f"hybrid = {drawn}, callback_on_step_end=base_takes_over).images[0]", on]
+    return [*lines, *switch, f"told |= dict({noise}, callback_on_step_end=base_takes_over)",
+            "hybrid = pipe(prompt, **told).images[0]", on]
 
-# %% ../../nbs/11_reporting/10_export.ipynb #8a34b792
+# %% ../../nbs/11_reporting/10_export.ipynb #e38a319a
 def card_head(
     s: setting.Settings,
 ) -> str:  # YAML between two lines of hyphens
     "What the hub reads of a card."
     base = s.model if is_hub_id(s.model) else None
     given = {"license": "other", "license_name": "that-of-the-base-model"}
+    given = {"license": "apache-2.0"} if s.model == "pocket" else given
     given |= {"license_link": f"https://huggingface.co/{base}"} if base else {}
     tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching", *["lora"] * bool(s.lora_rank)]
     data = ModelCardData(base_model=base, library_name="diffusers", pipeline_tag="text-to-image", tags=tags, **given)
@@ -109,7 +113,8 @@ def markdown_table(
 ) -> str:
     "Rows as a table of markdown, every cell as text."
     def cell(x) -> str:
-        text = re.sub(r"([\\`*_{}\[\]<>|$])", r"\\\1", " ".join(str(x).split()))
+        text = " ".join((", ".join(map(str, x)) if isinstance(x, tuple) else str(x)).split())
+        text = re.sub(r"([\\`*{}\[\]<>|$])", r"\\\1", text)
         return text if len(text) <= 200 else f"{text[:200]} ..."
 
     lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(x) for x in row.values()] for row in rows)]
@@ -139,11 +144,14 @@ def score_text(
         "Intervals are bootstrap intervals over prompts; differences compare images from the same noise.",
         tables.as_trained_note(summary)]))
 
-# %% ../../nbs/11_reporting/10_export.ipynb #b335c685
+# %% ../../nbs/11_reporting/10_export.ipynb #58db0060
 def licence_text(
     model: str,  # of the settings
 ) -> str:
     "What is said of the licence."
+    if model == "pocket":
+        return ("The pocket model and `chunk_grpo`, which ships it, are under the Apache License 2.0, and so are these "
+                "weights.")
     base = f"[{model}](https://huggingface.co/{model})" if is_hub_id(model) else "the base model"
     return (f"These weights derive from {base}, whose licence holds for them too. Read it before you use or share "
             "them, and name it at the head of this card. `chunk_grpo`, which trained them, is under the Apache License "
@@ -152,18 +160,18 @@ def licence_text(
 
 def method_text(
     s: setting.Settings,
-    weights: str,  # of `describe_weights`
+    done: int,  # iterations
 ) -> str:  # markdown
     "How the weights were made."
     kind = f"An adapter (LoRA) of rank {s.lora_rank}" if s.lora_rank else "All weights of the transformer"
     rows = [{"setting": row["name"], "value": row["value"]} for row in setting.settings_table(s)
             if row["value"] != row["default"] and row["name"] not in ("model", "prompts", "eval_prompts")]
     return (f"{kind}, trained with Chunk-GRPO ([arXiv 2510.21583](https://arxiv.org/abs/2510.21583), method "
-            f"`{s.method}`) by chunk_grpo {chunk_grpo.__version__} on {' and '.join(setting.reward_weights(s))}; the "
-            f"weights are {weights} of {s.iterations} iterations. Settings that leave the defaults:\n\n"
+            f"`{s.method}`) by chunk_grpo {chunk_grpo.__version__} on {' and '.join(setting.reward_weights(s))}, as "
+            f"they were after {done} of {s.iterations} iterations. Settings that leave the defaults:\n\n"
             + markdown_table(rows or [{"setting": "none", "value": ""}]))
 
-# %% ../../nbs/11_reporting/10_export.ipynb #fc089878
+# %% ../../nbs/11_reporting/10_export.ipynb #98bc6441
 def model_card(
     run: Path,  # its folder
     s: setting.Settings,
@@ -179,8 +187,9 @@ def model_card(
     code = [*loading_lines(s, name), *sampling_lines(s, pipeline_options(s, pipeline), prompt, seed)]
     called = "pocket, which chunk_grpo ships" if s.model == "pocket" else base_expression(s.model).strip("'\"")
     about = f"Base model: {called}. `chunk-grpo sample` with seed {s.eval_seed} draws this prompt from the same noise."
+    done = s.iterations if weights.name == "final" else int(weights.name)
     return "\n\n".join([
-        card_head(s), f"# {name}", method_text(s, newest_weights.describe_weights(weights)), "## Sampling", about,
+        card_head(s), f"# {name}", method_text(s, done), "## Sampling", about,
         "```python\n" + "\n".join(code) + "\n```", "## Scores", score_text(summary), "## Licence",
         licence_text(s.model)]) + "\n"
 
