@@ -84,12 +84,15 @@ def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int) -> 
     summary = evaluate_with_progress(run_folder.find_run(run), overrides, processes)
     from chunk_grpo.reporting import reports, tables  # after the evaluation, since they import matplotlib
 
-    typer.echo(f"{summary['n_prompts']} prompts x {summary['images_per_prompt']} images, mean (95% interval)")
+    each = f"{summary['images_per_prompt']} image{'s' * (summary['images_per_prompt'] > 1)}"
+    typer.echo(f"{summary['n_prompts']} prompts x {each}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
         print_rows([(f"{name} {arm}", "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)) for arm, row in cells.items()])
     typer.echo(tables.as_trained_note(summary))
     typer.echo(f"report: {reports.write_run_report(run, 'evaluate')}")
+    if (Path(run) / "report.html").is_file():  # it shows the evaluation before
+        typer.echo(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #18aa5d15
 def score_given_images(

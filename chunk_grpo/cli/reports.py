@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from .evaluation import OverridesArgument, RunArgument, echo_now, ended_code, split_commas
+from .evaluation import OverridesArgument, RunArgument, echo_now, ended_code, print_rows, split_commas
 from ..core import settings
 from ..core.subprocesses import raise_on_sigterm
 
@@ -50,7 +50,10 @@ def compare(
     from chunk_grpo.runs import run_folder
 
     folders = [str(run_folder.find_run(folder)) for folder in run]
-    typer.echo(reports.compare_runs(folders).to_string(index=False))
+    table = reports.compare_runs(folders)
+    print_rows([(row.label, f"{row.run}, {row.group}") for row in table.drop_duplicates("label").itertuples()])
+    columns = ["label", "reward", "base", "trained", "delta", "lo", "hi", "hybrid_delta", "as_trained_delta"]
+    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(folders)}")
     typer.echo(f"report: {reports.write_report('compare', out, runs=folders)}")
 
 # %% ../../nbs/13_cli/01_reports.ipynb #c67e535e
