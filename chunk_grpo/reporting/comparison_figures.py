@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from ..core.run_files import EvalSample, read_run_lines
@@ -228,6 +229,7 @@ def plot_reward_curves(
             axes[0, 0].fill_between(joined.index, joined.min(axis=1), joined.max(axis=1), color=colours[group],
                                     alpha=0.2, linewidth=0)
     axes[0, 0].set(xlabel="iteration", ylabel="reward on training prompts")
+    axes[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0, 0].legend(fontsize=8)
     return figure
 

@@ -97,7 +97,7 @@ def count_directions(
         sides = {name: interval_direction(value) for name, value in found.items()}
         up, down = ([name for name, side in sides.items() if side == which] for which in ("up", "down"))
         moved = [f"{', '.join(names)} {verb}" for names, verb in ((up, "rose"), (down, "fell")) if names]
-        said.append(f"{ARM_LABELS.get(arm, arm)}: {' and '.join(moved) or 'nothing moved for sure'}")
+        said.append(f"{ARM_LABELS.get(arm, arm)}: {' and '.join(moved) or 'none'}")
     return "; ".join(said)
 
 
