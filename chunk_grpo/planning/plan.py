@@ -6,8 +6,8 @@
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
            'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
-           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'iteration_bytes',
-           'iteration_seconds', 'describe_on_device', 'describe_measured']
+           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'estimate_numbers',
+           'iteration_bytes', 'iteration_seconds', 'describe_on_device', 'describe_measured']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import statistics
@@ -261,6 +261,27 @@ def describe_estimates(
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
         ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
     ]
+
+# %% ../../nbs/06_planning/03_plan.ipynb #a9a0fbf4
+def estimate_numbers(
+    s: Settings,
+    rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1,
+) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
+    "The numbers of the tables."
+    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
+    out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
+    config = find_model_config(s.model)
+    if config is None:
+        return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
+    s = fit_update_batch(config, s)
+    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    speed, iteration = rate * processes, sum(flops.values())
+    seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
+               "evaluation": final_evaluation_flops(s, config) / speed}
+    sizes = {"all": count_parameters(config), "trained": count_trained_parameters(config, s.lora_rank, s.lora_targets)}
+    return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
+                  "least_seconds": seconds}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3843bdbd
 ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
