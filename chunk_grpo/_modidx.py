@@ -1647,6 +1647,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'chunk_grpo/reporting/samples.py'),
                                               'chunk_grpo.reporting.samples.draw_samples': ( '11_reporting/samples.html#draw_samples',
                                                                                              'chunk_grpo/reporting/samples.py'),
+                                              'chunk_grpo.reporting.samples.keep_samples': ( '11_reporting/samples.html#keep_samples',
+                                                                                             'chunk_grpo/reporting/samples.py'),
                                               'chunk_grpo.reporting.samples.noise_places': ( '11_reporting/samples.html#noise_places',
                                                                                              'chunk_grpo/reporting/samples.py'),
                                               'chunk_grpo.reporting.samples.sample_file': ( '11_reporting/samples.html#sample_file',

@@ -112,7 +112,7 @@ def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int, as_
     if (Path(run) / "report.html").is_file():  # it shows the evaluation before
         say(f"renewed: {reports.write_run_report(run)}")
 
-
+# %% ../../nbs/13_cli/00_evaluation.ipynb #76d7ef5e
 def print_means(
     summary: dict,  # of an evaluation
 ) -> None:

@@ -29,6 +29,7 @@ from .reports import reports_app
 from ..core import output, settings
 from ..runs.hosts import load_hosts
 
+# %% ../../nbs/13_cli/02_main.ipynb #6af2ac4f
 EXIT_CODES = {0: "done", 1: "failed, as in a training that stopped", 2: "wrong input, said in one sentence",
               130: "ended by Ctrl-C", 143: "ended by SIGTERM"}
 app = typer.Typer(name="chunk-grpo", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -44,7 +45,6 @@ def complete_preset(incomplete: str) -> list[str]:
 SettingsArgument = Annotated[str, typer.Argument(metavar="SETTINGS", autocompletion=complete_preset,
                                                  help="A YAML file or a preset such as pocket/demo.")]
 ProcessesOption = Annotated[int, typer.Option(help="Processes that share every iteration; they divide its prompts.")]
-
 
 # %% ../../nbs/13_cli/02_main.ipynb #5562f827
 PRINTING_COMMANDS = ("plan", "doctor", "presets")  # the others make files

@@ -187,11 +187,9 @@ def contact_sheet(
         tile = Image.fromarray(array).resize((64 * scale, 64 * scale), Image.Resampling.NEAREST)
         sheet.paste(tile, (x + (wide - tile.width) // 2, y + 2))
         short = prompt.removeprefix(next((p for p in CAPTION_PREFIXES if p and prompt.startswith(p)), ""))
-        text = f"{'right' if right else 'wrong'}: {short}"
-        if not right:
-            pen.text((x + wide // 2, y + 152), f"sees {geneval.describe_things(seen[i])}"[:44], "black", anchor="mm",
-                     font_size=8)
-        pen.text((x + wide // 2, y + 140), text, "black", anchor="mm", font_size=9)
+        reason = "" if right else f"sees {geneval.describe_things(seen[i])}"[:44]
+        for text, place in ((f"{'right' if right else 'wrong'}: {short}", 140), (reason, 152)):
+            pen.text((x + wide // 2, y + place), text, "black", anchor="mm", font_size=9)
     return sheet
 
 # %% ../../nbs/01_pocket/07_base.ipynb #ed996eb1

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['choose_arms', 'noise_places', 'check_samples', 'draw_samples', 'contact_sheet', 'sample_progress', 'write_samples',
-           'sample_file', 'sample_run', 'sample_widget']
+           'sample_file', 'keep_samples', 'sample_run', 'sample_widget']
 
-# %% ../../nbs/11_reporting/09_samples.ipynb #908662c0
+# %% ../../nbs/11_reporting/09_samples.ipynb #097739ef
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import ipywidgets as W
@@ -144,7 +144,22 @@ def sample_file(
     "The name of an image's file."
     return f"{image['number']:05d}-{image['arm']}-{image['seed']}.png"
 
-# %% ../../nbs/11_reporting/09_samples.ipynb #09550fb3
+# %% ../../nbs/11_reporting/09_samples.ipynb #76052799
+def keep_samples(
+    images: Iterator[dict],  # of `draw_samples`
+    folder: Path | None,  # that gets a file of each
+    tell: Callable[[dict], None],  # of `sample_progress`
+) -> list[dict]:
+    "The images, written and told of as they come."
+    kept = []
+    for x in images:
+        if folder:
+            x["image"].save(folder / x.setdefault("file", sample_file(x)))
+        kept.append(x)
+        tell(x)
+    return kept
+
+# %% ../../nbs/11_reporting/09_samples.ipynb #495e512a
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompts: Sequence[str],
@@ -158,20 +173,16 @@ def sample_run(
     run, s, out = Path(run), evaluating.evaluation_settings(run, changes), None if out is None else Path(out)
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     check_samples(prompts, seeds, out)
-    weights, images = newest_weights.find_newest_weights(run), []
+    weights = newest_weights.find_newest_weights(run)
     tell = sample_progress(s, chosen, len(prompts) * len(seeds), say)
-    with ExitStack() as stack:
-        folder = stack.enter_context(atomic_write(out)) if out else None
+    with atomic_write(out) if out else nullcontext() as folder:
         if folder:
             folder.mkdir()
-        for x in draw_samples(newest_weights.load_newest_policy(run, s, weights), s, prompts, chosen, seeds):
-            if folder:
-                x["image"].save(folder / x.setdefault("file", sample_file(x)))
-            images.append(x)
-            tell(x)
+        model = newest_weights.load_newest_policy(run, s, weights)
+        images = keep_samples(draw_samples(model, s, prompts, chosen, seeds), folder, tell)
         if folder:
-            write_samples(images, {"run": run.name, "weights": newest_weights.describe_weights(weights),
-                                   "steps": s.eval_steps, "resolution": s.eval_resolution}, folder)
+            about = {"run": run.name, "weights": newest_weights.describe_weights(weights)}
+            write_samples(images, about | {"steps": s.eval_steps, "resolution": s.eval_resolution}, folder)
     return images
 
 # %% ../../nbs/11_reporting/09_samples.ipynb #e5679dcd

@@ -64,7 +64,7 @@ def read_checkpoint_weights(
             found = {name.removeprefix(group): x for name, x in parts.items()}
     return [found[str(i)] for i in range(len(found))]
 
-# %% ../../nbs/08_runs/07_newest_weights.ipynb #7316b188
+# %% ../../nbs/08_runs/07_newest_weights.ipynb #3348f2ce
 def trained_parameters(
     policy: Policy,  # loaded to be sampled from
     sharding: str,  # of the run: none or fsdp
@@ -79,7 +79,7 @@ def trained_parameters(
     net.requires_grad_(False)
     return found
 
-
+# %% ../../nbs/08_runs/07_newest_weights.ipynb #3c1a040f
 def load_newest_policy(
     run: Path,  # a run's folder
     s: Settings,
