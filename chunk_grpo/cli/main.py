@@ -199,7 +199,7 @@ def measure_and_print(model: str, changes: list[str], repeats: int, reference: b
         typer.echo(f"numbers: {out}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #91944203
-@app.command(epilog=examples("speed --prompts 1 --images 2 --steps 4 --repeats 1 --no-reference"))
+@app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1 --no-reference"))
 def speed(
     overrides: OverridesArgument = None,
     model: Annotated[str, typer.Option(help="pocket, flux-size, a settings file or a preset.")] = "pocket",

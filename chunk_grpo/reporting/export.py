@@ -56,7 +56,7 @@ def is_hub_id(model: str) -> bool:
     "Whether a model is named as on the hub, and is no folder here."
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
 
-# %% ../../nbs/11_reporting/10_export.ipynb #1fe41b52
+# %% ../../nbs/11_reporting/10_export.ipynb #2f545a97
 def loading_lines(
     s: setting.Settings,
     place: str,  # the folder of the weights
@@ -73,7 +73,7 @@ def loading_lines(
             "trained = pipe.transformer",
             f'first = type(trained).from_pretrained(base, subfolder="transformer", {kind}).{device}']
 
-
+# %% ../../nbs/11_reporting/10_export.ipynb #f05c42b4
 def sampling_lines(
     s: setting.Settings,
     told: Mapping,  # of `pipeline_options`
@@ -218,7 +218,7 @@ def copy_pipeline(
         if part != "transformer" and (base / part).is_dir():
             shutil.copytree(base / part, out / part, ignore=shutil.ignore_patterns(*inputs.OTHER_FILES))
 
-# %% ../../nbs/11_reporting/10_export.ipynb #3c3bc00c
+# %% ../../nbs/11_reporting/10_export.ipynb #3f1b437e
 def write_weights(
     run: Path,
     s: setting.Settings,
@@ -233,7 +233,7 @@ def write_weights(
         if file.suffix in (".safetensors", ".json"):
             shutil.copyfile(file, out / file.name)
 
-
+# %% ../../nbs/11_reporting/10_export.ipynb #90f03b9e
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # to be made
