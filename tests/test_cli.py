@@ -1,17 +1,21 @@
 """The command line: exit codes, one sentence on stderr, nothing left behind; commands on a run that exists."""
 
 import json
+import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import typer
 from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
 
+import chunk_grpo
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import settings
@@ -69,6 +73,10 @@ from chunk_grpo.reporting import notebooks, reports
     (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
     (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),
     (["compare", "nowhere"], ["nowhere"]),
+    (["sample", "nowhere", "a star"], ["nowhere"]),
+    (["sample", "nowhere"], ["neither"]),
+    (["export", "nowhere", "mine"], ["nowhere"]),
+    (["evaluate", "nowhere", "--benchmark", "geneval", "--json"], ["`--json`", "summary.json"]),
 ])
 def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capfd, arguments, parts):
     monkeypatch.chdir(tmp_path)
@@ -163,10 +171,96 @@ def test_wrong_usage_is_exit_code_2(arguments):
 def test_help_names_every_command():
     answer = CliRunner().invoke(main.app, ["--help"])
     assert answer.exit_code == 0
-    for name in ("plan", "train", "evaluate", "profile", "compare", "report", "verify", "doctor"):
+    for name in typer.main.get_command(main.app).commands:
         line = next(line for line in answer.output.splitlines() if line.split()[:1] == [name])
         assert line.endswith(".") and not line.endswith("..."), "the summary is cut off"
         assert CliRunner().invoke(main.app, [name, "--help"]).exit_code == 0
+
+
+def command_examples() -> list[list[str]]:
+    "The words of every example in the help of every command."
+    lines = [line for one in typer.main.get_command(main.app).commands.values() for line in one.epilog.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("  chunk-grpo ")]
+
+
+@pytest.mark.parametrize("words", command_examples(), ids=" ".join)
+def test_the_examples_of_the_help_are_commands(words):
+    "Each stands in the help of its own command, as it is typed, and its words are understood."
+    said = CliRunner().invoke(main.app, [words[0], "--help"]).output
+    assert any(line.startswith(f"    chunk-grpo {words[0]}") for line in said.splitlines())
+    one = typer.main.get_command(main.app).commands[words[0]]
+    given = one.make_context(words[0], words[1:]).params
+    assert any(given.values()) or len(words) == 1
+
+
+def test_every_command_has_an_example():
+    assert {words[0] for words in command_examples()} == set(typer.main.get_command(main.app).commands)
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_help_run(tmp_path):
+    "In the order of a user's day, but for those that need a server, a download, a GPU's model or hours."
+    day = "train speed plan evaluate sample export report compare tables profile presets doctor".split()
+    skipped = {"train pocket/demo iterations=200 --no-report", "evaluate runs/one --benchmark pocket:test"}
+    ran = set()
+    for words in sorted((w for w in command_examples() if w[0] in day), key=lambda w: day.index(w[0])):
+        if " ".join(words) in skipped:
+            continue
+        (tmp_path / "FILE").write_text("a blue ring\n")
+        if words[0] == "compare":
+            done = call("train", "pocket/tiny", "seed=2", "--out", "runs/two", cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        done = call(*words, cwd=tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
+        ran.add(words[0])
+    assert ran == set(day)
+    assert (tmp_path / "stars/contact-sheet.png").is_file() and (tmp_path / "my-model/README.md").is_file()
+
+
+def test_the_version_is_the_packages():
+    answer = CliRunner().invoke(main.app, ["--version"])
+    assert (answer.exit_code, answer.output) == (0, f"chunk-grpo {chunk_grpo.__version__}\n")
+
+
+def test_the_shell_completes_commands_and_presets():
+    for words, wanted in (("chunk-grpo pres", "presets"), ("chunk-grpo train pocket/de", "pocket/demo"),
+                          ("chunk-grpo sample --reso", "--resolution")):
+        given = {"_CHUNK_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        answer = CliRunner().invoke(main.app, [], env=given, prog_name="chunk-grpo")
+        assert wanted in answer.output.split(), (words, answer.output)
+
+
+def test_what_a_script_reads_is_json():
+    said = CliRunner().invoke(main.app, ["plan", "pocket/demo", "--rate", "1", "--json"]).output
+    numbers, s = json.loads(said)["numbers"], settings.load_settings("pocket/demo")
+    assert numbers["iterations"] == s.iterations and numbers["least_seconds"]["run"] > 0
+    assert list(json.loads(CliRunner().invoke(main.app, ["presets", "--json"]).output)) == settings.list_presets()
+    found = json.loads(CliRunner().invoke(main.app, ["doctor", "--json"]).output)
+    assert found["versions"]["chunk-grpo"] == chunk_grpo.__version__ and "reward pocket-clip" in str(found)
+
+
+def test_every_preset_has_a_line():
+    said = CliRunner().invoke(main.app, ["presets"]).output.splitlines()
+    assert [line.split()[0] for line in said] == settings.list_presets()
+    assert all(line.endswith(".") for line in said)
+
+
+def test_nothing_is_coloured_and_no_bar_is_drawn_where_nobody_looks(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["chunk-grpo", "--version"])
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert not ended.value.code and os.environ["TQDM_DISABLE"] == "1"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for words in (["--help"], ["plan", "--help"], ["fly"]):
+        assert "\x1b" not in CliRunner().invoke(main.app, words).output
+
+
+def test_exit_codes_are_documented():
+    said = CliRunner().invoke(main.app, ["--help"]).output
+    assert all(re.search(rf"^ +{code} +\w", said, re.MULTILINE) for code in main.EXIT_CODES)
+    assert set(main.EXIT_CODES) == {0, 1, 2, 130, 143}
 
 
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
@@ -238,6 +332,8 @@ def test_a_run_from_training_to_comparison(small, trained):
     run = trained
     assert json.loads((run / "run.json").read_text())["settings"]["seed"] == 3
     assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", say(small, "evaluate", run))
+    summary = json.loads(say(small, "evaluate", run, "--json"))
+    assert summary == json.loads((run / "evaluation/summary.json").read_text())
     assert "s-001" in say(small, "compare", run)
     assert all(page.stat().st_size > 10_000 for page in (run / "evaluation/report.html", small / "compare.html"))
     before = (run / "metrics.jsonl").read_bytes()

@@ -377,7 +377,10 @@ def test_reports_read_older_and_newer_summaries(tmp_path):
 
 def test_the_report_of_an_evaluation_reads_a_newer_summary(tmp_path):
     new = newer(tmp_path / "new")
+    file = new / "evaluation" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 77}))
     page = write_run_report(new, "evaluate").read_text()
+    assert "Euler steps of the ODE, seed 77." in page, "the evaluation's seed, and not that of the run's settings"
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
     assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page
     rewards = run_folder.read_evaluation_summary(new)["rewards"]

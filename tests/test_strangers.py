@@ -235,6 +235,7 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
     assert not [file for file in run.iterdir() if file.name.startswith(".")]
 
 
-def test_the_page_of_a_profile_shows_no_formula():
-    book = json.loads(notebooks.find_report_notebook("profile").read_text())
+@pytest.mark.parametrize("name", notebooks.list_reports())
+def test_the_page_of_a_report_shows_no_formula(name):
+    book = json.loads(notebooks.find_report_notebook(name).read_text())
     assert not [cell for cell in book["cells"] if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]

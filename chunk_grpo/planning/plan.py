@@ -6,8 +6,8 @@
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
            'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
-           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'iteration_bytes',
-           'iteration_seconds', 'describe_on_device', 'describe_measured']
+           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'estimate_numbers',
+           'iteration_bytes', 'iteration_seconds', 'describe_on_device', 'describe_measured']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import statistics
@@ -125,17 +125,21 @@ def measure_matmul_rate(
     dtype: str = "float32",  # of the matrices
     seconds: float = 0.3,  # how long to measure
 ) -> float:  # floating-point operations a second
-    "The rate at which this machine's device multiplies square matrices."
-    cuda = torch.cuda.is_available()
-    size = 8192 if cuda else 1024
+    "The rate at which this machine's device multiplies square matrices when nobody else uses it."
+    cuda, before = torch.cuda.is_available(), torch.get_num_threads()
+    size, threads = (8192, 1) if cuda else (1024, before)
+    clock = time.perf_counter if cuda else time.process_time  # of a core's time only what this process had
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
     wait = torch.cuda.synchronize if cuda else (lambda: None)
+    torch.set_num_threads(1)  # several would wait for each other where others use the cores
     (a @ a, wait())
-    start, times = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
+    start, took = time.perf_counter(), []
+    while not took or time.perf_counter() - start < seconds:
+        began = clock()
         (a @ a, wait())
-        times += 1
-    return 2 * size**3 * times / (time.perf_counter() - start)
+        took.append(clock() - began)
+    torch.set_num_threads(before)
+    return threads * 2 * size**3 / min(took)
 
 # %% ../../nbs/06_planning/03_plan.ipynb #9fffac19
 def _amount(
@@ -257,6 +261,27 @@ def describe_estimates(
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
         ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
     ]
+
+# %% ../../nbs/06_planning/03_plan.ipynb #a9a0fbf4
+def estimate_numbers(
+    s: Settings,
+    rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1,
+) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
+    "The numbers of the tables."
+    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
+    out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
+    config = find_model_config(s.model)
+    if config is None:
+        return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
+    s = fit_update_batch(config, s)
+    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    speed, iteration = rate * processes, sum(flops.values())
+    seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
+               "evaluation": final_evaluation_flops(s, config) / speed}
+    sizes = {"all": count_parameters(config), "trained": count_trained_parameters(config, s.lora_rank, s.lora_targets)}
+    return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
+                  "least_seconds": seconds}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3843bdbd
 ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach

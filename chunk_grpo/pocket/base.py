@@ -178,7 +178,8 @@ def contact_sheet(
     prompts = [p for c in range(0, len(held), len(held) // 6) for p in held[c:c + columns]]
     images = sample_flow_images(model, vae, prompts, steps, seed=seed)
     verdicts = geneval.load_pocket_geneval()(images, prompts)
-    wide, high, scale = 172, 150, 2
+    seen = geneval.detect_shapes(geneval.images_to_numpy(images))
+    wide, high, scale = 172, 162, 2
     sheet = Image.new("RGB", (columns * wide, 6 * high), "white")
     pen = ImageDraw.Draw(sheet)
     for i, (array, prompt, right) in enumerate(zip(geneval.images_to_numpy(images), prompts, verdicts, strict=True)):
@@ -186,8 +187,9 @@ def contact_sheet(
         tile = Image.fromarray(array).resize((64 * scale, 64 * scale), Image.Resampling.NEAREST)
         sheet.paste(tile, (x + (wide - tile.width) // 2, y + 2))
         short = prompt.removeprefix(next((p for p in CAPTION_PREFIXES if p and prompt.startswith(p)), ""))
-        text = f"{'right' if right else 'wrong'}: {short}"
-        pen.text((x + wide // 2, y + 140), text, "black", anchor="mm", font_size=9)
+        reason = "" if right else f"sees {geneval.describe_things(seen[i])}"[:44]
+        for text, place in ((f"{'right' if right else 'wrong'}: {short}", 140), (reason, 152)):
+            pen.text((x + wide // 2, y + place), text, "black", anchor="mm", font_size=9)
     return sheet
 
 # %% ../../nbs/01_pocket/07_base.ipynb #ed996eb1

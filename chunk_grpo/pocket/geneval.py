@@ -6,7 +6,8 @@
 __all__ = ['MIN_CHROMA', 'MIN_CHROMA_SHARE', 'MIN_COMPONENT_PIXELS', 'MAX_HUE_DISTANCE', 'MIN_HUE_SHARE', 'TEMPLATE_GRID',
            'TEMPLATE_RADII_BLURS', 'TEMPLATE_OFFSETS', 'MIN_SHAPE_IOU', 'MAX_ASPECT_RATIO', 'images_to_numpy',
            'hue_angle', 'angle_between', 'nearest_colour', 'mask_spans', 'shape_templates', 'detect_shapes',
-           'objects_present', 'detected_objects', 'PocketGenEval', 'load_pocket_geneval', 'mean_category_accuracy']
+           'objects_present', 'detected_objects', 'PocketGenEval', 'load_pocket_geneval', 'describe_things',
+           'mean_category_accuracy']
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #ce392b84
 from collections.abc import Iterator, Sequence
@@ -221,6 +222,15 @@ def load_pocket_geneval(
     if options:
         raise InputError(f"`pocket-geneval` takes no options; got {', '.join(options)}")
     return PocketGenEval()
+
+# %% ../../nbs/01_pocket/03_geneval.ipynb #b83280ca
+def describe_things(
+    things: Sequence[SceneObject | None], # what an image shows
+) -> str:
+    "What the checker sees in an image."
+    words = ["a patch that is no single shape of one colour" if thing is None else
+             f"a{'n' * (thing.colour[0] in 'aeiou')} {thing.colour} {thing.shape}" for thing in things]
+    return ", ".join(words) or "nothing"
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #18035231
 def mean_category_accuracy(

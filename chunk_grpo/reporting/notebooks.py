@@ -149,12 +149,14 @@ main { max-width: 62rem; margin: 2rem auto; padding: 1.5rem 3rem 3rem; backgroun
 h1 { font-size: 1.9rem; line-height: 1.2; margin: 1rem 0 .5rem; } h2 { font-size: 1.3rem; margin: 2.2rem 0 .4rem;
      padding-top: 1rem; border-top: 1px solid #e3e3e3; } h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem; }
 p { max-width: 46rem; margin: .5rem 0; } p.lead { font-size: 1.1rem; } p.caption { color: #444; font-size: .93rem; }
+p.warning { background: #fff3dc; border-left: 4px solid #d98e00; padding: .5rem .8rem; overflow-wrap: anywhere; }
 p.note { color: #555; font-size: .9rem; } blockquote { margin: 0; color: #555; } a.anchor-link { display: none; }
 img { max-width: 100%; height: auto; display: block; margin: .8rem 0 .2rem; }
 .tablebox { overflow-x: auto; margin: .8rem 0; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e6e6e6; }
 th { font-weight: 600; border-bottom: 2px solid #999; } td.number, th.number { text-align: right;
      font-variant-numeric: tabular-nums; }
+td:not(.number) { overflow-wrap: anywhere; min-width: 4rem; max-width: 28rem; }
 td.number { white-space: nowrap; } tbody th { border-bottom: 1px solid #e6e6e6; }
 td.good { color: #00694f; font-weight: 600; } td.bad { color: #a33c00; font-weight: 600; }
 code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .88em; } pre { overflow-x: auto; }

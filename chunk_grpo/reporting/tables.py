@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['format_number', 'format_small_number', 'format_interval', 'format_seconds', 'interval_direction', 'describe_change',
-           'rows_to_html', 'display_html', 'paragraph_html', 'heading_html', 'settings_html', 'evaluation_html',
-           'as_trained_note', 'category_html', 'preservation_html', 'comparison_html', 'group_html']
+           'count_directions', 'describe_extremes', 'rows_to_html', 'display_html', 'paragraph_html', 'heading_html',
+           'details_html', 'settings_html', 'evaluation_html', 'as_trained_note', 'category_html', 'preservation_html',
+           'comparison_html', 'group_html']
 
 # %% ../../nbs/11_reporting/03_tables.ipynb #c9ffea94
 import html as markup
@@ -85,6 +86,31 @@ def describe_change(
     bounds = f"{format_number(delta['lo'], signed=True)} to {format_number(delta['hi'], signed=True)}"
     return f"{name} {moved}, a difference of {format_number(delta['mean'], signed=True)} (95% interval {bounds}{tail})"
 
+# %% ../../nbs/11_reporting/03_tables.ipynb #9bfcac02
+def count_directions(
+    rewards: Mapping[str, Mapping],  # reward -> arms and differences, as in an evaluation's summary
+) -> str:
+    "Of each kind of weights, the rewards that rose and fell by more than their interval."
+    said = []
+    for arm in dict.fromkeys(arm for row in rewards.values() for arm in row if row.get(f"{arm}-base")):
+        found = {name: row[f"{arm}-base"] for name, row in rewards.items() if row.get(f"{arm}-base")}
+        sides = {name: interval_direction(value) for name, value in found.items()}
+        up, down = ([name for name, side in sides.items() if side == which] for which in ("up", "down"))
+        moved = [f"{', '.join(names)} {verb}" for names, verb in ((up, "rose"), (down, "fell")) if names]
+        said.append(f"{ARM_LABELS.get(arm, arm)}: {' and '.join(moved) or 'none'}")
+    return "; ".join(said)
+
+
+def describe_extremes(
+    changes: Mapping[str, float],  # name -> change
+) -> str:
+    "The largest rise and the largest fall, where there are any."
+    high, low = max(changes, key=changes.get), min(changes, key=changes.get)
+    said = [f"the largest rise is {high.replace('_', ' ')} with {format_number(changes[high], signed=True)}"]
+    said = said if changes[high] > 0 else ["nothing rose"]
+    fell = f"the largest fall {low.replace('_', ' ')} with {format_number(changes[low], signed=True)}"
+    return ", ".join([*said, fell if changes[low] < 0 else "nothing fell"])
+
 # %% ../../nbs/11_reporting/03_tables.ipynb #9da718c9
 def rows_to_html(
     rows: Sequence[Mapping],  # a mapping a row: column -> text
@@ -124,6 +150,15 @@ def heading_html(
 ) -> str:
     "A heading of HTML within a section."
     return f"<h3>{markup.escape(text)}</h3>"
+
+
+def details_html(
+    title: str,  # plain text
+    lines: Sequence[str],  # plain texts
+) -> str:
+    "Lines that are folded away below their title."
+    items = "".join(f"<li>{markup.escape(line)}</li>" for line in lines)
+    return f"<details><summary>{markup.escape(title)}</summary><ul>{items}</ul></details>"
 
 # %% ../../nbs/11_reporting/03_tables.ipynb #80afb858
 def settings_html(
@@ -204,14 +239,14 @@ def comparison_html(
     runs: pd.DataFrame,  # a row a run, as `reports.compare_runs` gives, of one reward
 ) -> str:
     "Runs side by side."
-    rows = [{"group": row.group, "run": row.run, "seed": row.seed, "base": format_number(row.base),
+    rows = [{"run": row.label, "seed": row.seed, "base": format_number(row.base),
              "trained": format_number(row.trained), "difference (95% interval)": format_interval(
                  {"mean": row.delta, "lo": row.lo, "hi": row.hi}, signed=True),
              "hybrid difference": format_number(row.hybrid_delta, signed=True),
              "difference as trained": format_number(row.as_trained_delta, signed=True),
              "transitions trained": f"{row.transitions:,}", "images seen": f"{row.images:,}",
              "time": format_seconds(row.seconds)} for row in runs.itertuples()]
-    texts = "group", "run", "seed"
+    texts = "run", "seed"
     return rows_to_html(rows, [name for name in rows[0] if name not in texts] if rows else ())
 
 # %% ../../nbs/11_reporting/03_tables.ipynb #2a9e4b0b
@@ -220,7 +255,7 @@ def group_html(
 ) -> str:
     "The mean of each group's differences and their spread over its runs."
     rows = []
-    for name, part in runs.groupby("group", sort=False):
+    for name, part in runs.groupby("letter", sort=False):
         spread = format_number(part.delta.std()) if len(part) > 1 else format_number(None)
         rows.append({"group": name, "runs": str(len(part)),
                      "mean difference": format_number(part.delta.mean(), signed=True),

@@ -1,0 +1,147 @@
+"""What a person reads in reports: every label is of its line, every number of its evaluation, every sentence true."""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+from matplotlib.text import Text
+from PIL import Image
+
+from chunk_grpo.cli import evaluation as commands
+from chunk_grpo.planning import plan
+from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
+from chunk_grpo.reporting import comparison_figures, figures, reports, samples, tables
+from chunk_grpo.reporting.live_figure import plot_progress
+from chunk_grpo.runs import run_folder
+
+LONG = "l" * 200
+
+
+def labels(figure) -> list[str]:
+    "All texts of a figure that is drawn."
+    figure.canvas.draw()
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+def metrics(chunks: int = 4, never: tuple = ()):
+    "Metrics of ten iterations, with two rewards, some chunks never drawn."
+    rng, rows = np.random.default_rng(0), [{"iteration": 0}]
+    for i in range(1, 11):
+        values = [None if k in never else float(rng.uniform(0.01, 0.3)) for k in range(chunks)]
+        rows.append({"iteration": i, "reward_mean": 0.1 * i, "reward_se": 0.01, "reward_a": 0.05 * i, "reward_b": 1.0,
+                     "clip_fraction": values, "ratio_dev": values})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.parametrize("words", [r"$\frac$", "$x_1$", r"a \$5 and $6$"])
+def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_path):
+    "Prompts, rewards, runs: drawn, and not typeset."
+    image = {"prompt": words, "number": 0, "arm": "base", "seed": 0, "image": Image.new("RGB", (8, 8))}
+    assert samples.contact_sheet([image]).startswith(b"\x89PNG")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = pd.DataFrame([{"arm": arm, "prompt": words, "seed": 0, "image_index": 0, "file": "a.png"}
+                         for arm in ("base", "plain")])
+    table = pd.DataFrame([{"letter": "A", "label": words, "delta": 0.1, "lo": 0.0, "hi": 0.2}])
+    one = metrics().rename(columns={"reward_a": f"reward_{words}"})
+    settings = SimpleNamespace(iterations=10, chunks="2,3,4,7", chunk_weighting="uniform")
+    lines = [{"iteration": 1, f"eval_{words}": 0.5}]
+    made = [comparison_figures.plot_run_images({words: (tmp_path, rows)}),
+            comparison_figures.plot_comparison(table, words, {"A": "red"}),
+            comparison_figures.plot_reward_curves({words: [one]}, {words: "red"}),
+            figures.plot_rewards(one, {words: 1.0, "b": 1.0}), plot_progress(lines, settings, words)]
+    for figure in made:
+        assert any(words in text for text in labels(figure))
+        assert not [t for t in figure.findobj(Text) if words in t.get_text() and t.get_parse_math()]
+
+
+def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_line_has_none():
+    figure = figures.plot_clipping(metrics(never=(0,)), (2, 3, 4, 7), 1e-3)
+    (legend,) = figure.legends
+    shades = [line.get_color() for line in legend.get_lines()]
+    named = dict(zip([text.get_text() for text in legend.get_texts()], shades, strict=True))
+    assert list(named) == ["2\u20134", "5\u20138", "9\u201315"]
+    drawn = {line.get_label(): line.get_color() for line in figure.axes[1].lines if line.get_label() in named}
+    assert {k: tuple(v) for k, v in drawn.items()} == {k: tuple(v) for k, v in named.items()}
+
+
+def test_a_run_on_two_rewards_shows_both():
+    figure = figures.plot_rewards(metrics(), {"a": 1.0, "b": 0.5})
+    _, a, b = figure.axes
+    assert (a.get_title(loc="left"), b.get_title(loc="left")) == ("a", "b")
+    assert a.lines[0].get_ydata()[-1] == pytest.approx(0.5) and b.lines[0].get_ydata()[-1] == 1.0
+
+
+def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
+    up, down = {"mean": 0.2, "lo": 0.1, "hi": 0.3}, {"mean": -0.25, "lo": -0.4, "hi": -0.1}
+    row = {"base": up, "plain": down, "plain-base": down, "as-trained": up, "as-trained-base": up}
+    said = tables.count_directions({"clip": row})
+    assert said == "trained: clip fell; as trained: clip rose"
+    assert "the largest fall counting with \u22120.250" in tables.describe_extremes({"counting": -0.25, "colors": 0.1})
+    assert tables.describe_extremes({"counting": -0.25}).startswith("nothing rose")
+
+
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    "Two runs of one method with different learning rates, one with a long name and another evaluation."
+    folder = tmp_path_factory.mktemp("runs")
+    a = synthetic.write(folder / "short", {"learning_rate": 1e-4})
+    b = synthetic.write(folder / LONG, {"learning_rate": 2e-4}, gain=0.2)
+    summary = run_folder.read_evaluation_summary(b) | {"steps": 5}
+    (b / "evaluation/summary.json").write_text(json.dumps(summary))
+    return a, b
+
+
+def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
+    table = reports.compare_runs(unequal)
+    assert table.drop_duplicates("label").label.tolist() == ["A1", "B1"]
+    colours = figures.group_colours(dict(zip(table.letter, table.method, strict=True)))
+    assert colours["A"] != colours["B"]
+    part = table[table.reward == "pocket-clip"]
+    figure = comparison_figures.plot_comparison(part, "pocket-clip", colours)
+    assert not [text for text in labels(figure) if "lll" in text]
+    steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
+    assert f"steps of the ODE (A1 {steps}, B1 5)" in reports.unequal_evaluations(unequal)
+    assert reports.unequal_evaluations(unequal[:1] * 2) == ""
+
+
+def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):
+    page = reports.write_report("compare", tmp_path / "page.html", runs=list(map(str, unequal))).read_text()
+    assert 'class="warning"' in page and page.count("their scores cannot be compared") >= 2
+    text = re.sub(r"data:image[^\"]+", "", page)
+    assert text.count(LONG) == 1, "the long name stands in the table of the runs alone"
+    assert "the trained weights of each" in text and "learning_rate" in text
+
+
+def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, monkeypatch, capsys):
+    run, written = synthetic.write(tmp_path / "run"), []
+    summary = run_folder.read_evaluation_summary(run)
+    monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_: summary)
+    monkeypatch.setattr(reports, "write_run_report", lambda run, name="train": written.append(name))
+    commands.evaluate_heldout(run, [], 0)
+    (run / "report.html").write_text("the scores before")
+    commands.evaluate_heldout(run, [], 0)
+    assert written == ["evaluate", "evaluate", "train"] and "renewed" in capsys.readouterr().out
+
+
+def test_the_checkers_no_has_its_reason(tmp_path):
+    things = (SceneObject("star", "red", 20, 20, 12), SceneObject("ring", "blue", 46, 46, 12))
+    render_scene(Scene("", things)).save(tmp_path / "a.png")
+    row = {"arm": "plain", "prompt_index": 0, "image_index": 0, "prompt": "a red star", "file": "a.png"}
+    rows = pd.DataFrame([row | {"scores": {"pocket-geneval": 0.0}}])
+    assert comparison_figures.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
+    assert comparison_figures.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
+
+
+def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):
+    "A process that waits ten seconds for each look at the wall's clock has the rate of its own core's time."
+    free = plan.measure_matmul_rate(seconds=0.05)
+    wall = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: float(next(wall)))
+    busy = plan.measure_matmul_rate(seconds=45)
+    monkeypatch.undo()
+    assert busy > free / 20 and math.isfinite(busy)  # by the wall it would be less than a hundredth
