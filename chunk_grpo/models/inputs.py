@@ -126,7 +126,7 @@ def check_pipeline_folder(
     "Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."
     index = read_model_json(folder, "model_index.json")
     name = index.get("_class_name")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model: {folder} is a {name}; allowed are {', '.join(FAMILIES)}.")
     named = [part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]]
     for part in dict.fromkeys(["transformer", "vae", *named]):
@@ -188,7 +188,8 @@ def read_prompts(
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        "".join(map(str, prompts)).encode()  # JSON can name half of a letter
+    except (ValueError, RecursionError, KeyError, TypeError) as error:  # what is no text or no JSON is a ValueError
         wanted = 'a JSON object with a field "prompt" a line' if path.suffix == ".jsonl" else "one prompt a line, UTF-8"
         raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
     if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):

@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, remove_abandoned
-from ..core.files import write_json
+from ..core.files import sync_tree, write_json
 from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
 from ..method.chunks import Chunks
 from ..models import fsdp, trainable
@@ -382,6 +382,7 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     if code:
         return code
     if is_main_process():
+        sync_tree(run)  # what is finished is on the disk
         note, end = read_json(run / "run.json"), {"status": "finished", "finished": time.time()}
         seconds = (note.get("seconds") or 0.0) + time.time() - began
         write_json(run / "run.json", note | mark | end | {"seconds": seconds})
