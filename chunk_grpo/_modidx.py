@@ -1121,6 +1121,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.has_attention_backend': ( '03_models/trainable.html#has_attention_backend',
                                                                                                     'chunk_grpo/models/trainable.py'),
+                                             'chunk_grpo.models.trainable.hash_saved_weights': ( '03_models/trainable.html#hash_saved_weights',
+                                                                                                 'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.load_trainable_policy': ( '03_models/trainable.html#load_trainable_policy',
                                                                                                     'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.load_trained_weights': ( '03_models/trainable.html#load_trained_weights',

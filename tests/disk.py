@@ -1,10 +1,10 @@
 """What a disk may hold after the power went, by the file operations that came before.
 
-The model is that of ALICE (Pillai et al., OSDI 2014) and of the tests of SQLite: a program may count on nothing but fsync.
-A file has its content in memory and what of it is on the disk; `fsync` of the file brings the one to the other. A folder
-has its names in memory and on the disk; `fsync` of the folder does the same with them, and neither does it for the other:
-a file whose content was synced can be lost with its name, and a name can be there before its content. A rename is atomic.
-Names within a folder change in their order. In between, disks differ; of every point these states are made:
+The model is that of ALICE (Pillai et al., OSDI 2014) and of the tests of SQLite: a program may count on nothing but
+fsync. A file has its content in memory and what of it is on the disk; `fsync` of the file brings the one to the other.
+A folder has its names in memory and on the disk; `fsync` of the folder does the same with them. Neither does it for the
+other: a file whose content was synced can be lost with its name, and a name can be there before its content. A rename
+is atomic, and names change in the order of the operations. In between disks differ; of every point these states are made:
 
 - `synced`: nothing is there but what was synced, names and contents alike;
 - `names`: all names came through (ext4's and XFS' journals), contents that were not synced are empty or as they were;
@@ -39,7 +39,7 @@ class Disk:
     def find(self, path: str) -> Node:
         "What lies at a path, as memory knows it."
         node = self.root
-        for name in filter(None, path.split("/")):
+        for name in path.split("/") if path not in ("", ".") else ():
             node = node.now[name]
         return node
 
@@ -62,7 +62,7 @@ class Disk:
         elif step.op == "truncate":
             folder.now[name].now = folder.now[name].now[: step.offset].ljust(step.offset, b"\0")
         elif step.op == "fsync":
-            node = folder.now[name]
+            node = self.find(step.path)
             node.kept = dict(node.now) if node.folder else node.now
         elif step.op == "rename":
             there, new = self.parent(step.to)
@@ -99,10 +99,9 @@ def content(file: Node, kind: str) -> bytes:
     return file.kept
 
 
-def states(steps: list[Step]) -> list[tuple[str, dict]]:
+def states(steps: list[Step], disk: Disk | None = None) -> list[tuple[str, dict]]:
     "Every state that differs from the others, before and after each fsync and rename and at the end, by its name."
-    disk, seen, out = Disk(), set(), []
-    disk.do(Step("", 0, "mkdir", "run"))  # the folders that the user named, which a later test of power has no use for
+    disk, seen, out = disk or Disk(), set(), []
     for i, step in enumerate([*steps, None]):
         last = steps[i - 1] if i else None
         if step is None or step.op in ("fsync", "rename") or (last and last.op in ("fsync", "rename")):

@@ -1,9 +1,9 @@
 """File operations of the command line and of what it starts, recorded, and stopped at one of them.
 
 A process that forks from the loaded interpreter gets Python's own file functions replaced, and those of safetensors, so
-that each operation under a folder is one step: open to write, write, truncate, fsync, rename, mkdir, unlink, rmdir. Steps
-are counted in each process by itself. What a plan says strikes at one of them; the log keeps all of them, with what was
-written. Logs of processes (*.log) are left out: they are opened to look for locks, at moments that nobody can foretell.
+that each operation under a folder is one step: open to write, write, truncate, fsync, rename, mkdir, unlink, rmdir.
+Steps are counted in each process by itself. What a plan says strikes at one of them; the log keeps all of them, with
+what was written. Logs of processes (*.log) are left out: they are opened to look for locks, at moments that nobody can foretell.
 """
 
 import builtins
@@ -70,13 +70,15 @@ class Watch:
         self.plan, self.pid, self.count, self.within = plan, 0, 0, False
 
     def relative(self, path, dir_fd=None) -> str:
-        "A path under the folder, or nothing."
+        "A path under the folder, a dot for the folder itself, or nothing."
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         path = os.fspath(path)
         path = path.decode() if isinstance(path, bytes) else path
         base = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else os.getcwd()
         path = os.path.normpath(os.path.join(base, path))
+        if path == self.plan.root:
+            return "."
         inside = path.startswith(self.plan.root + os.sep) and not path.endswith(".log")
         return path[len(self.plan.root) + 1:] if inside else ""
 

@@ -1,4 +1,4 @@
-"""About 1,600 bad inputs through the real command line: refused in one plain sentence, nothing written, nothing changed."""
+"""Bad inputs through the real command line: refused in one plain sentence, nothing written, nothing changed."""
 
 import os
 import re

@@ -36,6 +36,7 @@ class RunInfo(RunFile):
     run_id: str = ""  # of this run alone
     model_sha256: str = ""
     prompts_sha256: str = ""
+    final_sha256: str = ""  # of the trained weights, once they are there
     processes: Annotated[int, Field(ge=1)] = 1
     seconds: Amount | None = 0.0
     started: float | None = None

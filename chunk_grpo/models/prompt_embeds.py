@@ -134,7 +134,7 @@ def prompt_cache_limit() -> float:  # gigabytes
     "The bound of the store; InputError where $CHUNK_GRPO_CACHE_GB is no number from 0."
     text = os.environ.get("CHUNK_GRPO_CACHE_GB") or "100"
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]*)?", text):
-        raise InputError("the environment variable CHUNK_GRPO_CACHE_GB must be a number of gigabytes from 0, such as 20; "
+        raise InputError("the environment variable CHUNK_GRPO_CACHE_GB must be gigabytes, a number from 0, such as 20; "
                          f"got {text!r}")
     return float(text)
 

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', 'add_lora', 'make_trainable', 'trained_share',
-           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'load_trained_weights',
+           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'hash_saved_weights', 'load_trained_weights',
            'has_attention_backend', 'set_attention_backend', 'check_compiler', 'compile_blocks',
            'load_trainable_policy']
 
 # %% ../../nbs/03_models/05_trainable.ipynb #6733ad21
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -153,6 +154,18 @@ def save_trained_weights(
     else:
         policy.transformer.save_pretrained(str(folder))
 
+
+def hash_saved_weights(
+    folder: Path,  # written by `save_trained_weights`
+) -> str:  # sha256
+    "What names the weights in a folder: a hash of their files, one after the other."
+    found = hashlib.sha256()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with open(file, "rb") as handle:
+            while block := handle.read(1 << 24):
+                found.update(block)
+    return found.hexdigest()
+
 # %% ../../nbs/03_models/05_trainable.ipynb #2fda097e
 def load_trained_weights(
     policy: Policy,  # trainable in the way of the saved weights
@@ -166,10 +179,16 @@ def load_trained_weights(
         state = {k: v for file in files for k, v in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"run: the weights in {folder} are damaged and cannot be read ({error}).") from None
-    if policy.lora:
-        set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
-    else:
-        policy.transformer.load_state_dict(state)
+    infinite = [name for name, x in state.items() if not torch.isfinite(x).all()]
+    if infinite:
+        raise InputError(f"run: the weights in {folder} are damaged: {infinite[0]} is not finite.")
+    try:
+        if policy.lora:
+            set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
+        else:
+            policy.transformer.load_state_dict(state)
+    except RuntimeError:  # names or shapes that do not fit
+        raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/05_trainable.ipynb #2058e94a
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,

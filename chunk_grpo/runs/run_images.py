@@ -9,7 +9,6 @@ __all__ = ['POLICY_FIELDS', 'AS_TRAINED_ARMS', 'find_trained_weights', 'load_tra
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #562474c4
 import contextlib
-import hashlib
 import os
 import subprocess
 import sys
@@ -59,13 +58,13 @@ def load_trained_policy(
 def hash_trained_weights(
     run: Path | str,  # a finished run's folder
 ) -> str:  # sha256
-    "What names the trained weights."
-    found = hashlib.sha256()
-    for file in sorted(find_trained_weights(run).glob("*.safetensors")):
-        with open(file, "rb") as handle:
-            while block := handle.read(1 << 24):
-                found.update(block)
-    return found.hexdigest()
+    "What names the trained weights; InputError where they are not those that the training wrote."
+    found, file = trainable.hash_saved_weights(find_trained_weights(run)), Path(run) / "run.json"
+    note = read_run_file(file, RunInfo) if file.is_file() else {}
+    if note.get("status") == "finished" and note.get("final_sha256", found) != found:
+        raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
+                         "and resume the run.")
+    return found
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #f8c3f966
 AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for the ODE: 0 is the base, None the trained

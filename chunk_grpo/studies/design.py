@@ -189,7 +189,7 @@ def check_row(row: dict) -> None:
     "InputError where a row is none of a finished trial."
     for name, kind in {"settings": dict, "evaluation": dict, "splits": int}.items():
         if not isinstance(row.get(name), kind):
-            raise InputError(f"the rows of finished trials must each hold `{name}`, as in results.jsonl of a study; one "
+            raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
                              f"holds {fields.format_value(row.get(name))} there")
 
 
@@ -197,7 +197,7 @@ def row_matches_trial(
     row: dict,  # of a finished trial
     trial: Trial,
 ) -> bool:
-    "Whether a row answers a trial: model, prompts, settings and evaluation are the same; InputError where it is no row."
+    "Whether a row, which InputError refuses where it is none, answers a trial: model, prompts and settings are alike."
     check_row(row)
     if trial_key(row["settings"], row["evaluation"], row["splits"]) != trial_key(
             trial.settings.model_dump(mode="json"), trial.evaluation, trial.splits):

@@ -384,6 +384,7 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     if is_main_process():
         sync_tree(run)  # what is finished is on the disk
         note, end = read_json(run / "run.json"), {"status": "finished", "finished": time.time()}
+        end["final_sha256"] = trainable.hash_saved_weights(run / "final")
         seconds = (note.get("seconds") or 0.0) + time.time() - began
         write_json(run / "run.json", note | mark | end | {"seconds": seconds})
     shutdown_distributed(accelerator)
