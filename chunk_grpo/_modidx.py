@@ -1129,6 +1129,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.make_trainable': ( '03_models/trainable.html#make_trainable',
                                                                                              'chunk_grpo/models/trainable.py'),
+                                             'chunk_grpo.models.trainable.read_saved_weights': ( '03_models/trainable.html#read_saved_weights',
+                                                                                                 'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.save_trained_weights': ( '03_models/trainable.html#save_trained_weights',
                                                                                                    'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.set_attention_backend': ( '03_models/trainable.html#set_attention_backend',

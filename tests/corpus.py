@@ -301,6 +301,7 @@ def model_cases(folder: Path) -> dict[str, Case]:
         out[f"model class {value!r}"] = Case([*words, f"model={other}"])
     for name in ("nowhere", "a/b/c", "../..", "/dev/null", str(good), "--", "a b", "é/é", LONG, "./nowhere", "."):
         out[f"model {name[:20]}"] = Case([*words, f"model={name}"])
+        out[f"model {name[:20]} and no folder named"] = Case([*words[:-2], f"model={name}"])
     return out
 
 

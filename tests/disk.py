@@ -4,7 +4,7 @@ The model is that of ALICE (Pillai et al., OSDI 2014) and of the tests of SQLite
 fsync. A file has its content in memory and what of it is on the disk; `fsync` of the file brings the one to the other.
 A folder has its names in memory and on the disk; `fsync` of the folder does the same with them. Neither does it for the
 other: a file whose content was synced can be lost with its name, and a name can be there before its content. A rename
-is atomic, and names change in the order of the operations. In between disks differ; of every point these states are made:
+is atomic, and names change in the order of the operations. In between disks differ; of each point there are:
 
 - `synced`: nothing is there but what was synced, names and contents alike;
 - `names`: all names came through (ext4's and XFS' journals), contents that were not synced are empty or as they were;

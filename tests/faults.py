@@ -3,7 +3,8 @@
 A process that forks from the loaded interpreter gets Python's own file functions replaced, and those of safetensors, so
 that each operation under a folder is one step: open to write, write, truncate, fsync, rename, mkdir, unlink, rmdir.
 Steps are counted in each process by itself. What a plan says strikes at one of them; the log keeps all of them, with
-what was written. Logs of processes (*.log) are left out: they are opened to look for locks, at moments that nobody can foretell.
+what was written. Logs of processes (*.log) are left out: they are opened to look for locks, at moments that nobody can
+foretell.
 """
 
 import builtins
@@ -185,7 +186,7 @@ def install(plan: Plan) -> None:
     os.unlink, os.remove, os.rmdir = gone("unlink"), gone("remove"), gone("rmdir")
     shutil._USE_CP_SENDFILE = False  # copies by reading and writing
     watch_safetensors()
-    stub_papermill()
+    leave_out()
 
 
 def watch_safetensors() -> None:
@@ -203,10 +204,13 @@ def watch_safetensors() -> None:
     safetensors.torch.serialize_file = serialize_file
 
 
-def stub_papermill() -> None:
-    "Reports have no kernel: the notebook is copied as if it had been executed."
+def leave_out() -> None:
+    "What takes long and writes nothing: a report's kernel, as if the notebook had been executed, and version control."
     import papermill
 
+    from chunk_grpo.runs import run_folder
+
+    run_folder.current_git_commit = lambda: None
     papermill.execute_notebook = lambda source, out, **rest: shutil.copyfile(source, out)
 
 

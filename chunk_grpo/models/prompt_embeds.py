@@ -51,8 +51,11 @@ def save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: str
     "Write the file of a prompt; others see it whole or not at all."
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}")
-    save_file(row, beside, metadata=label_prompt_embeds(row, prompt, key))
-    os.replace(beside, path)
+    try:
+        save_file(row, beside, metadata=label_prompt_embeds(row, prompt, key))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', 'add_lora', 'make_trainable', 'trained_share',
-           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'hash_saved_weights', 'load_trained_weights',
-           'has_attention_backend', 'set_attention_backend', 'check_compiler', 'compile_blocks',
+           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'hash_saved_weights', 'read_saved_weights',
+           'load_trained_weights', 'has_attention_backend', 'set_attention_backend', 'check_compiler', 'compile_blocks',
            'load_trainable_policy']
 
 # %% ../../nbs/03_models/05_trainable.ipynb #6733ad21
@@ -167,11 +167,10 @@ def hash_saved_weights(
     return found.hexdigest()
 
 # %% ../../nbs/03_models/05_trainable.ipynb #2fda097e
-def load_trained_weights(
-    policy: Policy,  # trainable in the way of the saved weights
+def read_saved_weights(
     folder: Path,  # written by `save_trained_weights`
-) -> None:
-    "Read trained weights back into the policy; InputError where they are missing or damaged."
+) -> dict[str, Tensor]:
+    "The weights in a folder; InputError where they are missing or damaged."
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InputError(f"run: {folder} holds no trained weights (*.safetensors).")
@@ -182,6 +181,16 @@ def load_trained_weights(
     infinite = [name for name, x in state.items() if not torch.isfinite(x).all()]
     if infinite:
         raise InputError(f"run: the weights in {folder} are damaged: {infinite[0]} is not finite.")
+    return state
+
+
+def load_trained_weights(
+    policy: Policy,  # trainable in the way of the saved weights
+    folder: Path,  # written by `save_trained_weights`
+    state: dict[str, Tensor] | None = None,  # of `read_saved_weights`, where it was read before
+) -> None:
+    "Put trained weights back into the policy; InputError where they are missing, damaged or another model's."
+    state = read_saved_weights(folder) if state is None else state
     try:
         if policy.lora:
             set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})

@@ -50,8 +50,9 @@ def load_trained_policy(
     "The policy of a finished run; InputError where it has no trained weights."
     final, device = find_trained_weights(run), device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: getattr(s, name) for name in POLICY_FIELDS} | {"resolution": s.eval_resolution, "frozen": True}
+    state = trainable.read_saved_weights(final)  # refused before the base is loaded
     model = trainable.load_trainable_policy(s.model, device=device, **given)
-    trainable.load_trained_weights(model, final)
+    trainable.load_trained_weights(model, final, state)
     return model
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #10e90cd7
