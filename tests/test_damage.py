@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import synthetic
 import torch
+from safetensors.torch import load_file, save_file
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import append_json_line, write_json
-from chunk_grpo.models import fsdp
-from chunk_grpo.runs import drawing, run_folder
+from chunk_grpo.models import fsdp, trainable
+from chunk_grpo.runs import drawing, run_folder, run_images
 from chunk_grpo.training import checkpoints, trainer
 
 
@@ -267,6 +268,66 @@ def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
     (run / ".notes").write_text("mine")
     trainer.resume(fresh(run, "whole"))
     assert not any(folder.exists() for folder in left) and (run / ".notes").is_file()
+
+
+def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
+    "Of any of its files; every file is looked at in forty places."
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    folder, about = run / "checkpoints" / "000003", trainer.run_identity(fresh(run, "whole"))
+    checkpoints.verify_checkpoint(folder, about)
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        for bit in range(0, 8 * len(whole), max(1, 8 * len(whole) // 40)):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(content)
+            with pytest.raises(InputError, match="is damaged|was written by another run"):
+                checkpoints.verify_checkpoint(folder, about)
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("one, other", [("weights", "optimizer"), ("optimizer", "random"), ("random", "weights")])
+def test_files_of_a_checkpoint_that_were_exchanged(trained, tmp_path, capsys, one, other):
+    run, seen = tmp_path / "run", trained["whole"][1]
+    shutil.copytree(trained["whole"][0], run)
+    files = [newest(run, f"{name}.safetensors") for name in (one, other)]
+    first, second = (file.read_bytes() for file in files)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+    falls_back(run, "whole", seen, capsys)
+
+
+FINAL = {"flipped": flip, "cut": HARM["cut"], "empty": HARM["empty"], "text": lambda file: file.write_text("x" * 999),
+         "nan": lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file),
+         "other values": lambda file: save_file({k: v + 1 for k, v in load_file(file).items()}, file),
+         "fewer": lambda file: save_file(dict(list(load_file(file).items())[1:]), file),
+         "other shapes": lambda file: save_file({k: v[None] for k, v in load_file(file).items()}, file)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    "As much of a finished run as its images need: the pocket model's own weights, and their hash."
+    run = tmp_path_factory.mktemp("finished") / "run"
+    model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
+    trainable.save_trained_weights(model, run / "final")
+    note = {"status": "finished", "final_sha256": checkpoints.hash_files(run / "final")}
+    write_json(run / "run.json", note | {"settings": settings.load_settings("pocket/tiny").model_dump(mode="json")})
+    return run
+
+
+@pytest.mark.parametrize("harm", FINAL)
+def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
+    "The hash of the run knows all of them, and without it those that no model can have are refused."
+    run, s = tmp_path / "run", settings.load_settings("pocket/tiny")
+    shutil.copytree(finished, run)
+    run_images.hash_trained_weights(run)
+    FINAL[harm](next((run / "final").glob("*.safetensors")))
+    with pytest.raises(InputError, match="are not those that the training wrote"):
+        drawing.begun_folder(run, s, {"base": 0, "plain": None}, ["a star"])
+    if harm not in ("flipped", "other values"):
+        with pytest.raises(InputError, match="the weights in .*final are (damaged|those of another model)"):
+            run_images.load_trained_policy(run, s, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'print_version',
            'root_callback', 'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows', 'measured_rows',
            'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command', 'exit_with',
-           'train_or_exit', 'announce_run_folder', 'evaluate_finished', 'finish_training', 'train', 'check_study_words',
+           'train_or_exit', 'free_run_folder', 'evaluate_finished', 'finish_training', 'train', 'check_study_words',
            'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
@@ -250,7 +250,7 @@ def train_or_exit(
     s: settings.Settings,
     out: Path,
     again: partial,  # says the command that goes on
-    **how,  # resume, processes and hosts, as in `runs.train`
+    **how,  # resume, processes, hosts and on_made, as in `runs.train`
 ) -> Path:  # the folder of the finished run
     "Train with a line an iteration; a failed or interrupted run ends the command."
     from chunk_grpo.runs import launch, runs  # here, since they import torch
@@ -263,13 +263,11 @@ def train_or_exit(
         exit_with(ended_code(error), f"\ninterrupted; go on with: {again()}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #729d5f5b
-def announce_run_folder(source: str) -> Path:
-    "The first free run folder for these settings, which is printed."
+def free_run_folder(source: str) -> Path:
+    "The first free run folder for these settings."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-    out = run_folder.next_run_folder(run_name(source))
-    typer.echo(f"run folder: {out}")
-    return out
+    return run_folder.next_run_folder(run_name(source))
 
 
 def evaluate_finished(run: Path) -> None:
@@ -312,12 +310,13 @@ def train(
     if (resume or hosts) and out is None:
         raise InputError(f"`--{'resume' if resume else 'hosts'}` needs the run folder in `--out`; got none")
     h = load_hosts(hosts) if hosts else None
-    out = out or announce_run_folder(source)
+    new, out = out is None, out or free_run_folder(source)
     if h and h.node:
         typer.echo(f"machine {h.node} of {h.nodes}, beside machine 0 in {out}")
     shared = [f"--hosts {hosts}"] * bool(hosts) + [f"--processes {processes}"] * (processes > 1)
     again = partial(resume_command, source, overrides or [], out, *shared)
-    run = train_or_exit(s, out, again, resume=resume, processes=processes, hosts=h)
+    made = partial(typer.echo, f"run folder: {out}") if new else None
+    run = train_or_exit(s, out, again, resume=resume, processes=processes, hosts=h, on_made=made)
     finish_training(run, report and not (h and h.node))  # machine 0 writes it
 
 # %% ../../nbs/13_cli/02_main.ipynb #8cd498e8

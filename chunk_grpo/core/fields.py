@@ -108,7 +108,7 @@ def validation_message(
     problems = error.errors(include_url=False)
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     name = str(first["loc"][0]) if first["loc"] else ""
-    if name and name not in model.model_fields:
+    if first["loc"] and name not in model.model_fields:
         return unknown_setting_message(model, name)
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])

@@ -129,7 +129,7 @@ def check_pipeline_folder(
     "Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."
     index = read_model_json(folder, "model_index.json")
     name = index.get("_class_name")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(f"model: {folder} is a {name}; allowed are {', '.join(FAMILIES)}.")
     named = [part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]]
     for part in dict.fromkeys(["transformer", "vae", *named]):
@@ -218,7 +218,8 @@ def read_prompts(
         raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
     try:
         prompts = parse_prompts(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
-    except (ValueError, KeyError, TypeError, csv.Error) as error:  # no UTF-8 and no JSON are both a ValueError
+        "".join(map(str, prompts)).encode()  # JSON can name half of a letter
+    except (ValueError, RecursionError, KeyError, TypeError, csv.Error) as error:  # no UTF-8, no JSON: a ValueError
         wanted = PROMPT_FILES.get(path.suffix.lower(), PROMPT_FILES[".txt"])
         raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
     if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KEPT_SECONDS', 'prompt_cache_folder', 'label_prompt_embeds', 'save_prompt_embeds', 'read_prompt_embeds',
            'prompt_file_problem', 'check_room', 'warn_of_damage', 'cache_prompt_embeds', 'load_prompt_embeds',
-           'trim_prompt_cache', 'lazy_prompt_encoder', 'PromptEncoder']
+           'prompt_cache_limit', 'open_prompt_cache', 'trim_prompt_cache', 'lazy_prompt_encoder', 'PromptEncoder']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -50,8 +51,11 @@ def save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: str
     "Write the file of a prompt; others see it whole or not at all."
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}")
-    save_file(row, beside, metadata=label_prompt_embeds(row, prompt, key))
-    os.replace(beside, path)
+    try:
+        save_file(row, beside, metadata=label_prompt_embeds(row, prompt, key))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
@@ -128,15 +132,35 @@ def load_prompt_embeds(prompts: list[str], key: str, encode: Callable) -> dict[s
     loaded = {p: read_prompt_embeds(path, p, key) for p, path in paths.items()}
     return {k: torch.stack([loaded[p][k] for p in prompts]) for k in loaded[prompts[0]]}
 
+# %% ../../nbs/03_models/01_prompt_embeds.ipynb #3da5df5d
+def prompt_cache_limit() -> float:  # gigabytes
+    "The bound of the store; InputError where $CHUNK_GRPO_CACHE_GB is no number from 0."
+    text = os.environ.get("CHUNK_GRPO_CACHE_GB") or "100"
+    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]*)?", text):
+        raise InputError("the environment variable CHUNK_GRPO_CACHE_GB must be gigabytes, a number from 0, such as 20; "
+                         f"got {text!r}")
+    return float(text)
+
+
+def open_prompt_cache() -> Path:  # its folder, which is there afterwards
+    "The store of embeddings; InputError where its folder cannot be made or its bound is none."
+    folder, _ = prompt_cache_folder(), prompt_cache_limit()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be made; {folder}: "
+                         f"{error.strerror}") from None
+    return folder
+
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
 KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
 
 
 def trim_prompt_cache(
-    gigabytes: float | None = None,  # to be left; None: $CHUNK_GRPO_CACHE_GB, else 100
+    gigabytes: float | None = None,  # to be left; None: `prompt_cache_limit`
 ) -> int:  # files removed
     "Remove the embeddings that were not used for longest, until the rest fits."
-    most = float(os.environ.get("CHUNK_GRPO_CACHE_GB", 100)) if gigabytes is None else gigabytes
+    most = prompt_cache_limit() if gigabytes is None else gigabytes
     found = [(file, file.stat()) for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")]
     total, removed = sum(stat.st_size for _, stat in found), 0
     for file, stat in sorted(found, key=lambda pair: pair[1].st_mtime):

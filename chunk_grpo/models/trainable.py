@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', 'add_lora', 'make_trainable', 'trained_share',
-           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'load_trained_weights',
+           'base_weights', 'swap_parameter_data', 'save_trained_weights', 'read_saved_weights', 'load_trained_weights',
            'has_attention_backend', 'check_attention_mask', 'set_attention_backend', 'check_compiler', 'compile_blocks',
            'load_trainable_policy']
 
@@ -154,11 +154,10 @@ def save_trained_weights(
         policy.transformer.save_pretrained(str(folder))
 
 # %% ../../nbs/03_models/05_trainable.ipynb #2fda097e
-def load_trained_weights(
-    policy: Policy,  # trainable in the way of the saved weights
+def read_saved_weights(
     folder: Path,  # written by `save_trained_weights`
-) -> None:
-    "Read trained weights back into the policy; InputError where they are missing or damaged."
+) -> dict[str, Tensor]:
+    "The weights in a folder; InputError where they are missing or damaged."
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InputError(f"run: {folder} holds no trained weights (*.safetensors).")
@@ -166,10 +165,26 @@ def load_trained_weights(
         state = {k: v for file in files for k, v in load_file(file).items()}
     except (SafetensorError, OSError) as error:
         raise InputError(f"run: the weights in {folder} are damaged and cannot be read ({error}).") from None
-    if policy.lora:
-        set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
-    else:
-        policy.transformer.load_state_dict(state)
+    infinite = [name for name, x in state.items() if not torch.isfinite(x).all()]
+    if infinite:
+        raise InputError(f"run: the weights in {folder} are damaged: {infinite[0]} is not finite.")
+    return state
+
+
+def load_trained_weights(
+    policy: Policy,  # trainable in the way of the saved weights
+    folder: Path,  # written by `save_trained_weights`
+    state: dict[str, Tensor] | None = None,  # of `read_saved_weights`, where it was read before
+) -> None:
+    "Put trained weights back into the policy; InputError where they are missing, damaged or another model's."
+    state = read_saved_weights(folder) if state is None else state
+    try:
+        if policy.lora:
+            set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
+        else:
+            policy.transformer.load_state_dict(state)
+    except RuntimeError:  # names or shapes that do not fit
+        raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/05_trainable.ipynb #2058e94a
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,

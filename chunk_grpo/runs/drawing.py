@@ -21,7 +21,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line
+from ..core.files import append_json_line, make_folders, sync_to_disk, sync_tree
 from ..core.run_files import EvaluationPart, read_run_lines
 from ..models.inputs import read_prompts
 from ..models.policy import Policy
@@ -69,11 +69,12 @@ def draw_part(
     places = [divmod(n, s.eval_images) for n in range(low, high)]
     images = sample_arm_images(model, s, prompts, places, arm, split)
     judged, records = score_prompt_images(images, [prompts[p] for p, _ in places], scorers), []
-    (folder / arm).mkdir(parents=True, exist_ok=True)
+    make_folders(folder / arm)
     for n, image, (p, i), found in zip(range(low, high), images, places, judged, strict=True):
         record = {"arm": arm, "prompt_index": p, "image_index": i, "prompt": prompts[p], "seed": s.eval_seed}
         records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
         VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(folder / records[-1]["file"])
+        sync_to_disk(folder / records[-1]["file"])  # the line that says so comes later
     return records
 
 # %% ../../nbs/08_runs/06_drawing.ipynb #cb623460
@@ -162,9 +163,11 @@ def move_into_place(
     "Replace a finished evaluation by a newer one."
     aside = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(aside, ignore_errors=True)
+    sync_tree(folder)
     if place.is_dir():
         place.rename(aside)
     folder.rename(place)
+    sync_to_disk(place.parent)
     shutil.rmtree(aside, ignore_errors=True)
     for file in place.glob("parts-*.jsonl"):
         file.unlink()

@@ -33,16 +33,17 @@ import torch
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import atomic_write, read_json, remove_abandoned, write_json
+from ..core.files import atomic_write, make_folders, read_json, remove_abandoned, sync_to_disk, write_json
 from ..core.run_files import EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log
 from ..core.run_files import read_run_file, read_run_lines
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
-from ..models.inputs import read_tensor_shapes
-from ..models.prompt_embeds import prompt_cache_folder
+from ..models.inputs import read_tensor_shapes, sample_prompt_indices
+from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 from ..planning.model_cost import find_model_config
 from ..planning.plan import prompt_embeds_bytes
 from ..planning.whole_run import run_disk_bytes
+
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -117,8 +118,9 @@ MODEL_FOLDERS = ("transformer", "vae", *ENCODER_FOLDERS, "scheduler")  # those t
 def content_hashes(
     s: Settings,
 ) -> dict[str, str]:  # model_sha256, prompts_sha256
-    "Hashes of the model's files and of the prompts; InputError where one of them is missing or damaged."
+    "Hashes of the model's files and of the prompts; InputError where one is missing, damaged or too short."
     prompts = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
+    sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
@@ -305,8 +307,11 @@ def make_folder(
     out: Path,  # the folder to be
 ) -> bool:  # False: it was there
     "Make a folder where there is none; InputError where it cannot be made."
+    above = out.parent
     try:
-        out.mkdir(parents=True)
+        make_folders(above)
+        out.mkdir()
+        sync_to_disk(above)
     except FileExistsError:
         return False
     except OSError as error:
@@ -326,6 +331,7 @@ def write_new_run(s: Settings, out: Path, processes: int, nodes: int = 1) -> Pat
     check_new_folder(out)
     note = new_run_info(s, processes, nodes)
     check_disk_space(s, out)
+    open_prompt_cache()
     made = make_folder(out)
     with lock_log(out / "train.log", new=True):  # which only one can make
         write_json(out / "run.json", note | {"made_folder": made})
@@ -375,6 +381,7 @@ def resume_run(
         old = load_settings(note["settings"])
         check_resume(old, s)
         check_same_content(s, note)
+        open_prompt_cache()
         if note["status"] != "finished" or s.iterations > old.iterations or not has_final_weights(out):
             check_disk_space(s, out)
             note |= {"status": "created", "error": None, "nodes": nodes, "processes": processes}

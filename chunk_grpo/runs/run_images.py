@@ -27,6 +27,7 @@ from ..core.subprocesses import defer_signals, die_with_parent, terminate_proces
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.policy import TORCH_DTYPES, Policy
+from ..training import checkpoints
 from ..training.rollout import sample_images, sample_sde_images
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #96a14825
@@ -51,8 +52,9 @@ def load_trained_policy(
     "The policy of a finished run; InputError where it has no trained weights."
     final, device = find_trained_weights(run), device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {name: getattr(s, name) for name in POLICY_FIELDS} | {"resolution": s.eval_resolution, "frozen": True}
+    state = trainable.read_saved_weights(final)  # refused before the base is loaded
     model = trainable.load_trainable_policy(s.model, device=device, **given)
-    trainable.load_trained_weights(model, final)
+    trainable.load_trained_weights(model, final, state)
     model.truncate_timesteps = s.truncate_timesteps  # of images as trained
     return model
 
@@ -60,13 +62,16 @@ def load_trained_policy(
 def hash_trained_weights(
     run: Path | str,  # a finished run's folder
 ) -> str:  # sha256
-    "What names the trained weights."
-    found = hashlib.sha256()
-    for file in sorted(find_trained_weights(run).glob("*.safetensors")):
-        with open(file, "rb") as handle:
-            while block := handle.read(1 << 24):
-                found.update(block)
-    return found.hexdigest()
+    "What names the trained weights; InputError where they are not those that the training wrote."
+    found = checkpoints.hash_files(find_trained_weights(run))
+    file, found = Path(run) / "run.json", {k: v for k, v in found.items() if k.endswith(".safetensors")}
+    note = read_run_file(file, RunInfo) if file.is_file() else {}
+    noted = {k: v for k, v in note.get("final_sha256", {}).items() if k.endswith(".safetensors")}
+    if note.get("status") == "finished" and noted and noted != found:
+        raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
+                         "and resume the run.")
+    sums = list(found.values())
+    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #f8c3f966
 AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for the ODE: 0 is the base, None the trained

@@ -110,6 +110,7 @@ def train(
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
     name: str = "run",  # of the folder where `out` is None
     hosts: str | Path | Hosts | None = None,  # machines that train together, in place of `processes`
+    on_made: Callable | None = None,  # called once the run folder is there: nothing was refused
 ) -> Path:  # the folder of the finished run
     "Train in a process of its own; InputError for bad input, TrainingFailed for a crash."
     h = resolve_hosts(hosts, out, processes) if hosts else Hosts(nodes=1, processes=processes)
@@ -117,6 +118,8 @@ def train(
     if h.node:
         return join_training(s, out, h)
     run = create_run(s, out, resume, h.world_size, name, h.nodes)
+    if on_made:
+        on_made()
     if read_run_info(run)["status"] != "finished":
         train_run_folder(s, run, h, on_log)
     return run

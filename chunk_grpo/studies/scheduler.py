@@ -21,7 +21,7 @@ from .. import InputError
 from ..core.files import append_json_line, atomic_write, read_json_lines
 from ..core.subprocesses import raise_on_sigterm
 from ..runs import launch, run_folder
-from .design import Trial, expand_trials, find_finished_row
+from .design import Trial, check_row, expand_trials, find_finished_row
 from .executor import LocalExecutor, find_source_run
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #f686ef2b
@@ -177,8 +177,11 @@ def poll(
 def study_lock(
     out: Path,  # the study's folder
 ):
-    "Hold the study's lock; InputError where another process has it."
-    out.mkdir(parents=True, exist_ok=True)
+    "Hold the study's lock; InputError where another process has it, or there can be no such folder."
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
     lock = FileLock(out / "lock", blocking=False)
     try:
         lock.acquire()
@@ -230,6 +233,8 @@ def run_study(
     requested = expand_trials(source, arms, seeds)
     if processes is not None and processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")
+    for row in known:
+        check_row(row)
     out = Path(os.path.realpath(out or Path("runs") / "studies" / requested[0].study))
     with study_lock(out), raise_on_sigterm():
         others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]

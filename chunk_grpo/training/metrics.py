@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from ..core.files import append_json_line, atomic_write
+from ..core.files import append_json_line, atomic_write, make_folders, sync_to_disk
 from ..core.statistics import mean_se
 from ..models import fsdp
 from ..models.inputs import evenly_spaced_positions
@@ -99,12 +99,13 @@ def collect_metrics(
 def save_eval_samples(state: TrainingState, images: Tensor, places: list[tuple[int, int]]) -> None:
     "Write the images of this process and, in the main process, the manifest of all."
     folder = state.run / "samples" / f"{state.iteration:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     records = []
     for image, (prompt, number) in zip(images, places, strict=True):
         name = f"{prompt:05d}_{number}.png"
         pil = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0]
         pil.save(folder / name)
+        sync_to_disk(folder / name)  # a checkpoint that comes later counts on it
         records.append({"file": name, "prompt_index": prompt, "image_index": number, "prompt": state.held_out[prompt]})
     records = sorted(gather_object(records), key=lambda r: r["file"])
     if state.accelerator.is_main_process:

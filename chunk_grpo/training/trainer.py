@@ -27,7 +27,7 @@ from .. import InputError
 from ..core import alarms
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, remove_abandoned
-from ..core.files import write_json
+from ..core.files import sync_tree, write_json
 from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
 from ..method.chunks import Chunks
 from ..models import fsdp, trainable
@@ -263,8 +263,6 @@ def save_final_weights(state: TrainingState) -> None:
             if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
                     shutil.rmtree(state.run / name, ignore_errors=True)
-        if (state.run / "run.json").is_file():
-            write_json(state.run / "run.json", read_json(state.run / "run.json") | {"final_sha256": new})
 
 # %% ../../nbs/07_training/07_trainer.ipynb #aa456622
 def close_run(state: TrainingState) -> None:
@@ -387,7 +385,9 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     if code:
         return code
     if is_main_process():
+        sync_tree(run)  # what is finished is on the disk
         note, end = read_json(run / "run.json"), {"status": "finished", "finished": time.time()}
+        end["final_sha256"] = checkpoints.hash_files(run / "final")
         seconds = (note.get("seconds") or 0.0) + time.time() - began
         write_json(run / "run.json", note | mark | end | {"seconds": seconds})
     shutdown_distributed(accelerator)

@@ -1,0 +1,80 @@
+"""Bad inputs through the real command line: refused in one plain sentence, nothing written, nothing changed."""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import corpus
+import pytest
+import warm
+from commands import environment, server
+
+FAST = 7  # of each kind, in every test run
+
+
+def snapshot(*folders: Path) -> dict[str, tuple]:
+    "Every file and folder with what would change where it is touched."
+    out = {}
+    for folder in folders:
+        for path in [folder, *folder.rglob("*")]:
+            stat = path.lstat()
+            out[str(path)] = (stat.st_mode, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return out
+
+
+def is_plain(error: str) -> str:
+    "What keeps a text on stderr from being one plain sentence, or nothing."
+    if "Traceback" in error or "unforeseen" in error:
+        return "an error of the program"
+    if error.startswith("Usage: "):
+        error = error.rstrip("\n").rpartition("\n")[2] + "\n"
+        return "" if error.startswith("Error: ") else "a usage without its error"
+    if not error.startswith("chunk-grpo: ") or error.count("\n") != 1:
+        return "not one sentence"
+    if re.search(r"[\x00-\x09\x0b-\x1f\x7f]", error):
+        return "control characters"
+    return "too long" if len(error) > 1500 else ""
+
+
+def faults(case: corpus.Case, home: Path, work: Path) -> str:
+    "What is wrong with how a command ended, or nothing."
+    before = snapshot(home, work)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("said", "error")]
+        own = {"HOME": home, "TMPDIR": home, "XDG_CACHE_HOME": "", "CHUNK_GRPO_CACHE": "", **case.env}
+        try:
+            code = warm.call(server(), [*map(str, case.words)], environment(**own), str(work), (*map(str, files),), 120)
+        except subprocess.TimeoutExpired:
+            return "no end"
+        said, error = (file.read_text(errors="replace") for file in files)
+    wrong = [f"exit code {code}"] * (code not in case.codes)
+    wrong += [why for why in [is_plain(error)] if why and code] + ["something on stdout"] * bool(said and code)
+    after = snapshot(home, work)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    wrong += [f"{os.path.relpath(name, work)} was changed" for name in changed[-1:]]
+    return f"{'; '.join(wrong)}: {(error or said)[-400:]!r}" if wrong else ""
+
+
+def check(kind: str, folder: Path, count: int | None) -> int:
+    "Run cases of a kind; how many there were."
+    home, work = folder / "home", folder / "work"
+    home.mkdir()
+    work.mkdir()
+    cases = corpus.KINDS[kind](work)
+    chosen = corpus.sample(cases, count) if count else cases
+    found = {name: wrong for name, case in chosen.items() if (wrong := faults(case, home, work))}
+    assert not found, f"{len(found)} of {len(chosen)}\n" + "\n".join(f"{k}: {v}" for k, v in found.items())
+    return len(chosen)
+
+
+@pytest.mark.parametrize("kind", corpus.KINDS)
+def test_a_sample_of_bad_inputs_is_refused(kind, tmp_path):
+    assert check(kind, tmp_path, FAST) == FAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", corpus.KINDS)
+def test_every_bad_input_is_refused(kind, tmp_path):
+    assert check(kind, tmp_path, None) >= 20
