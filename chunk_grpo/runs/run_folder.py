@@ -30,11 +30,12 @@ import pandas as pd
 import psutil
 import torch
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
 import chunk_grpo
 from .. import InputError
 from ..core.files import read_json, remove_abandoned, write_json
-from ..core.run_files import EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log
-from ..core.run_files import read_run_file, read_run_lines
+from ..core.run_files import (
+    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log, read_run_file, read_run_lines)
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes
