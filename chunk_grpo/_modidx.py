@@ -1193,6 +1193,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.check_compiler': ( '03_models/trainable.html#check_compiler',
                                                                                              'chunk_grpo/models/trainable.py'),
+                                             'chunk_grpo.models.trainable.check_model_attention': ( '03_models/trainable.html#check_model_attention',
+                                                                                                    'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.compile_blocks': ( '03_models/trainable.html#compile_blocks',
                                                                                              'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable.find_lora_targets': ( '03_models/trainable.html#find_lora_targets',

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', 'add_lora', 'make_trainable', 'trained_share',
            'base_weights', 'swap_parameter_data', 'save_trained_weights', 'read_saved_weights', 'load_trained_weights',
-           'has_attention_backend', 'check_attention_mask', 'set_attention_backend', 'check_compiler', 'compile_blocks',
-           'load_trainable_policy']
+           'has_attention_backend', 'check_attention_mask', 'check_model_attention', 'set_attention_backend',
+           'check_compiler', 'compile_blocks', 'load_trainable_policy']
 
 # %% ../../nbs/03_models/05_trainable.ipynb #6733ad21
 import contextlib
@@ -216,6 +216,15 @@ def check_attention_mask(
         raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
                          "attention has a mask for prompts of different lengths; got 'flash'")
 
+
+def check_model_attention(
+    model: str,  # "pocket", a folder or a hub id
+    name: str,  # native, or one of SDPA_BACKENDS
+) -> None:
+    "The same by a model's name, without its weights."
+    if name != "native":
+        check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), name)
+
 # %% ../../nbs/03_models/05_trainable.ipynb #fd098f71
 def set_attention_backend(
     policy: Policy,  # changed in place
@@ -281,13 +290,11 @@ def load_trainable_policy(
     **given,  # to `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     "A policy to be trained, by its model's name; InputError as `policy.load_policy` and `make_trainable`."
-    parts = sharding != "none"
-    stored = dtype if lora_rank or parts or frozen else "float32"
+    stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
     if compile:  # said before the weights are read
         check_compiler(torch.device(given.get("device", "cpu")))
-    if attention != "native":
-        check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), attention)
-    out = policy.load_policy(model, dtype=dtype, weights=stored, host=parts, **given)
+    check_model_attention(model, attention)
+    out = policy.load_policy(model, dtype=dtype, weights=stored, host=sharding != "none", **given)
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)

@@ -31,11 +31,12 @@ import pandas as pd
 import psutil
 import torch
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
 import chunk_grpo
 from .. import InputError
 from ..core.files import atomic_write, make_folders, read_json, remove_abandoned, sync_to_disk, write_json
-from ..core.run_files import EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log
-from ..core.run_files import read_run_file, read_run_lines
+from ..core.run_files import (
+    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log, read_run_file, read_run_lines)
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes, sample_prompt_indices
@@ -43,7 +44,6 @@ from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 from ..planning.model_cost import find_model_config
 from ..planning.plan import prompt_embeds_bytes
 from ..planning.whole_run import run_disk_bytes
-
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #0dc45e22
 VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
