@@ -215,7 +215,7 @@ def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, st
     "Every place with a kill, every write with an end in its middle and a full disk, others with errors in turn."
     out = []
     for i, step in enumerate(session.places()):
-        fit = {"kill": True, "half": step.op == "write" and len(step.data) > 1, "EIO": i % 3 == 0, "EINTR": i % 10 == 1,
+        fit = {"kill": True, "half": step.op == "write" and len(step.data) > 1, "EIO": i % 6 == 0, "EINTR": i % 15 == 1,
                "ENOSPC": step.op in ("write", "mkdir")}
         out += [(step, kind) for kind in kinds if fit[kind]]
     return out
