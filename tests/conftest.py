@@ -7,8 +7,8 @@ from commands import run
 from small_runs import write
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-LONGEST = ("training", "processes", "benchmark", "cli", "study", "families", "evaluation", "studies", "hosts",
-           "workers", "runs", "speed")  # begun first, so that no core waits for the last of them at the end
+LONGEST = ("faults", "power", "training", "processes", "corpus", "benchmark", "cli", "study", "families", "evaluation",
+           "studies", "hosts", "workers", "runs", "speed")  # begun first, so that no core waits for the last at the end
 
 
 def pytest_collection_modifyitems(items):

@@ -45,6 +45,7 @@ class Step:
     def place(self) -> tuple[str, str, str]:
         "What is alike in every run, and alike for one iteration and the next."
         name = re.sub(r"[0-9a-f]{12,}", "*", self.to or self.path)
+        name = re.sub(r"/(base|plain|hybrid|base-as-trained|as-trained)\b", "/ARM", name)
         return self.role, self.op, re.sub(r"\d+", "0", name)
 
 

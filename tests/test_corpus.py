@@ -11,6 +11,7 @@ import pytest
 import warm
 from commands import environment, server
 
+pytestmark = pytest.mark.timeout(1800)
 FAST = 7  # of each kind, in every test run
 
 

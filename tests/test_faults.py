@@ -3,10 +3,13 @@
 What is promised stands in PROMISES; what came of it is written as a table, fault x place, beside the runs of the test.
 """
 
+import contextlib
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -19,8 +22,9 @@ import small_study
 from commands import environment, server
 from small_runs import metrics, trained, write
 
-from chunk_grpo.core.subprocesses import descendants, kill_processes
+from chunk_grpo.core.subprocesses import descendants, kill_processes, process_stat
 
+pytestmark = pytest.mark.timeout(1800)
 TINY = {"resolution": 32, "eval_resolution": 32, "steps": 5, "chunks": "2,2", "iterations": 2, "images_per_prompt": 2,
         "prompts_per_iteration": 2, "eval_steps": 2, "hybrid_split": 1, "eval_every": 0, "eval_count": 2,
         "keep_checkpoints": 1, "eval_rewards": ["tiny_rewards:red"]}
@@ -215,7 +219,7 @@ def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, st
     "Every place with a kill, every write with an end in its middle and a full disk, others with errors in turn."
     out = []
     for i, step in enumerate(session.places()):
-        fit = {"kill": True, "half": step.op == "write" and len(step.data) > 1, "EIO": i % 3 == 0, "EINTR": i % 10 == 1,
+        fit = {"kill": True, "half": step.op == "write" and len(step.data) > 1, "EIO": i % 6 == 0, "EINTR": i % 15 == 1,
                "ENOSPC": step.op in ("write", "mkdir")}
         out += [(step, kind) for kind in kinds if fit[kind]]
     return out
@@ -281,29 +285,42 @@ def test_every_place_of_a_study(study, tmp_path):
     check(study, list(chosen.values()), tmp_path)
 
 
+def kill_after(delay: float, words, root: Path, files) -> bool:
+    "Begin a command and kill it with all that it started; False where it had come to its end before."
+    child = begin(words, root, faults.Plan(str(root)), files)
+    child.join(delay)
+    if child.exitcode is not None:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGSTOP)  # so that it starts nothing more
+    left = descendants(child.pid)
+    child.kill()
+    kill_processes(left)
+    child.join()
+    end = time.monotonic() + 60
+    while any(map(process_stat, left)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return True
+
+
 @pytest.mark.slow
 def test_a_hundred_random_kills(training, tmp_path):
     "Runs killed at a random moment, gone on with, killed again, five times each, and then let go to their end."
-    draw = random.Random(0)
-    start, root = time.monotonic(), tmp_path / "first"
+    draw, files = random.Random(0), (str(tmp_path / "said"), str(tmp_path / "error"))
+    start, root = time.monotonic(), tmp_path / "root"
     training.fresh(root)
     assert call(training.spoken(root), root).returncode == 0
     longest, wrong, kills = time.monotonic() - start, [], 0
-    for n in range(20):
-        root = tmp_path / str(n)
+    while kills < 100:
+        shutil.rmtree(root)
         training.fresh(root)
         for _ in range(5):
-            again = training.again if (root / "run" / "run.json").is_file() else ()
-            files = (str(tmp_path / "said"), str(tmp_path / "error"))
-            if not again:
+            begun = (root / "run" / "run.json").is_file()
+            if not begun:
                 shutil.rmtree(root / "run", ignore_errors=True)
-            child = begin(training.spoken(root, *again), root, faults.Plan(str(root)), files)
-            child.join(draw.uniform(0, longest))
-            if child.exitcode is None:
-                kill_processes(descendants(child.pid))
-                child.kill()
-                kills += 1
-            child.join()
-        wrong += [f"run {n}: {words}" for words in go_on(training, root)]
-        shutil.rmtree(root)
-    assert not wrong and kills > 30, wrong  # the others came to their end before
+            words = training.spoken(root, *training.again * begun)
+            if not kill_after(draw.uniform(0, 0.8 * longest), words, root, files):
+                break
+            kills += 1
+        wrong += [f"after {kills} kills: {words}" for words in go_on(training, root)]
+    assert not wrong

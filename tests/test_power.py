@@ -14,6 +14,7 @@ import pytest
 from small_runs import write
 from test_faults import TINY, Session, call, difference, of_evaluation, of_training
 
+pytestmark = pytest.mark.timeout(1800)
 SAMPLE = 4
 
 
