@@ -2262,6 +2262,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify.compare_lines': ( '08_runs/verify.html#compare_lines',
                                                                                   'chunk_grpo/runs/verify.py'),
+                                        'chunk_grpo.runs.verify.content_changes': ( '08_runs/verify.html#content_changes',
+                                                                                    'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify.describe_deviation': ( '08_runs/verify.html#describe_deviation',
                                                                                        'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify.difference_share': ( '08_runs/verify.html#difference_share',
