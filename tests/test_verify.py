@@ -84,6 +84,16 @@ def test_what_was_edited_is_named(home, name):
     assert found["answer"] == "differs" and any(text.startswith(wanted) for text in found["changed"]), found["changed"]
 
 
+def test_other_prompts_are_another_run(home):
+    prompts = home / "prompts.txt"
+    before = prompts.read_text()
+    prompts.write_text(before.replace("two cats", "two dogs"))
+    found = verify(home, "--iterations", 1, code=1)
+    prompts.write_text(before)
+    assert found["changed"] == ["the files of the prompts are not those that the run was trained on"]
+    assert list(found["differences"]) == ["prompts_sha256"]
+
+
 def test_an_edited_number_is_found_without_any_witness(home):
     run = copied(home, "alone")
     shutil.rmtree(run / "checkpoints")

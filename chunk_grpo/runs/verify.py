@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TOLERANCE', 'file_changes', 'setting_changes', 'line_changes', 'checkpoint_changes', 'find_changes',
            'allowed_difference', 'difference_share', 'compare_lines', 'weights_share', 'package_differences',
-           'noted_conditions', 'find_differences', 'repeat_run', 'verify_run', 'describe_deviation',
+           'noted_conditions', 'find_differences', 'content_changes', 'repeat_run', 'verify_run', 'describe_deviation',
            'verification_lines']
 
 # %% ../../nbs/08_runs/07_verify.ipynb #576683a8
@@ -159,7 +159,7 @@ def weights_share(
         count += sum(v.numel() for v in a.values())
     return math.sqrt(total / max(count, 1)) / (0.1 * s.learning_rate * s.updates_per_iteration * iterations)
 
-# %% ../../nbs/08_runs/07_verify.ipynb #05f2dc5a
+# %% ../../nbs/08_runs/07_verify.ipynb #5a29ef37
 def package_differences(run: Path, again: Path) -> dict[str, tuple]:  # package -> (of the run, of the repetition)
     "The packages that two runs began with in other versions."
     def begun(folder: Path) -> dict[str, str]:
@@ -185,6 +185,12 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
     packages = {name: pair for name, pair in package_differences(run, again).items() if name not in found}
     return found | packages
 
+
+def content_changes(differences: Mapping) -> list[str]:
+    "Model and prompts are no conditions of a run: with others it is another run."
+    return [f"the files of the {words} are not those that the run was trained on"
+            for name, words in (("model_sha256", "model"), ("prompts_sha256", "prompts")) if name in differences]
+
 # %% ../../nbs/08_runs/07_verify.ipynb #9b835062
 def repeat_run(
     s: Settings,  # of the run
@@ -201,7 +207,7 @@ def repeat_run(
     except TrainingFailed as error:
         raise InputError(f"the run must be one that can be trained here; it was not: {error}") from None
 
-# %% ../../nbs/08_runs/07_verify.ipynb #4a3b8578
+# %% ../../nbs/08_runs/07_verify.ipynb #3a6a7f19
 def verify_run(
     run: Path,  # finished or not
     iterations: int = 2,  # to do again, at most those that the run has
@@ -222,6 +228,7 @@ def verify_run(
         complete = count == s.iterations and note["status"] == "finished" and whole.is_dir()
         weights = weights_share(whole, again / "final", s, count) if complete else None
         differences = find_differences(run, again)
+    changed += content_changes(differences)
     largest = max([row["share"] for row in rows] + [weights or 0.0])
     answer = "differs" if changed or largest > 1 else "within tolerance" if largest else "identical"
     return {"run": str(run), "answer": answer, "iterations": min(count, done), "changed": changed, "unknown": unknown,
