@@ -1583,6 +1583,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'chunk_grpo/reporting/figures.py'),
                                               'chunk_grpo.reporting.figures.plot_rewards': ( '11_reporting/figures.html#plot_rewards',
                                                                                              'chunk_grpo/reporting/figures.py'),
+                                              'chunk_grpo.reporting.figures.short_name': ( '11_reporting/figures.html#short_name',
+                                                                                           'chunk_grpo/reporting/figures.py'),
                                               'chunk_grpo.reporting.figures.with_house_style': ( '11_reporting/figures.html#with_house_style',
                                                                                                  'chunk_grpo/reporting/figures.py')},
             'chunk_grpo.reporting.live_figure': { 'chunk_grpo.reporting.live_figure.LiveFigure': ( '11_reporting/live_figure.html#livefigure',
