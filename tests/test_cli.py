@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,18 +199,19 @@ def test_every_command_has_an_example():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_examples_of_the_help_run(tmp_path):
     "In the order of a user's day, but for those that need a server, a download, a GPU's model or hours."
     day = "train speed plan evaluate sample export report compare tables profile presets doctor".split()
-    skipped = {"train pocket/demo iterations=200 --no-report", "evaluate runs/one --benchmark pocket:test"}
+    skipped = {"train pocket/demo iterations=200 --no-report", "evaluate runs/one --benchmark pocket:test",
+               "profile pocket/tiny --prompts 2"}
     ran = set()
     for words in sorted((w for w in command_examples() if w[0] in day), key=lambda w: day.index(w[0])):
         if " ".join(words) in skipped:
             continue
         (tmp_path / "FILE").write_text("a blue ring\n")
         if words[0] == "compare":
-            done = call("train", "pocket/tiny", "seed=2", "--out", "runs/two", cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
+            shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
         done = call(*words, cwd=tmp_path)
         assert done.returncode == 0, (words, done.stderr)
         ran.add(words[0])

@@ -76,6 +76,18 @@ def test_a_run_on_two_rewards_shows_both():
     assert a.lines[0].get_ydata()[-1] == pytest.approx(0.5) and b.lines[0].get_ydata()[-1] == 1.0
 
 
+def test_a_name_of_300_letters_covers_nothing():
+    name, value = "x" * 300, {"mean": 0.1, "lo": 0.0, "hi": 0.2}
+    table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
+    rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
+    made = [figures.plot_rewards(table, {name: 1.0, "b": 1.0}, [name]), figures.plot_heldout(table, [name]),
+            figures.plot_reward(table, name), comparison_figures.plot_deltas({name: {"plain-base": value}}),
+            comparison_figures.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
+            comparison_figures.plot_comparison(rows, name, {"A": "red"})]
+    for figure in made:
+        assert any("xxx ... xxx" in text for text in labels(figure)) and max(map(len, labels(figure))) < 80
+
+
 def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
     up, down = {"mean": 0.2, "lo": 0.1, "hi": 0.3}, {"mean": -0.25, "lo": -0.4, "hi": -0.1}
     row = {"base": up, "plain": down, "plain-base": down, "as-trained": up, "as-trained-base": up}

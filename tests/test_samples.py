@@ -65,15 +65,26 @@ def pixels(image):
     return np.asarray(Image.open(image) if not isinstance(image, Image.Image) else image).astype(int)
 
 
-def test_samples_are_the_images_of_the_evaluation(run):
+def test_a_card_says_what_its_weights_score(lora, tmp_path):
+    assert "not evaluated" in (export_run(lora, tmp_path / "before") / "README.md").read_text()
+    evaluate(lora, processes=1)
+    card = (export_run(lora, tmp_path / "after") / "README.md").read_text()
+    row = run_folder.read_evaluation_summary(lora)["rewards"]["pocket-clip"]
+    assert f"| pocket-clip | base | {row['base']['mean']:.3f} ({row['base']['lo']:.3f} to" in card
+    assert "learning_rate" in card and "Licence" in card and str(tmp_path) not in card
+    assert card.startswith("---\n") and "library_name: diffusers" in card
+
+
+def test_samples_are_the_images_of_the_evaluation(lora):
     "Every arm, whichever other prompts are asked for, to the one grey level that a batch may move."
-    evaluate(run, processes=1)
+    if run_folder.read_evaluation_summary(lora) is None:  # where this test runs alone
+        evaluate(lora, processes=1)
     arms = ["base", "plain", "hybrid", "base-as-trained", "as-trained"]
-    drawn = {(x["arm"], x["prompt"]): x["image"] for x in sample_run(run, [PROMPTS[2], "a star", PROMPTS[0]], arms)}
-    records = [r for r in run_folder.read_evaluation_records(run) if r["prompt"] != PROMPTS[1]]
+    drawn = {(x["arm"], x["prompt"]): x["image"] for x in sample_run(lora, [PROMPTS[2], "a star", PROMPTS[0]], arms)}
+    records = [r for r in run_folder.read_evaluation_records(lora) if r["prompt"] != PROMPTS[1]]
     assert len(records) == 10
     for r in records:
-        theirs = pixels(run / "evaluation" / r["file"])
+        theirs = pixels(lora / "evaluation" / r["file"])
         assert abs(pixels(drawn[r["arm"], r["prompt"]]) - theirs).max() <= 1, (r["arm"], r["prompt"])
     assert (pixels(drawn["base", PROMPTS[0]]) != pixels(drawn["plain", PROMPTS[0]])).any()
 
@@ -92,17 +103,6 @@ def test_the_card_draws_in_plain_diffusers_what_sample_draws(run, tmp_path, monk
     for arm in ("plain", "hybrid"):
         apart = abs(ours[arm] - pixels(names[arm]))
         assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, arm  # a level that lies on the edge may round either way
-
-
-def test_a_card_says_what_its_weights_score(lora, tmp_path):
-    if run_folder.read_evaluation_summary(lora) is None:
-        assert "not evaluated" in (export_run(lora, tmp_path / "before") / "README.md").read_text()
-        evaluate(lora, processes=1)
-    card = (export_run(lora, tmp_path / "after") / "README.md").read_text()
-    row = run_folder.read_evaluation_summary(lora)["rewards"]["pocket-clip"]
-    assert f"| pocket-clip | base | {row['base']['mean']:.3f} ({row['base']['lo']:.3f} to" in card
-    assert "learning_rate" in card and "Licence" in card and str(tmp_path) not in card
-    assert card.startswith("---\n") and "library_name: diffusers" in card
 
 
 def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch):

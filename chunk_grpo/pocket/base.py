@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import platform
+import textwrap
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -187,7 +188,7 @@ def contact_sheet(
         tile = Image.fromarray(array).resize((64 * scale, 64 * scale), Image.Resampling.NEAREST)
         sheet.paste(tile, (x + (wide - tile.width) // 2, y + 2))
         short = prompt.removeprefix(next((p for p in CAPTION_PREFIXES if p and prompt.startswith(p)), ""))
-        reason = "" if right else f"sees {geneval.describe_things(seen[i])}"[:44]
+        reason = "" if right else textwrap.shorten(f"sees {geneval.describe_things(seen[i])}", 42, placeholder=" ...")
         for text, place in ((f"{'right' if right else 'wrong'}: {short}", 140), (reason, 152)):
             pen.text((x + wide // 2, y + place), text, "black", anchor="mm", font_size=9)
     return sheet

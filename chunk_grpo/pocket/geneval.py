@@ -228,9 +228,8 @@ def describe_things(
     things: Sequence[SceneObject | None], # what an image shows
 ) -> str:
     "What the checker sees in an image."
-    words = ["a patch that is no single shape of one colour" if thing is None else
-             f"a{'n' * (thing.colour[0] in 'aeiou')} {thing.colour} {thing.shape}" for thing in things]
-    return ", ".join(words) or "nothing"
+    words = ["unclear patch" if thing is None else f"{thing.colour} {thing.shape}" for thing in things]
+    return ", ".join(f"a{'n' * (word[0] in 'aeiou')} {word}" for word in words) or "nothing"
 
 # %% ../../nbs/01_pocket/03_geneval.ipynb #18035231
 def mean_category_accuracy(

@@ -21,7 +21,7 @@ from PIL import Image
 from ..core.run_files import EvalSample, read_run_lines
 from ..models.inputs import evenly_spaced_positions
 from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
-from .figures import ARM_LABELS, METHOD_COLOURS, create_subplots, with_house_style
+from .figures import ARM_LABELS, METHOD_COLOURS, create_subplots, short_name, with_house_style
 from ..runs.run_folder import file_of_run
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #00fbcf95
@@ -160,7 +160,7 @@ def plot_deltas(
                           ha="center", fontsize=8, color=shade)
         axis.axvline(0, color="black", linewidth=0.8)
         labels = [ARM_LABELS.get(arm[:-5], arm[:-5]) for arm in arms]
-        axis.set(yticks=range(len(arms)), yticklabels=labels, title=name, xlabel="difference to the base",
+        axis.set(yticks=range(len(arms)), yticklabels=labels, title=short_name(name), xlabel="difference to the base",
                  ylim=(-0.6, len(arms) - 0.3))
     return figure
 
@@ -183,8 +183,8 @@ def plot_categories(
     for (arm, values), marker in zip(arms.items(), "os^Dv", strict=False):
         axis.plot([values[c] for c in rows if c in values], [y for y, c in enumerate(rows) if c in values], marker,
                   color=shades[arm], markersize=6.5, linestyle="", label=ARM_LABELS[arm])
-    axis.set(yticks=range(len(rows)), yticklabels=[c.replace("_", " ") for c in rows], xlabel=f"mean {name}")
-    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.set(yticks=range(len(rows)), yticklabels=[c.replace("_", " ") for c in rows])
+    axis.set(xlabel=f"mean {short_name(name)}", ylim=(-0.6, len(rows) - 0.4))
     figure.legend(loc="outside upper right", ncols=5, fontsize=8)
     return figure
 
@@ -210,7 +210,7 @@ def plot_comparison(
         y -= 0.7
     axis.axvline(0, color="black", linewidth=0.8)
     axis.set(yticks=[t for t, _ in ticks], yticklabels=[label for _, label in ticks])
-    axis.set_xlabel(f"{textwrap.shorten(name, 60)}: trained minus base")
+    axis.set_xlabel(f"{short_name(name)}: trained minus base")
     return figure
 
 # %% ../../nbs/11_reporting/02_comparison_figures.ipynb #bc3f4e2d
