@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -37,6 +38,12 @@ package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its env
 slow: $(STAMP) ## tests that take minutes
 	@$(BIN)/python tools/check.py slow
 
+$(DOCS): $(STAMP)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'; touch $@
+
+docs: $(DOCS) ## the book as a web site in _docs, which needs no network
+	@$(BIN)/python tools/docs.py; echo "open _docs/index.html"
+
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs
 
@@ -50,7 +57,7 @@ prepare: $(STAMP) ## after editing notebooks: export the package, run the pages 
 pocket: $(STAMP) ## train the shipped pocket weights again from scratch, hours on two cores
 	@$(BIN)/python -m chunk_grpo.pocket.base
 
-constraints: $(STAMP) ## write constraints.txt from what is installed
+constraints: $(DOCS) ## write constraints.txt from what is installed
 	@{ echo '# The exact versions everything was tested with, on Python 3.11. Made by `make constraints`.'; \
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new && mv constraints.new constraints.txt
 
@@ -58,4 +65,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow lab prepare pocket constraints clean
+.PHONY: help install demo test package slow docs lab prepare pocket constraints clean
