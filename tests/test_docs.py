@@ -71,13 +71,13 @@ def test_a_signature_comes_with_what_each_parameter_is(tmp_path, monkeypatch):
     said = api.entries(tmp_path / "boxes.py")
     assert list(said) == ["LIMIT", "move", "Box"]
     assert said["LIMIT"].startswith(":::{py:data} LIMIT\n:value: '3'") and "\nboxes\n" in said["LIMIT"]
-    assert "{py:function} move(box: 'Box', by: float=0.5, *rest: int) -> float\n" in said["move"]
+    assert "{py:function} move(box: Box, by: float=0.5, *rest: int) -> float\n" in said["move"]
     assert r":param box: what moves, (B, \*) with \<, \_ and `code`" in said["move"]
     assert ":param by: how far, m\n" in said["move"] and ":param *rest: more\n" in said["move"]
     assert ":returns: what was moved, m\n" in said["move"]
     assert "Move a box. InputError if it is `too` heavy\\_box." in said["move"]
     assert "{py:class} Box(size: int)" in said["Box"] and ":param size: along each side, px" in said["Box"]
-    assert "{py:method} parse(text: str, sep: str=',') -> 'Box'\n:classmethod:" in said["Box"]
+    assert "{py:method} parse(text: str, sep: str=',') -> Box\n:classmethod:" in said["Box"]
     assert "{py:property} area\n:type: 'int'" in said["Box"]
     assert "How heavy it is. Unit: kg." in said["Box"] and ":value: '2.0'" in said["Box"]
 
@@ -119,8 +119,8 @@ def test_output_in_markdown_is_a_part_of_the_page():
 
 
 def test_a_broken_link_is_found(tmp_path):
-    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there">x</a><a href="#here">x</a><a href="c.html">x</a>'
-                                     '<script src="https://cdn.example/x.js"></script><a href="https://example.org">')
+    (tmp_path / "a.html").write_text('<p id="here"><a href="b.html#there">x</a><a href="#here">x</a>'
+                                     '<a href="c.html">x</a><script src="https://cdn.example/x.js"></script><a href="https://example.org">')
     (tmp_path / "b.html").write_text("<p>")
     found = links.check(tmp_path)
     assert found.broken == ["a.html: no place for b.html#there", "a.html: no file for c.html",
@@ -145,7 +145,8 @@ def test_two_pages_as_a_site(two_pages):
     assert 'href="../api/method.html#chunk_grpo.method.objective.clipped_objective"' in page
     assert 'href="02_chunks.html"' in page and "<img" in page and 'class="math' in page
     reference = (two_pages / "api/method.html").read_text(encoding="utf-8")
-    assert 'href="../00_method/03_objective.html' in reference and "rewards of P prompts with G images each" in reference
+    assert 'href="../00_method/03_objective.html' in reference
+    assert "rewards of P prompts with G images each" in reference
     assert (two_pages / "_static/mathjax/tex-chtml-full.js").is_file()
     listed = (two_pages / "llms.txt").read_text(encoding="utf-8")
     assert "- [The chunk objective](00_method/03_objective.html): From group rewards to an exact gradient" in listed
@@ -180,7 +181,7 @@ LOOKED_AT = ["index.html", "00_method/index.html", "00_method/03_objective.html"
 
 @pytest.fixture(scope="module")
 def browser_page(site):
-    "A browser that reaches the site's own server only, with what went wrong in `wrong` and the site's address in `base`."
+    "A browser that reaches the site's own server only: its address is `base`, what went wrong is in `wrong`."
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")

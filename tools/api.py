@@ -7,6 +7,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +41,10 @@ def signature(node: ast.FunctionDef, method: bool) -> str:
     if method and not static and bare.args.args:
         bare.args.args = bare.args.args[1:]
         bare.args.defaults = bare.args.defaults[-len(bare.args.args):] if bare.args.args else []
+    for part in [*(arg for arg, _, _ in parameters(bare)), bare]:  # an annotation in quotes means what stands in them
+        field = "returns" if part is bare else "annotation"
+        if isinstance(note := getattr(part, field), ast.Constant) and isinstance(note.value, str):
+            setattr(part, field, ast.parse(note.value, mode="eval").body)
     return ast.unparse(bare).splitlines()[0].removeprefix("def f").removesuffix(":")
 
 
@@ -139,6 +144,7 @@ def assigned(node: ast.stmt) -> str | None:
     return getattr(target, "id", None)
 
 
+@cache
 def entries(path: Path) -> dict[str, str]:
     "The public names of a module and the text of each."
     source = path.read_text(encoding="utf-8")
@@ -159,6 +165,7 @@ def entries(path: Path) -> dict[str, str]:
     return found
 
 
+@cache
 def members(path: Path) -> dict[str, list[str]]:
     "The public methods and fields of each public class of a module."
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -5,11 +5,13 @@ the package in prose lead to the API pages of `tools/api.py`, and `llms.txt` lis
 """
 
 import argparse
+import copy
 import importlib.metadata
 import re
 import shutil
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import api
@@ -26,6 +28,12 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "cli": "The command line",
 }
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+@cache
+def read(page: Path) -> nbformat.NotebookNode:
+    "A notebook. Whoever changes it changes a copy."
+    return nbformat.read(page, as_version=4)
 
 
 def chapter_folders() -> list[Path]:
@@ -49,13 +57,13 @@ def pages() -> list[Path]:
 
 def title_of(page: Path) -> tuple[str, str]:
     "A page's heading, and its subtitle or an empty text."
-    lines = nbformat.read(page, as_version=4).cells[0].source.strip().split("\n")
+    lines = read(page).cells[0].source.strip().split("\n")
     return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith("> ") else ""
 
 
 def module_path(page: Path) -> Path | None:
     "The module that a page exports."
-    text = "\n".join(cell.source for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code")
+    text = "\n".join(cell.source for cell in read(page).cells if cell.cell_type == "code")
     found = re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.MULTILINE)
     return PACKAGE / (found.group(1).replace(".", "/") + ".py") if found else None
 
@@ -152,7 +160,7 @@ def tree(entries: Iterable[str], caption: str = "", hidden: bool = True) -> str:
 
 def front_lines() -> dict[str, str]:
     "What the front page's table says of each chapter."
-    text = "\n".join(cell.source for cell in nbformat.read(BOOK / "index.ipynb", as_version=4).cells)
+    text = "\n".join(cell.source for cell in read(BOOK / "index.ipynb").cells)
     return dict(re.findall(r"^\| \[\d\d (\w+)\]\([^)]*\) \| (.*) \|$", text, re.MULTILINE))
 
 
@@ -184,7 +192,7 @@ class Site:
 
     def notebook(self, page: Path, *after: str) -> dict[str, str]:
         "Write one notebook, with more markdown after it. The targets of what it makes, by name."
-        notebook, cells = nbformat.read(page, as_version=4), []
+        notebook, cells = copy.deepcopy(read(page)), []
         for cell in notebook.cells:
             cells += [cell] if cell.cell_type == "markdown" else shown(cell)
         for cell in cells:
@@ -257,7 +265,8 @@ class Site:
             self.write(new, self.markdown((ROOT / old).read_text(encoding="utf-8"), ROOT / old))
         self.notebook(BOOK / "index.ipynb", *tops)
         self.write("conf.py", (ROOT / "tools/web/conf.py").read_text(encoding="utf-8"))
-        self.write("_static/book.css", (ROOT / "tools/web/book.css").read_text(encoding="utf-8"))
+        for name in ("book.css", "chunks.svg"):
+            self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
         for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:
             old.unlink()
         shutil.copytree(BOOK / "images", self.folder / "images", dirs_exist_ok=True)
@@ -277,7 +286,7 @@ def copy_mathjax(folder: Path) -> None:
 
 def first_sentence(page: Path) -> str:
     "The first sentence of a page after its heading, without markdown."
-    cells = nbformat.read(page, as_version=4).cells
+    cells = read(page).cells
     text = title_of(page)[1] or next((c.source for c in cells[1:] if c.cell_type == "markdown"), "")
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
     return re.split(r"(?<=[.?!]) ", text)[0]
@@ -286,11 +295,11 @@ def first_sentence(page: Path) -> str:
 def page_text(page: Path) -> str:
     "A page as plain markdown: prose, code and printed text, without pictures."
     parts = []
-    for cell in nbformat.read(page, as_version=4).cells:
+    for cell in read(page).cells:
         if cell.cell_type == "markdown":
             parts.append(cell.source)
             continue
-        for part in shown(cell):
+        for part in shown(copy.deepcopy(cell)):
             if part.cell_type == "markdown":
                 parts.append(part.source)
                 continue
@@ -304,7 +313,7 @@ def page_text(page: Path) -> str:
 
 def write_llms(site: Site, out: Path) -> None:
     "`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."
-    cells = nbformat.read(BOOK / "index.ipynb", as_version=4).cells
+    cells = read(BOOK / "index.ipynb").cells
     about = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split()))
     lines = ["# Chunk-GRPO", f"> {title_of(BOOK / 'index.ipynb')[1]}", about]
     groups = [(chapter_title(f), [p for p in site.pages if p.parent == f]) for f in site.chapters]

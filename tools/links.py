@@ -40,7 +40,8 @@ class Found:
 
 def check(folder: Path) -> Found:
     "Look at every page of a folder."
-    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in folder.rglob("*.html")}
+    files = [path for path in folder.rglob("*.html") if "_static" not in path.parts]  # there lie the theme's templates
+    pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in files}
     found = Found()
     for path, page in pages.items():
         for address, part in page.links:
