@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -40,6 +41,12 @@ slow: $(STAMP) ## tests that take minutes
 gpu: $(STAMP) ## measure on a GPU in stages of minutes; STAGE=3 for one of the seven
 	@$(BIN)/python tools/gpu.py $(STAGE)
 
+$(DOCS): $(STAMP)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'; touch $@
+
+docs: $(DOCS) ## the book as a web site in _docs, which needs no network
+	@$(BIN)/python tools/docs.py; echo "open _docs/index.html"
+
 lab: $(STAMP) ## open the book in JupyterLab
 	@$(BIN)/jupyter lab nbs
 
@@ -53,7 +60,7 @@ prepare: $(STAMP) ## after editing notebooks: export the package, run the pages 
 pocket: $(STAMP) ## train the shipped pocket weights again from scratch, hours on two cores
 	@$(BIN)/python -m chunk_grpo.pocket.base
 
-constraints: $(STAMP) ## write constraints.txt from what is installed
+constraints: $(DOCS) ## write constraints.txt from what is installed
 	@{ echo '# The exact versions everything was tested with, on Python 3.11. Made by `make constraints`.'; \
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.new && mv constraints.new constraints.txt
 
@@ -61,4 +68,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow gpu lab prepare pocket constraints clean
+.PHONY: help install demo test package slow gpu docs lab prepare pocket constraints clean

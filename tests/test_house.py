@@ -243,7 +243,7 @@ def test_index_leads_into_every_chapter():
 
 
 def test_no_torchvision_and_no_hpsv3():
-    wanted = (metadata()["requirements"] + " " + metadata()["dev_requirements"]).lower()
+    wanted = " ".join(metadata()[x] for x in ("requirements", "dev_requirements", "docs_requirements")).lower()
     constrained = (ROOT / "constraints.txt").read_text().lower()
     assert not [name for name in ("torchvision", "hpsv3", "flash-attn") if name in wanted + constrained]
 
@@ -253,7 +253,8 @@ def test_requirements_are_constrained():
         return {re.split(r"[=<>]", name)[0].lower().replace("_", "-") for name in text.split()}
 
     constraints = (ROOT / "constraints.txt").read_text()
-    assert not names(metadata()["requirements"] + " " + metadata()["dev_requirements"]) - names(constraints)
+    extras = ("requirements", "dev_requirements", "docs_requirements")
+    assert not names(" ".join(metadata()[extra] for extra in extras)) - names(constraints)
     assert "+" not in constraints, "a local version such as +cpu exists on one index only"
 
 

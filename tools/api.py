@@ -1,0 +1,189 @@
+"""The API of the package as pages of MyST markdown, one a chapter: signatures, docments and docstrings.
+
+Read from the source, with ast and tokenize: nothing is imported, so it needs neither torch nor a device.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_VALUE = 80  # characters of a constant that is shown
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def comments_of(source: str) -> dict[int, str]:
+    "The comment of every line that has one."
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ").rstrip() for token in tokens if token.type == tokenize.COMMENT}
+
+
+def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, str]]:
+    "Every parameter with its default and what is written before it: nothing, * or **."
+    args = node.args
+    plain = [*args.posonlyargs, *args.args]
+    defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
+    found = [(arg, default, "") for arg, default in zip(plain, defaults, strict=True)]
+    found += [(args.vararg, None, "*")] if args.vararg else []
+    found += [(arg, default, "") for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return found + ([(args.kwarg, None, "**")] if args.kwarg else [])
+
+
+def signature(node: ast.FunctionDef, method: bool) -> str:
+    "A function's parameters and what it returns, as Python writes them, without self or cls."
+    bare = ast.FunctionDef(name="f", args=ast.parse(ast.unparse(node.args).join(["def f(", "): 0"])).body[0].args,
+                           body=[ast.Pass()], decorator_list=[], returns=node.returns, lineno=0, type_params=[])
+    static = any(getattr(d, "id", "") == "staticmethod" for d in node.decorator_list)
+    if method and not static and bare.args.args:
+        bare.args.args = bare.args.args[1:]
+        bare.args.defaults = bare.args.defaults[-len(bare.args.args):] if bare.args.args else []
+    for part in [*(arg for arg, _, _ in parameters(bare)), bare]:  # an annotation in quotes means what stands in them
+        field = "returns" if part is bare else "annotation"
+        if isinstance(note := getattr(part, field), ast.Constant) and isinstance(note.value, str):
+            setattr(part, field, ast.parse(note.value, mode="eval").body)
+    return ast.unparse(bare).splitlines()[0].removeprefix("def f").removesuffix(":")
+
+
+def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
+    "The comment beside each parameter, and beside the return under the name `return`."
+    found = {}
+    for arg, default, stars in parameters(node):
+        last = (default or arg).end_lineno
+        if last in comments and arg.arg not in ("self", "cls"):
+            found[stars + arg.arg] = comments[last]
+    if node.returns and node.returns.end_lineno in comments:
+        if not any(arg.end_lineno == node.returns.end_lineno for arg, _, _ in parameters(node)):
+            found["return"] = comments[node.returns.end_lineno]
+    return found
+
+
+def plain(text: str) -> str:
+    "A docstring as markdown: what is not between backticks means itself."
+    parts = re.split(r"(`+[^`]*`+)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else re.sub(r"([\\*_\[\]<>$#{}|~^])", r"\\\1", part) for part in parts)
+
+
+def directive(kind: str, name: str, body: list[str], options: dict[str, str] | None = None, deep: int = 3) -> str:
+    "One object of Sphinx's Python domain."
+    fence = ":" * deep
+    quoted = {key: "'" + value.replace("'", "''") + "'" if value else "" for key, value in (options or {}).items()}
+    given = [f":{key}: {value}".rstrip() for key, value in quoted.items()]
+    return "\n".join([f"{fence}{{py:{kind}}} {name}", *given, "", *body, fence])
+
+
+def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = False) -> str:
+    "A function or a method."
+    said = docments(node, comments)
+    fields = [f":param {name}: {plain(text)}" for name, text in said.items() if name != "return"]
+    fields += [f":returns: {plain(said['return'])}"] if "return" in said else []
+    marks = {getattr(d, "id", getattr(d, "attr", "")) for d in node.decorator_list}
+    options = {word: "" for word in ("classmethod", "staticmethod") if word in marks}
+    if isinstance(node, ast.AsyncFunctionDef):
+        options["async"] = ""
+    body = [plain(ast.get_docstring(node) or ""), "", *fields]
+    if method and marks & {"property", "cached_property"}:
+        kind = {"type": ast.unparse(node.returns)} if node.returns else {}
+        return directive("property", node.name, [body[0]], kind)
+    return directive("method" if method else "function", node.name + signature(node, method), body, options)
+
+
+def is_setting(value: ast.expr | None) -> bool:
+    "Whether a field is written as `setting(default, unit, source, text)`."
+    return isinstance(value, ast.Call) and getattr(value.func, "id", "") == "setting" and len(value.args) >= 4
+
+
+def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
+    "A field of a class, with its comment or what its `setting` says."
+    options = {"type": ast.unparse(node.annotation)}
+    text, value = comments.get(node.end_lineno, ""), node.value
+    if is_setting(value):
+        default, unit, _, words = value.args[:4]
+        text = words.value if isinstance(words, ast.Constant) else text
+        text += f" Unit: {unit.value}." if isinstance(unit, ast.Constant) and unit.value else ""
+        value = default
+    if value is not None and len(ast.unparse(value)) <= LONGEST_VALUE:
+        options["value"] = ast.unparse(value)
+    return directive("attribute", node.target.id, [plain(text)], options)
+
+
+def public(nodes: list[ast.stmt], kind: type) -> list:
+    "What of a class body is of a kind and has a public name."
+    name = (lambda n: n.target.id) if kind is ast.AnnAssign else (lambda n: n.name)
+    return [node for node in nodes if isinstance(node, kind) and not name(node).startswith("_")]
+
+
+def class_text(node: ast.ClassDef, comments: dict[int, str]) -> str:
+    "A class with its fields and public methods."
+    start = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    bases = ", ".join(ast.unparse(base) for base in node.bases)
+    body = [plain(ast.get_docstring(node) or ""), ""] + ([f"Bases: `{bases}`.", ""] if bases else [])
+    if start:
+        body += [f":param {name}: {plain(text)}" for name, text in docments(start, comments).items()] + [""]
+    for part in public(node.body, ast.AnnAssign):
+        body += [field(part, comments), ""]
+    for part in public(node.body, ast.FunctionDef):
+        body += [function(part, comments, method=True), ""]
+    return directive("class", node.name + (signature(start, True).split(" -> ")[0] if start else ""), body, deep=4)
+
+
+def exported(tree: ast.Module) -> list[str]:
+    "The names in `__all__`."
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
+    return []
+
+
+def assigned(node: ast.stmt) -> str | None:
+    "The one name that a statement assigns."
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    return getattr(target, "id", None)
+
+
+@cache
+def entries(path: Path) -> dict[str, str]:
+    "The public names of a module and the text of each."
+    source = path.read_text(encoding="utf-8")
+    tree, comments, found = ast.parse(source), comments_of(source), {}
+    wanted = exported(tree)
+    for node in tree.body:
+        name = node.name if isinstance(node, Definition) else assigned(node)
+        if name not in wanted or name in found:
+            continue
+        if isinstance(node, ast.ClassDef):
+            found[name] = class_text(node, comments)
+        elif isinstance(node, Definition):
+            found[name] = function(node, comments)
+        else:
+            value = ast.unparse(node.value) if node.value else ""
+            options = {"value": value} if value and len(value) <= LONGEST_VALUE else {}
+            found[name] = directive("data", name, [plain(comments.get(node.end_lineno, ""))], options)
+    return found
+
+
+@cache
+def members(path: Path) -> dict[str, list[str]]:
+    "The public methods and fields of each public class of a module."
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
+            + [part.name for part in public(node.body, ast.FunctionDef)]
+            for node in tree.body if isinstance(node, ast.ClassDef) and node.name in exported(tree)}
+
+
+def module_of(path: Path) -> str:
+    "The dotted name of a file of the package."
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def chapter_page(title: str, modules: list[tuple[Path, str]]) -> str:
+    "The page of a chapter: each module with a line that leads to the page where it is made, and its names."
+    blocks = [f"# {title}: API"]
+    for path, made in modules:
+        name = module_of(path)
+        blocks += [f"## {name}", made, f":::{{py:module}} {name}\n:::", *entries(path).values()]
+    return "\n\n".join(blocks) + "\n"

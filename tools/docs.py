@@ -1,0 +1,363 @@
+"""Build the book as a static site that needs no network: `make docs` writes it into _docs.
+
+The notebooks are shown with their kept outputs; nothing is executed. What nbdev's directives hide is left out, names of
+the package in prose lead to the API pages of `tools/api.py`, and `llms.txt` lists every page in one line.
+"""
+
+import argparse
+import copy
+import importlib.metadata
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import api
+import links
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+BOOK, PACKAGE = ROOT / "nbs", ROOT / "chunk_grpo"
+CHAPTERS = {  # the titles that a reader sees, in the order of the house
+    "method": "The method", "pocket": "The pocket model", "core": "Files, statistics, settings",
+    "models": "Models as policies", "rewards": "Rewards", "reward_serving": "Rewards in other processes",
+    "planning": "Planning a run", "training": "Training", "runs": "Runs and machines", "evaluation": "Evaluation",
+    "measurements": "Measurements", "reporting": "Figures and reports", "studies": "Studies and claims",
+    "cli": "The command line",
+}
+ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+@cache
+def read(page: Path) -> nbformat.NotebookNode:
+    "A notebook. Whoever changes it changes a copy."
+    return nbformat.read(page, as_version=4)
+
+
+def chapter_folders() -> list[Path]:
+    "The folders of the chapters."
+    return sorted(path for path in BOOK.glob("[0-9][0-9]_*"))
+
+
+def chapter_title(folder: Path) -> str:
+    "A chapter's number and its title for people."
+    number, name = folder.name.split("_", 1)
+    return f"{int(number)}. {CHAPTERS[name]}"
+
+
+def pages() -> list[Path]:
+    "All notebooks of the site, in reading order: front page, chapters, findings, reports."
+    verdict = BOOK / "findings/index.ipynb"
+    rest = [path for path in sorted((BOOK / "findings").glob("*.ipynb")) if path != verdict]
+    chapters = [page for folder in chapter_folders() for page in sorted(folder.glob("*.ipynb"))]
+    return [BOOK / "index.ipynb", *chapters, verdict, *rest, *sorted((BOOK / "reports").glob("*.ipynb"))]
+
+
+def title_of(page: Path) -> tuple[str, str]:
+    "A page's heading, and its subtitle or an empty text."
+    lines = read(page).cells[0].source.strip().split("\n")
+    return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith("> ") else ""
+
+
+def module_path(page: Path) -> Path | None:
+    "The module that a page exports."
+    text = "\n".join(cell.source for cell in read(page).cells if cell.cell_type == "code")
+    found = re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.MULTILINE)
+    return PACKAGE / (found.group(1).replace(".", "/") + ".py") if found else None
+
+
+def settings_fields() -> set[str]:
+    "Names of settings: in prose they mean the setting, not a function of the same name."
+    fields = api.members(PACKAGE / "core/run_fields.py")
+    return {name for names in fields.values() for name in names}
+
+
+def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
+    "For every way to write a public name in prose, the full names that it can mean."
+    table, ours = {}, settings_fields()
+    for path in modules:
+        module, names = api.module_of(path), list(api.entries(path))
+        names += [f"{owner}.{member}" for owner, found in api.members(path).items() for member in found]
+        for name in names:
+            full = f"{module}.{name}"
+            written = {name, f"{module.split('.')[-1]}.{name}", full, full.removeprefix("chunk_grpo.")}
+            if "." not in name and (name in ours or name.islower() and "_" not in name):
+                written.discard(name)  # `train` or `chunks` alone is as often a command or a setting
+            for text in written:
+                table.setdefault(text, []).append(full)
+    return table
+
+
+def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
+    "Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."
+    def link(found: re.Match) -> str:
+        name = re.sub(r"\(\)$", "", found.group(1))
+        meant = table.get(name, [])
+        meant = [full for full in meant if full == f"{module}.{name}"] or meant
+        return f"{{py:obj}}`{found.group(1)} <{meant[0]}>`" if len(meant) == 1 else found.group(0)
+
+    blocks = re.split(r"(^```.*?^```[ \t]*$|^#+ .*$|\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$)", text,
+                      flags=re.MULTILINE | re.DOTALL)
+    return "".join(block if i % 2 else re.sub(r"(?<![`\w}])`([\w.]+(?:\(\))?)`(?!`)", link, block)
+                   for i, block in enumerate(blocks))
+
+
+def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
+    "Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."
+    def link(found: re.Match) -> str:
+        words, target, rest = found.groups()
+        file = (here.parent / target).resolve()
+        if file.suffix in (".png", ".svg"):
+            return found.group(0)
+        if file not in sources:
+            return words
+        back = "../" * (len(Path(sources[here]).parts) - 1)
+        return f"[{words}]({back}{sources[file]}{rest})"
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*|)\)", link, text)
+
+
+def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    "A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."
+    directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
+    source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.MULTILINE).strip()
+    if "hide" in directives or not source:
+        return []
+    texts = [out["data"].pop("text/markdown") for out in cell.outputs if "text/markdown" in out.get("data", {})]
+    outputs = [out for out in cell.outputs if out.output_type == "stream" or set(out.get("data", {})) - {"text/plain"}
+               or not texts]
+    new = nbformat.v4.new_code_cell(source, outputs=outputs)
+    new.metadata.tags = ["export"] if "export" in directives else []
+    if "echo: false" in directives:
+        new.metadata.tags.append("remove-input")
+    code = [] if "echo: false" in directives and not outputs else [new]
+    return code + [nbformat.v4.new_markdown_cell(text) for text in texts]
+
+
+def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
+    "Give each heading before an export cell a target, and say which name is made below which."
+    heading, targets = None, {}
+    for cell in cells:
+        if cell.cell_type == "markdown" and re.search(r"^#{2,4} ", cell.source, re.MULTILINE):
+            heading = cell
+        elif cell.cell_type == "code" and "export" in cell.metadata.get("tags", []) and heading is not None:
+            label = f"made-{stem}-{cells.index(heading)}"
+            if not heading.source.startswith("(made-") and f"\n({label})=" not in heading.source:
+                at = [m.start() for m in re.finditer(r"^#{2,4} ", heading.source, re.MULTILINE)][-1]
+                heading.source = heading.source[:at] + f"({label})=\n" + heading.source[at:]
+            for name in re.findall(r"^(?:async )?(?:def|class) (\w+)|^(\w+)(?:: .*)? = ", cell.source, re.MULTILINE):
+                targets.setdefault(name[0] or name[1], label)
+    return targets
+
+
+def tree(entries: Iterable[str], caption: str = "", hidden: bool = True) -> str:
+    "A toctree."
+    head = [":hidden:"] * hidden + ([f":caption: {caption}"] if caption else [])
+    return "\n".join(["```{toctree}", *head, "", *entries, "```"])
+
+
+def front_lines() -> dict[str, str]:
+    "What the front page's table says of each chapter."
+    text = "\n".join(cell.source for cell in read(BOOK / "index.ipynb").cells)
+    return dict(re.findall(r"^\| \[\d\d (\w+)\]\([^)]*\) \| (.*) \|$", text, re.MULTILINE))
+
+
+class Site:
+    "The sources of the site: what is on it, and how each page is written. `only` leaves all other pages out."
+
+    def __init__(self, folder: Path, only: Iterable[str] | None = None):
+        chosen = None if only is None else {"index", *only}
+        self.folder, self.written = folder, set()
+        self.pages = [p for p in pages() if chosen is None or str(p.relative_to(BOOK).with_suffix("")) in chosen]
+        self.sources = {page: str(page.relative_to(BOOK)) for page in self.pages}
+        self.sources |= {ROOT / old: new for old, new in ROOT_PAGES.items()}
+        self.modules = {page: path for page in self.pages if (path := module_path(page))}
+        self.names = name_table(self.modules.values())
+        self.chapters = [f for f in chapter_folders() if any(page.parent == f for page in self.pages)]
+
+    def write(self, name: str, text: str) -> None:
+        "One file of the sources; one that is the same already stays, so that Sphinx need not read it again."
+        file = self.folder / name
+        self.written.add(file)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+
+    def markdown(self, text: str, page: Path) -> str:
+        "A markdown text of a page with its links."
+        module = api.module_of(self.modules[page]) if page in self.modules else ""
+        return linked_names(relinked(text, page, self.sources), self.names, module)
+
+    def notebook(self, page: Path, *after: str) -> dict[str, str]:
+        "Write one notebook, with more markdown after it. The targets of what it makes, by name."
+        notebook, cells = copy.deepcopy(read(page)), []
+        for cell in notebook.cells:
+            cells += [cell] if cell.cell_type == "markdown" else shown(cell)
+        for cell in cells:
+            if cell.cell_type == "markdown":
+                cell.source = self.markdown(cell.source, page)
+        stem = str(page.relative_to(BOOK).with_suffix("")).replace("/", "-").replace("_", "-")
+        targets = cell_targets(cells, stem)
+        cells += [nbformat.v4.new_markdown_cell(text) for text in after]
+        notebook.cells, notebook.metadata = cells, {"kernelspec": notebook.metadata.get("kernelspec", {
+            "name": "python3", "display_name": "python3", "language": "python"}), "language_info": {"name": "python"}}
+        self.write(self.sources[page], nbformat.writes(notebook))
+        return targets
+
+    def chapter(self, folder: Path) -> None:
+        "A chapter's pages, its own page, and its page of the API."
+        inside, title = [page for page in self.pages if page.parent == folder], chapter_title(folder)
+        name, modules = folder.name.split("_", 1)[1], []
+        for page in inside:
+            module = self.modules.get(page)
+            names = list(api.entries(module)) if module else []
+            full = ", ".join(f"{{py:obj}}`{n} <{api.module_of(module)}.{n}>`" for n in names)
+            targets = self.notebook(page, *([f"**In the API:** {full}."] if names else []))
+            if names:
+                parts = dict.fromkeys(targets[n] for n in names if n in targets)
+                links = ", ".join(f"[{i}](#{target})" for i, target in enumerate(parts, 1))
+                made = f"Made on the page [{title_of(page)[0]}](../{self.sources[page]})"
+                modules.append((module, made + (f", parts {links}." if links else ".")))
+        if modules:
+            self.write(f"api/{name}.md", api.chapter_page(title, modules))
+        lines = [f"- [{t}]({page.name}): {s[:1].lower() + s[1:] if s[1:2].islower() else s}" for page in inside
+                 for t, s in [title_of(page)]]
+        said = relinked(front_lines().get(name, ""), BOOK / "index.ipynb", self.sources)
+        said = re.sub(r"\]\((?!http)", "](../", said)
+        ref = [f"Signatures of all its functions: [API](../api/{name}.md)."] if modules else []
+        toc = tree([page.stem for page in inside])
+        self.write(f"{folder.name}/index.md",
+                   "\n\n".join([f"# {title}", said[:1].upper() + said[1:] + ".", "\n".join(lines), *ref, toc]) + "\n")
+
+    def front_door(self) -> str:
+        "The names that `chunk_grpo` itself offers, as a list of links."
+        text = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
+        found = re.findall(r'^    "(\w+)": "([\w.]+)",$', text, re.MULTILINE)
+        return "\n".join(f"- {{py:obj}}`{name} <chunk_grpo.{module}.{name}>`" for name, module in found)
+
+    def build_sources(self) -> None:
+        "Everything that Sphinx reads."
+        for folder in self.chapters:
+            self.chapter(folder)
+        findings = [page for page in self.pages if page.parent.name == "findings"]
+        reports = [page for page in self.pages if page.parent.name == "reports"]
+        for page in findings + reports:
+            self.notebook(page, *([tree([p.stem for p in findings[1:]])] if page.stem == "index" else []))
+        tops = [tree([f"{folder.name}/index" for folder in self.chapters], "The book")]
+        if findings:
+            tops.append(tree([f"findings/{findings[0].stem}"], "What came out"))
+        if reports:
+            words = ("Notebooks that `chunk-grpo report`, `compare`, `tables`, `profile` and `evaluate` fill in with\n"
+                     "a run's numbers. They are shown as they are before, with code and no output.")
+            lines = [f"- [{title_of(page)[0]}]({page.name})" for page in reports]
+            self.write("reports/index.md", "\n\n".join(
+                ["# Report notebooks", words, "\n".join(lines), tree([page.stem for page in reports])]) + "\n")
+        listed = [f"- [{chapter_title(f)}]({f.name.split('_', 1)[1]}.md)" for f in self.chapters]
+        self.write("api/index.md", "\n\n".join([
+            "# API", "Every public name with its signature, what each parameter is, and the page where it is made.",
+            "\n".join(listed), "## From the front door", "`from chunk_grpo import ...` gives:", self.front_door(),
+            tree([f.name.split("_", 1)[1] for f in self.chapters])]) + "\n")
+        more = [*["reports/index"] * bool(reports), *(name.removesuffix(".md") for name in ROOT_PAGES.values())]
+        tops.append(tree(["api/index", *more], "Reference"))
+        for old, new in ROOT_PAGES.items():
+            self.write(new, self.markdown((ROOT / old).read_text(encoding="utf-8"), ROOT / old))
+        self.notebook(BOOK / "index.ipynb", *tops)
+        self.write("conf.py", (ROOT / "tools/web/conf.py").read_text(encoding="utf-8"))
+        for name in ("book.css", "chunks.svg"):
+            self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
+        for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:
+            old.unlink()
+        shutil.copytree(BOOK / "images", self.folder / "images", dirs_exist_ok=True)
+        copy_mathjax(self.folder / "_static/mathjax")
+
+
+def copy_mathjax(folder: Path) -> None:
+    "MathJax with its fonts, from the package that carries it, beside the site's own files."
+    wanted = r"mathjax/static/mathjax/(?:es5/)?(LICENSE|tex-chtml-full\.js|output/chtml/fonts/.*\.woff)"
+    for file in importlib.metadata.files("django-static-mathjax"):
+        inside = re.fullmatch(wanted, str(file))
+        if inside:
+            target = folder / inside.group(1)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.locate(), target)
+
+
+def first_sentence(page: Path) -> str:
+    "The first sentence of a page after its heading, without markdown."
+    cells = read(page).cells
+    text = title_of(page)[1] or next((c.source for c in cells[1:] if c.cell_type == "markdown"), "")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+    return re.split(r"(?<=[.?!]) ", text)[0]
+
+
+def page_text(page: Path) -> str:
+    "A page as plain markdown: prose, code and printed text, without pictures."
+    parts = []
+    for cell in read(page).cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        for part in shown(copy.deepcopy(cell)):
+            if part.cell_type == "markdown":
+                parts.append(part.source)
+                continue
+            if "remove-input" not in part.metadata.tags:
+                parts.append(f"```python\n{part.source}\n```")
+            texts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in part.outputs
+                     if "image/png" not in out.get("data", {})]
+            parts += [f"```\n{text.strip()}\n```" for text in texts if text.strip()]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_llms(site: Site, out: Path) -> None:
+    "`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."
+    cells = read(BOOK / "index.ipynb").cells
+    about = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split()))
+    lines = ["# Chunk-GRPO", f"> {title_of(BOOK / 'index.ipynb')[1]}", about]
+    groups = [(chapter_title(f), [p for p in site.pages if p.parent == f]) for f in site.chapters]
+    groups += [(name, [p for p in site.pages if p.parent.name == folder])
+               for name, folder in (("Findings", "findings"), ("Report notebooks", "reports"))]
+    for name, inside in groups:
+        if inside:
+            lines += [f"## {name}", "\n".join(
+                f"- [{title_of(p)[0]}]({Path(site.sources[p]).with_suffix('.html')}): {first_sentence(p)}"
+                for p in inside)]
+    names = [f.name.split("_", 1)[1] for f in site.chapters]
+    lines += ["## API", "\n".join(f"- [{CHAPTERS[name]}](api/{name}.html): signatures, parameters" for name in names)]
+    (out / "llms.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    (out / "llms-full.txt").write_text("\n\n".join(page_text(page) for page in site.pages), encoding="utf-8")
+
+
+def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 2) -> int:
+    "Write the sources, let Sphinx make the pages with its warnings as errors, and put llms.txt beside them."
+    from sphinx.cmd.build import main as sphinx_build
+
+    site = Site(work / "source", only)
+    site.build_sources()
+    kept = {out / path.relative_to(site.folder).with_suffix(".html") for path in site.written}
+    for old in set(out.glob("*/*.html")) - kept:
+        old.unlink()
+    code = sphinx_build(["-q", "-b", "html", "-W", "--keep-going", "-j", str(jobs), "-d", str(work / "doctrees"),
+                         str(site.folder), str(out)])
+    if code == 0:
+        write_llms(site, out)
+        found = links.check(out)
+        print("\n".join(found.broken), file=sys.stderr)
+        code = int(bool(found.broken))
+    return code
+
+
+def main() -> int:
+    "Build all of it, or the pages that are named."
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "_docs")
+    parser.add_argument("--work", type=Path, default=ROOT / "_proc")
+    parser.add_argument("pages", nargs="*", help="such as 00_method/02_chunks; all without")
+    given = parser.parse_args()
+    return build(given.out, given.work, given.pages or None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
