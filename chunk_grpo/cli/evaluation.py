@@ -223,7 +223,7 @@ JudgeModelOption = Annotated[str, typer.Option(help="The judge's name there.")]
 JudgeKeyOption = Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")]
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a61467be
-@evaluation_app.command(epilog=examples("evaluate runs/one eval_images=2", "evaluate runs/one --benchmark pocket:test"))
+@evaluation_app.command(epilog=examples("evaluate runs/one eval_steps=4", "evaluate runs/one --benchmark pocket:test"))
 def evaluate(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder.")] = None,
     overrides: OverridesArgument = None,
