@@ -52,6 +52,7 @@ def small_host(folder: Path, preset: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("number, preset", [(1, "machines/80gb-lora-flux1-dev"), (8, "machines/8x80gb-full-flux1-dev")])
 def test_the_page_s_commands_run_in_their_order(number, preset, tmp_path):
     "Two processes stand for eight; the command with --resume finds a run that is finished."

@@ -60,6 +60,7 @@ def test_compiled_blocks_have_a_speed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_the_pocket_model_in_each_way(tmp_path):
     parts = measured(1, tmp_path)
     for name in ("checkpointing", "sharded"):
@@ -68,6 +69,7 @@ def test_the_pocket_model_in_each_way(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_a_killed_run_beside_two_equal_ones(tmp_path):
     parts = measured(2, tmp_path)
     assert set(parts) == {"two equal runs", "killed and resumed"}
@@ -76,12 +78,14 @@ def test_a_killed_run_beside_two_equal_ones(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_the_tests_of_a_gpu_are_counted(tmp_path):
     part = measured(3, tmp_path)["pytest"]
     assert part["passed"] >= 10 and not part["failed"] and len(part["names passed"]) == part["passed"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_all_weights_of_a_part_go_through_a_checkpoint(tmp_path):
     parts = measured(7, tmp_path)
     assert parts["resumed"]["checkpoint_gb"] > 0 and parts["resumed"]["iterations"] == 2
