@@ -269,9 +269,9 @@ def make_folder(
         make_folders(above)
         out.mkdir()
         sync_to_disk(above)
-    except FileExistsError:
-        return False
     except OSError as error:
+        if isinstance(error, FileExistsError) and above.is_dir():
+            return False
         raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
     return True
 
