@@ -278,7 +278,7 @@ def test_every_place_of_a_report(report, tmp_path):
 def test_every_place_of_a_study(study, tmp_path):
     "Those that a run and its evaluation do not have."
     def own(step):
-        return re.search(r"study/[^/]*$|row\.json|trial\.json|two", step.to or step.path)
+        return re.search(r"^study/[^/]*$|row\.json|trial\.json", step.to or step.path)
 
     found = [(step, kind) for step, kind in cases(study, ("kill", "EIO")) if own(step)]
     chosen = {step.place[1:] + (kind,): (step, kind) for step, kind in found}

@@ -39,7 +39,7 @@ def sync_to_disk(
     finally:
         os.close(handle)
 
-
+# %% ../../nbs/02_core/00_files.ipynb #b71f679e
 def sync_tree(
     path: Path,  # a file or folder
 ) -> None:

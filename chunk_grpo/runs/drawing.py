@@ -21,7 +21,7 @@ from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line, make_folders, sync_to_disk, sync_tree
+from ..core.files import append_json_line, make_folders, remove_abandoned, sync_to_disk, sync_tree
 from ..core.run_files import EvaluationPart, read_run_lines
 from ..models.inputs import read_prompts
 from ..models.policy import Policy
@@ -163,6 +163,7 @@ def move_into_place(
     "Replace a finished evaluation by a newer one."
     aside = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(aside, ignore_errors=True)
+    remove_abandoned(folder)  # of a process that was killed
     sync_tree(folder)
     if place.is_dir():
         place.rename(aside)

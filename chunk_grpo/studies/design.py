@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'Trial', 'list_studies', 'find_study_folder', 'check_order',
-           'check_study_arms', 'load_study', 'read_tuned_settings', 'expand_trials', 'trial_key', 'check_row',
+           'check_study_arms', 'load_study', 'read_tuned_settings', 'expand_trials', 'trial_key', 'check_rows',
            'row_matches_trial', 'find_finished_row']
 
 # %% ../../nbs/12_studies/00_design.ipynb #a5dca7bb
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -185,10 +186,11 @@ def trial_key(
     return ({k: v for k, v in asked.items() if k not in free}, dict(evaluation), splits)
 
 
-def check_row(row: dict) -> None:
+def check_rows(rows: Iterable[dict]) -> None:
     "InputError where a row is none of a finished trial."
-    for name, kind in {"settings": dict, "evaluation": dict, "splits": int}.items():
-        if not isinstance(row.get(name), kind):
+    kinds = {"settings": dict, "evaluation": dict, "splits": int}
+    for row, name in itertools.product(rows, kinds):
+        if not isinstance(row.get(name), kinds[name]):
             raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
                              f"holds {fields.format_value(row.get(name))} there")
 
@@ -198,7 +200,7 @@ def row_matches_trial(
     trial: Trial,
 ) -> bool:
     "Whether a row, which InputError refuses where it is none, answers a trial: model, prompts and settings are alike."
-    check_row(row)
+    check_rows([row])
     if trial_key(row["settings"], row["evaluation"], row["splits"]) != trial_key(
             trial.settings.model_dump(mode="json"), trial.evaluation, trial.splits):
         return False

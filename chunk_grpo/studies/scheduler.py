@@ -21,7 +21,7 @@ from .. import InputError
 from ..core.files import append_json_line, atomic_write, read_json_lines
 from ..core.subprocesses import raise_on_sigterm
 from ..runs import launch, run_folder
-from .design import Trial, check_row, expand_trials, find_finished_row
+from .design import Trial, check_rows, expand_trials, find_finished_row
 from .executor import LocalExecutor, find_source_run
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #f686ef2b
@@ -233,8 +233,7 @@ def run_study(
     requested = expand_trials(source, arms, seeds)
     if processes is not None and processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")
-    for row in known:
-        check_row(row)
+    check_rows(known)
     out = Path(os.path.realpath(out or Path("runs") / "studies" / requested[0].study))
     with study_lock(out), raise_on_sigterm():
         others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
