@@ -31,9 +31,10 @@ links, api = tool("links"), tool("api")
 docs = tool("docs")
 
 MODULE = '''
-__all__ = ["move", "Box", "LIMIT"]
+__all__ = ["move", "Box", "LIMIT", "LOW", "HIGH"]
 
 LIMIT = 3  # boxes
+LOW, HIGH = 1, "a"
 
 def move(
     box: "Box",  # what moves, (B, *) with <, _ and `code`
@@ -69,8 +70,9 @@ class Box:
 def test_a_signature_comes_with_what_each_parameter_is(tmp_path, monkeypatch):
     (tmp_path / "boxes.py").write_text(MODULE)
     said = api.entries(tmp_path / "boxes.py")
-    assert list(said) == ["LIMIT", "move", "Box"]
+    assert list(said) == ["LIMIT", "LOW", "HIGH", "move", "Box"]
     assert said["LIMIT"].startswith(":::{py:data} LIMIT\n:value: '3'") and "\nboxes\n" in said["LIMIT"]
+    assert ":value: '1'" in said["LOW"] and """:value: '''a'''""" in said["HIGH"]
     assert "{py:function} move(box: Box, by: float=0.5, *rest: int) -> float\n" in said["move"]
     assert r":param box: what moves, (B, \*) with \<, \_ and `code`" in said["move"]
     assert ":param by: how far, m\n" in said["move"] and ":param *rest: more\n" in said["move"]
