@@ -219,6 +219,7 @@ def test_pages_are_readable_without_a_network(browser_page, width):
     for name in LOOKED_AT:
         browser_page.goto(browser_page.base + name)
         browser_page.wait_for_function("!document.querySelector('.math:not(:has(mjx-container))')")
+        browser_page.wait_for_load_state("networkidle")
         wide = browser_page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], f"{name} is wider than the screen"
     assert browser_page.wrong == []
