@@ -31,9 +31,10 @@ links, api = tool("links"), tool("api")
 docs = tool("docs")
 
 MODULE = '''
-__all__ = ["move", "Box", "LIMIT"]
+__all__ = ["move", "Box", "LIMIT", "LOW", "HIGH"]
 
 LIMIT = 3  # boxes
+LOW, HIGH = 1, "a"
 
 def move(
     box: "Box",  # what moves, (B, *) with <, _ and `code`
@@ -69,8 +70,9 @@ class Box:
 def test_a_signature_comes_with_what_each_parameter_is(tmp_path, monkeypatch):
     (tmp_path / "boxes.py").write_text(MODULE)
     said = api.entries(tmp_path / "boxes.py")
-    assert list(said) == ["LIMIT", "move", "Box"]
+    assert list(said) == ["LIMIT", "LOW", "HIGH", "move", "Box"]
     assert said["LIMIT"].startswith(":::{py:data} LIMIT\n:value: '3'") and "\nboxes\n" in said["LIMIT"]
+    assert ":value: '1'" in said["LOW"] and """:value: '''a'''""" in said["HIGH"]
     assert "{py:function} move(box: Box, by: float=0.5, *rest: int) -> float\n" in said["move"]
     assert r":param box: what moves, (B, \*) with \<, \_ and `code`" in said["move"]
     assert ":param by: how far, m\n" in said["move"] and ":param *rest: more\n" in said["move"]
@@ -215,10 +217,11 @@ def test_pages_are_readable_without_a_network(browser_page, width):
     browser_page.wrong.clear()
     browser_page.set_viewport_size({"width": width, "height": 900})
     for name in LOOKED_AT:
-        browser_page.goto(browser_page.base + name, wait_until="networkidle")
+        browser_page.goto(browser_page.base + name)
+        browser_page.wait_for_function("!document.querySelector('.math:not(:has(mjx-container))')")
+        browser_page.wait_for_load_state("networkidle")
         wide = browser_page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], f"{name} is wider than the screen"
-        assert browser_page.evaluate("document.querySelectorAll('.math:not(:has(mjx-container))').length") == 0
     assert browser_page.wrong == []
 
 

@@ -138,10 +138,15 @@ def exported(tree: ast.Module) -> list[str]:
     return []
 
 
-def assigned(node: ast.stmt) -> str | None:
-    "The one name that a statement assigns."
-    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-    return getattr(target, "id", None)
+def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
+    "The names that a statement assigns, each with its value where that is written out."
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    found = [(target.id, node.value) for target in targets if isinstance(target, ast.Name)]
+    for target in targets:
+        if isinstance(target, ast.Tuple):
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [None] * len(target.elts)
+            found += [(name.id, value) for name, value in zip(target.elts, values, strict=True)]
+    return found
 
 
 @cache
@@ -151,17 +156,14 @@ def entries(path: Path) -> dict[str, str]:
     tree, comments, found = ast.parse(source), comments_of(source), {}
     wanted = exported(tree)
     for node in tree.body:
-        name = node.name if isinstance(node, Definition) else assigned(node)
-        if name not in wanted or name in found:
-            continue
-        if isinstance(node, ast.ClassDef):
-            found[name] = class_text(node, comments)
-        elif isinstance(node, Definition):
-            found[name] = function(node, comments)
-        else:
-            value = ast.unparse(node.value) if node.value else ""
-            options = {"value": value} if value and len(value) <= LONGEST_VALUE else {}
-            found[name] = directive("data", name, [plain(comments.get(node.end_lineno, ""))], options)
+        if isinstance(node, Definition) and node.name in wanted:
+            make = class_text if isinstance(node, ast.ClassDef) else function
+            found.setdefault(node.name, make(node, comments))
+        for name, value in assigned(node):
+            text = ast.unparse(value) if value else ""
+            options = {"value": text} if text and len(text) <= LONGEST_VALUE else {}
+            if name in wanted:
+                found.setdefault(name, directive("data", name, [plain(comments.get(node.end_lineno, ""))], options))
     return found
 
 
