@@ -170,7 +170,7 @@ def read_saved_weights(
         raise InputError(f"run: the weights in {folder} are damaged: {infinite[0]} is not finite.")
     return state
 
-
+# %% ../../nbs/03_models/05_trainable.ipynb #4042916d
 def load_trained_weights(
     policy: Policy,  # trainable in the way of the saved weights
     folder: Path,  # written by `save_trained_weights`

@@ -312,13 +312,13 @@ def make_folder(
         make_folders(above)
         out.mkdir()
         sync_to_disk(above)
-    except FileExistsError:
-        return False
     except OSError as error:
+        if isinstance(error, FileExistsError) and above.is_dir():
+            return False
         raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
     return True
 
-
+# %% ../../nbs/08_runs/00_run_folder.ipynb #ab41d3da
 def new_run_info(s: Settings, processes: int, nodes: int) -> dict:
     "What run.json holds before a run has begun."
     return {"settings": s.model_dump(mode="json"), "status": "created", "error": None, "versions": library_versions(),
