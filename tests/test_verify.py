@@ -8,8 +8,8 @@ import pytest
 import small_runs
 from commands import call
 
+from chunk_grpo.core import machine
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.runs import run_folder
 from chunk_grpo.training import checkpoints
 
 FEW = {"iterations": 3, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 5, "chunks": "2,2",
@@ -121,7 +121,7 @@ def test_a_run_notes_its_packages_threads_and_sums(home):
     run, note = home / "run", read_json(home / "run" / "run.json")
     assert note["final_sha256"] == checkpoints.hash_files(run / "final")
     assert (note["threads"], note["device"]) == (1, "cpu")
-    assert (run / "packages.txt").read_text().splitlines() == run_folder.installed_packages()
+    assert (run / "packages.txt").read_text().splitlines() == machine.installed_packages()
 
 
 def test_changed_packages_are_noted_when_a_run_goes_on(home):
@@ -130,6 +130,6 @@ def test_changed_packages_are_noted_when_a_run_goes_on(home):
     words = ("train", "s.yaml", "iterations=4", "--out", run, "--resume", "--no-report")
     done = call(*words, cwd=home, XDG_CACHE_HOME=home / "cache")
     assert done.returncode == 0, done.stderr
-    assert [file.name for file in run_folder.package_lists(run)] == ["packages.txt", "packages-2.txt"]
+    assert [file.name for file in machine.package_lists(run)] == ["packages.txt", "packages-2.txt"]
     found = verify(home, "--iterations", 1, run=run)
     assert found["answer"] == "identical" and found["differences"]["accelerate"][0] is None

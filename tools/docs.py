@@ -264,7 +264,8 @@ class Site:
         for old, new in ROOT_PAGES.items():
             self.write(new, self.markdown((ROOT / old).read_text(encoding="utf-8"), ROOT / old))
         self.notebook(BOOK / "index.ipynb", *tops)
-        self.write("conf.py", (ROOT / "tools/web/conf.py").read_text(encoding="utf-8"))
+        for name in ("conf.py", "scorer.js"):
+            self.write(name, (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
         for name in ("book.css", "chunks.svg"):
             self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
         for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chunk_grpo import InputError, pocket
+from chunk_grpo.core import machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.subprocesses import terminate_process_group
@@ -510,8 +511,8 @@ STAGES = {1: stage_pocket, 2: stage_resume, 3: stage_tests, 4: stage_size, 5: st
 def run_stage(number: int, small: bool, out: Path, only: list[str] | None = None) -> dict:
     "Measure a stage in this process; what its file holds."
     about = {"stage": number, "name": gpu_stages.GPU_STAGES[number], "small": small, "device": device_name(),
-             "machine": run_folder.machine_info(), "versions": run_folder.library_versions(),
-             "git_commit": run_folder.current_git_commit()}
+             "machine": machine.machine_info(), "versions": machine.library_versions(),
+             "git_commit": machine.current_git_commit()}
     with tempfile.TemporaryDirectory(prefix="chunk-grpo-gpu-") as folder:
         parts = STAGES[number](small, Path(folder))
         parts = {name: part for name, part in parts.items() if only is None or name in only}

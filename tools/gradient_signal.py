@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from chunk_grpo import pocket
+from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements.gradient_noise import gradient_gram, signal_to_noise
 from chunk_grpo.method.objective import group_advantages
@@ -20,7 +21,6 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.rewards import rewards
-from chunk_grpo.runs import run_folder
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import ReplayContext
 
@@ -62,8 +62,8 @@ def main():
         for line in table(policy, chosen.prompts, chosen.images, kind, eta):
             rows.append(line)
             print("{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(**line))
-    where = {"git_commit": run_folder.current_git_commit(), "machine": run_folder.machine_info(),
-             "versions": run_folder.library_versions()}
+    where = {"git_commit": machine.current_git_commit(), "machine": machine.machine_info(),
+             "versions": machine.library_versions()}
     sizes = {"prompts": chosen.prompts, "images": chosen.images, "seconds": time.time() - start}
     if chosen.out:
         write_json(Path(chosen.out), sizes | where | {"rows": rows})

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chunk_grpo import pocket
+from chunk_grpo.core import machine
 from chunk_grpo.core.files import atomic_write, write_json
 from chunk_grpo.core.statistics import jackknife_error
 from chunk_grpo.measurements.credit_assignment import (
@@ -43,7 +44,6 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.rewards import rewards
-from chunk_grpo.runs import run_folder
 from chunk_grpo.training.rollout import decode_latents, make_generator, sample_trajectories
 from chunk_grpo.training.update import ReplayContext
 
@@ -210,8 +210,8 @@ def main():
               "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))
     seconds = sum(float(x["seconds"].sum()) for x in found.values())
     sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {"core_seconds": seconds}
-    where = {"git_commit": run_folder.current_git_commit(), "machine": run_folder.machine_info(),
-             "versions": run_folder.library_versions()}
+    where = {"git_commit": machine.current_git_commit(), "machine": machine.machine_info(),
+             "versions": machine.library_versions()}
     if chosen.out:
         about = {"eta": ETA, "steps": STEPS, "sigmas": sigmas(STEPS, 3.0).tolist(), "lora_rank": RANK, "many": MANY}
         for row in (row for rows in tables.values() for row in rows):  # null where noise left nothing to divide by

@@ -13,12 +13,12 @@ import torch
 from scipy import stats
 
 from chunk_grpo import pocket
+from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements.profiles import DEFAULT_ETAS, measure_distances, variance_shares
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
-from chunk_grpo.runs import run_folder
 
 
 def shares(distance):
@@ -49,8 +49,8 @@ def main():
             print(f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in row.items()), flush=True)
     if a.out:
         about = {"prompts": a.prompts, "images": a.images, "seed": a.seed,
-                 "git_commit": run_folder.current_git_commit()}
-        write_json(Path(a.out), about | {"machine": run_folder.machine_info(), "rows": rows})
+                 "git_commit": machine.current_git_commit()}
+        write_json(Path(a.out), about | {"machine": machine.machine_info(), "rows": rows})
 
 
 if __name__ == "__main__":

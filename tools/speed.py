@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from chunk_grpo.core import machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements import speed, timing, workload
@@ -274,9 +275,9 @@ def main():
     parser.add_argument("--out")
     a = parser.parse_args()
     s, parts = workload.load_workload_settings(a.model, a.changes), a.parts.split(",")
-    result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": run_folder.machine_info(),
-              "threads": torch.get_num_threads(), "versions": run_folder.library_versions(),
-              "git_commit": run_folder.current_git_commit()}
+    result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": machine.machine_info(),
+              "threads": torch.get_num_threads(), "versions": machine.library_versions(),
+              "git_commit": machine.current_git_commit()}
     if "profile" in parts:
         say("profile")
         result["profile"] = {a.model: profiled(workload.prepare_workload(s))}

@@ -21,7 +21,7 @@ from .workload import (
 from ..method.chunks import Chunks
 from ..planning import plan
 from ..rewards import rewards
-from ..runs import run_folder
+from ..core import machine
 from ..training.rollout import Trajectories, decode_latents
 from ..training.update import accumulate_gradients, build_update_batch
 
@@ -182,8 +182,8 @@ def measure_iteration(
     one, total = timing.count_flops(b.policy, b.conditioning), sum(p.numel() for p in b.policy.transformer.parameters())
     say("measuring memory")
     peaks, work = phase_peak_bytes(b), useful_flops(b, one, transitions)
-    where = {"device": str(b.device), "threads": torch.get_num_threads(), "machine": run_folder.machine_info(),
-             "versions": run_folder.library_versions(), "git_commit": run_folder.current_git_commit()}
+    where = {"device": str(b.device), "threads": torch.get_num_threads(), "machine": machine.machine_info(),
+             "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
     return {"settings": s.model_dump(mode="json"), **where, "matrix_rate": rate, "images": len(b.keys),
             "transitions": transitions, "parameters": total, "trained": sum(p.numel() for p in b.policy.trained),
             "flop": one, "phases": phase_statistics(seconds, len(b.keys), work, rate, peaks), "gradient_error": error,

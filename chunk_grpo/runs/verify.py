@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from .. import InputError
 from ..core.settings import RESUME_CHANGEABLE_FIELDS, Settings, load_settings
+from ..core import machine
 from . import run_folder, runs
 from .launch import TrainingFailed
 from ..training import checkpoints
@@ -163,7 +164,7 @@ def weights_share(
 def package_differences(run: Path, again: Path) -> dict[str, tuple]:  # package -> (of the run, of the repetition)
     "The packages that two runs began with in other versions."
     def begun(folder: Path) -> dict[str, str]:
-        (first, *_) = run_folder.package_lists(folder) or [None]
+        (first, *_) = machine.package_lists(folder) or [None]
         text = run_folder.file_of_run(folder, first.name).read_text(encoding="utf-8", errors="replace") if first else ""
         return dict(line.split("==", 1) for line in text.splitlines() if "==" in line)
 

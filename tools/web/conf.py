@@ -22,6 +22,7 @@ pygments_style = "a11y-high-contrast-light"
 html_theme = "sphinx_book_theme"
 html_title = "Chunk-GRPO"
 html_static_path = ["_static"]
+html_search_scorer = "scorer.js"
 html_favicon = "_static/chunks.svg"
 html_css_files = ["book.css"]
 html_copy_source = False
