@@ -108,7 +108,7 @@ def check_order(
 def check_study_arms(study: Study) -> None:
     "InputError where an arm's name is no name of a folder, is not there, or an arm goes on from itself."
     for arm in study.arms:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,99}", arm):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+@-]{0,99}", arm):
             raise InputError(f"`arms` must have names of letters, digits, hyphens and dots, up to 100; got {arm!r}")
     named = {"reference": [study.reference], "after": [*study.after, *study.after.values()]}
     for name, wanted in named.items():
