@@ -176,6 +176,7 @@ class Site:
         self.modules = {page: path for page in self.pages if (path := module_path(page))}
         self.names = name_table(self.modules.values())
         self.chapters = [f for f in chapter_folders() if any(page.parent == f for page in self.pages)]
+        self.with_api = [f for f in self.chapters if any(page.parent == f for page in self.modules)]
 
     def write(self, name: str, text: str) -> None:
         "One file of the sources; one that is the same already stays, so that Sphinx need not read it again."
@@ -254,11 +255,11 @@ class Site:
             lines = [f"- [{title_of(page)[0]}]({page.name})" for page in reports]
             self.write("reports/index.md", "\n\n".join(
                 ["# Report notebooks", words, "\n".join(lines), tree([page.stem for page in reports])]) + "\n")
-        listed = [f"- [{chapter_title(f)}]({f.name.split('_', 1)[1]}.md)" for f in self.chapters]
+        listed = [f"- [{chapter_title(f)}]({f.name.split('_', 1)[1]}.md)" for f in self.with_api]
         self.write("api/index.md", "\n\n".join([
             "# API", "Every public name with its signature, what each parameter is, and the page where it is made.",
             "\n".join(listed), "## From the front door", "`from chunk_grpo import ...` gives:", self.front_door(),
-            tree([f.name.split("_", 1)[1] for f in self.chapters])]) + "\n")
+            tree([f.name.split("_", 1)[1] for f in self.with_api])]) + "\n")
         more = [*["reports/index"] * bool(reports), *(name.removesuffix(".md") for name in ROOT_PAGES.values())]
         tops.append(tree(["api/index", *more], "Reference"))
         for old, new in ROOT_PAGES.items():
@@ -325,7 +326,7 @@ def write_llms(site: Site, out: Path) -> None:
             lines += [f"## {name}", "\n".join(
                 f"- [{title_of(p)[0]}]({Path(site.sources[p]).with_suffix('.html')}): {first_sentence(p)}"
                 for p in inside)]
-    names = [f.name.split("_", 1)[1] for f in site.chapters]
+    names = [f.name.split("_", 1)[1] for f in site.with_api]
     lines += ["## API", "\n".join(f"- [{CHAPTERS[name]}](api/{name}.html): signatures, parameters" for name in names)]
     (out / "llms.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     (out / "llms-full.txt").write_text("\n\n".join(page_text(page) for page in site.pages), encoding="utf-8")

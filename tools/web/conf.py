@@ -1,5 +1,7 @@
 """Sphinx's settings of the site that `make docs` builds; `tools/docs.py` writes its sources."""
 
+from pathlib import Path
+
 project = "Chunk-GRPO"
 author = "The Chunk-GRPO authors"
 copyright = "the Chunk-GRPO authors, Apache License 2.0"
@@ -22,7 +24,7 @@ pygments_style = "a11y-high-contrast-light"
 html_theme = "sphinx_book_theme"
 html_title = "Chunk-GRPO"
 html_static_path = ["_static"]
-html_search_scorer = "scorer.js"
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # Sphinx looks in the working directory
 html_favicon = "_static/chunks.svg"
 html_css_files = ["book.css"]
 html_copy_source = False
