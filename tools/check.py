@@ -4,7 +4,7 @@
     python tools/check.py package   the scorer beside the package hpsv3, `make package`
     python tools/check.py slow      what takes minutes, `make slow`
 
-CI runs all three.
+CI runs the first two.
 """
 
 import os

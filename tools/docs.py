@@ -338,13 +338,16 @@ def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 
 
     site = Site(work / "source", only)
     site.build_sources()
-    kept = {out / path.relative_to(site.folder).with_suffix(".html") for path in site.written}
-    for old in set(out.glob("*/*.html")) - kept:
+    made = work / "html"  # myst-nb keeps its own files beside the pages, so these are made in the work folder
+    kept = {made / path.relative_to(site.folder).with_suffix(".html") for path in site.written}
+    for old in set(made.glob("*/*.html")) - kept:
         old.unlink()
     code = sphinx_build(["-q", "-b", "html", "-W", "--keep-going", "-j", str(jobs), "-d", str(work / "doctrees"),
-                         str(site.folder), str(out)])
+                         str(site.folder), str(made)])
     if code == 0:
-        write_llms(site, out)
+        write_llms(site, made)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(made, out)
         found = links.check(out)
         print("\n".join(found.broken), file=sys.stderr)
         code = int(bool(found.broken))
