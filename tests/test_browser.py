@@ -50,8 +50,8 @@ def test_report_is_a_page_for_people(page, report):
     headings = page.eval_on_selector_all("h2", "found => found.map(h => h.textContent.trim())")
     assert headings == [
         "Along the training", "Before and after", "Scores on held-out prompts", "The reward while training",
-        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient", "How far the base's latents move",
-        "Time by phase", "Settings", "Where it ran"]
+        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient", "Alarms",
+        "How far the base's latents move", "Time by phase", "Settings", "Where it ran"]
     assert "45 iterations" in page.inner_text("p.lead >> nth=0")
     assert page.query_selector("script, iframe, link[href^=http], div.input, pre") is None
     page.click("summary")

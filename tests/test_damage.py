@@ -287,11 +287,12 @@ def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
         file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("one, other", [("weights", "optimizer"), ("optimizer", "random"), ("random", "weights")])
+@pytest.mark.parametrize("one, other", [("weights.safetensors", "optimizer.safetensors"),
+                                        ("optimizer.safetensors", "profile.json"), ("profile.json", "metrics.jsonl")])
 def test_files_of_a_checkpoint_that_were_exchanged(trained, tmp_path, capsys, one, other):
     run, seen = tmp_path / "run", trained["whole"][1]
     shutil.copytree(trained["whole"][0], run)
-    files = [newest(run, f"{name}.safetensors") for name in (one, other)]
+    files = [newest(run, name) for name in (one, other)]
     first, second = (file.read_bytes() for file in files)
     files[0].write_bytes(second)
     files[1].write_bytes(first)
