@@ -364,12 +364,17 @@ def run_cases(folder: Path) -> dict[str, Case]:
     return out
 
 
-def place_cases(folder: Path) -> dict[str, Case]:
-    "Places that are no run, or where nothing can be written, for every command that takes one."
+def make_odd_places(folder: Path) -> None:
+    "A link in a circle, an empty folder, a file, and a folder with somebody's work."
     (folder / "loop").symlink_to("loop")
     (folder / "hollow").mkdir()
     write(folder / "file", "dear")
     write(folder / "kept" / "thesis.tex", "dear")
+
+
+def place_cases(folder: Path) -> dict[str, Case]:
+    "Places that are no run, or where nothing can be written, for every command that takes one."
+    make_odd_places(folder)
     out, run = {}, synthetic_run(folder)
     nowhere = ["nowhere", "file", "hollow", "loop", "file/more", "/dev/null", "/proc", LONG, "", "a\nb",
                "\x1b[31m", "~", "*"]
@@ -419,10 +424,7 @@ PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "co
 
 def option_cases(folder: Path) -> dict[str, Case]:
     "Every option with values that it does not take."
-    (folder / "loop").symlink_to("loop")
-    (folder / "hollow").mkdir()
-    write(folder / "file", "dear")
-    write(folder / "kept" / "thesis.tex", "dear")
+    make_odd_places(folder)
     synthetic_run(folder)
     out = {}
     for command, options in OPTIONS.items():

@@ -132,17 +132,25 @@ def home(tmp_path_factory):
     return write(tmp_path_factory.mktemp("faults"), **TINY)
 
 
-@pytest.fixture(scope="module")
-def training(home):
+def training_session(home: Path) -> Session:
     "A run that nothing disturbed, with its steps."
     words = ["train", home / "s.yaml", "--out", "ROOT/run", "--no-report"]
     return Session(home, "training", words, None, of_training, ("--resume",))
 
 
-@pytest.fixture(scope="module")
-def evaluation(home, training):
+def evaluation_session(home: Path, training: Session) -> Session:
     "Its evaluation."
     return Session(home, "evaluation", ["evaluate", "ROOT/run"], training.whole, of_evaluation)
+
+
+@pytest.fixture(scope="module")
+def training(home):
+    return training_session(home)
+
+
+@pytest.fixture(scope="module")
+def evaluation(home, training):
+    return evaluation_session(home, training)
 
 
 @pytest.fixture(scope="module")

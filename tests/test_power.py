@@ -12,7 +12,14 @@ from pathlib import Path
 import disk
 import pytest
 from small_runs import write
-from test_faults import TINY, Session, call, difference, of_evaluation, of_training
+from test_faults import (
+    TINY,
+    Session,
+    call,
+    difference,
+    evaluation_session,
+    training_session,
+)
 
 pytestmark = pytest.mark.timeout(1800)
 SAMPLE = 4
@@ -26,15 +33,12 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def training(home):
-    "A run that nothing disturbed, with its steps."
-    words = ["train", home / "s.yaml", "--out", "ROOT/run", "--no-report"]
-    return Session(home, "training", words, None, of_training, ("--resume",))
+    return training_session(home)
 
 
 @pytest.fixture(scope="module")
 def evaluation(home, training):
-    "Its evaluation."
-    return Session(home, "evaluation", ["evaluate", "ROOT/run"], training.whole, of_evaluation)
+    return evaluation_session(home, training)
 
 
 def outcome(session: Session, state: dict, root: Path) -> str:
