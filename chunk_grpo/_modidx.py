@@ -169,6 +169,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.atomic_write': ( '02_core/files.html#atomic_write',
                                                                                'chunk_grpo/core/files.py'),
+                                       'chunk_grpo.core.files.clean_run_folder': ( '02_core/files.html#clean_run_folder',
+                                                                                   'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.drop_partial_line': ( '02_core/files.html#drop_partial_line',
                                                                                     'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.is_abandoned': ( '02_core/files.html#is_abandoned',

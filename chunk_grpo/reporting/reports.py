@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import InputError
+from ..core.files import remove_abandoned
 from ..core import settings as setting
 from ..core.settings import Settings, training_method
 from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, read_evaluation_summary
@@ -44,6 +45,8 @@ def write_run_report(
         return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
     if name != "train":
         raise InputError(f"the report of a run must be train or evaluate; got {name!r}")
+    for file in ("report.ipynb", "report.html"):
+        remove_abandoned(run, file)
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)
 
 # %% ../../nbs/11_reporting/05_reports.ipynb #460b8ae2

@@ -26,7 +26,7 @@ import pandas as pd
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
 from .. import InputError
-from ..core.files import make_folders, read_json, remove_abandoned, sync_to_disk, write_json
+from ..core.files import clean_run_folder, make_folders, read_json, remove_abandoned, sync_to_disk, write_json
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.run_files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log, read_run_file, read_run_lines)
@@ -313,8 +313,7 @@ def resume_run(
         if note["status"] != "finished" or s.iterations > old.iterations or not has_final_weights(out):
             check_disk_space(s, out)
             note |= {"status": "created", "error": None, "nodes": nodes, "processes": processes}
-        for place in (out, out / "checkpoints"):
-            remove_abandoned(place)
+        clean_run_folder(out)
         write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     return out
 

@@ -26,7 +26,7 @@ from accelerate.utils import gather_object
 from .. import InputError
 from ..core import alarms
 from ..core import settings as setting
-from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, remove_abandoned
+from ..core.files import append_json_line, atomic_write, clean_run_folder, read_json, read_json_lines
 from ..core.files import sync_tree, write_json
 from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
 from ..method.chunks import Chunks
@@ -159,8 +159,7 @@ def resume(state: TrainingState) -> None:
     "Go on from the newest whole checkpoint, if there is one."
     folder, groups, extra = find_checkpoint(state)
     if state.accelerator.is_main_process:
-        for place in (state.run, state.run / "checkpoints"):
-            remove_abandoned(place)
+        clean_run_folder(state.run)
         restore_log(state.run, folder)
     state.accelerator.wait_for_everyone()
     if folder:
