@@ -1294,6 +1294,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'chunk_grpo/planning/memory_budget.py')},
             'chunk_grpo.planning.model_cost': { 'chunk_grpo.planning.model_cost._parameter_counts': ( '06_planning/model_cost.html#_parameter_counts',
                                                                                                       'chunk_grpo/planning/model_cost.py'),
+                                                'chunk_grpo.planning.model_cost.count_alike_once': ( '06_planning/model_cost.html#count_alike_once',
+                                                                                                     'chunk_grpo/planning/model_cost.py'),
                                                 'chunk_grpo.planning.model_cost.count_parameters': ( '06_planning/model_cost.html#count_parameters',
                                                                                                      'chunk_grpo/planning/model_cost.py'),
                                                 'chunk_grpo.planning.model_cost.count_trained_parameters': ( '06_planning/model_cost.html#count_trained_parameters',

@@ -272,7 +272,9 @@ def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 
 
-@pytest.mark.parametrize("preset", settings.list_presets())
+@pytest.mark.parametrize("preset", [
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith("machines/") and "flux1" not in name else name
+    for name in settings.list_presets()])  # other families are counted on their networks
 def test_plan_counts_every_preset(preset):
     answer = CliRunner().invoke(main.app, ["plan", preset, "--rate", "1"])
     assert answer.exit_code == 0, answer.output

@@ -107,9 +107,9 @@ def of_training(root: Path) -> dict:
 
 
 def of_evaluation(root: Path) -> dict:
-    "Scores, summary and pictures."
+    "Scores, summary and pictures, and what lies there; an embedding in its middle is removed an hour later."
     folder = root / "run" / "evaluation"
-    there = sorted(str(file.relative_to(root)) for file in root.rglob("*") if not file.name.endswith(".png"))
+    there = sorted(str(file.relative_to(root)) for file in root.rglob("*") if file.suffix not in (".png", ".part"))
     return {"summary": json.loads((folder / "summary.json").read_text()), "pictures": pictures(folder), "files": there,
             "scores": (folder / "scores.jsonl").read_text()}
 
@@ -173,8 +173,8 @@ def study(home):
 
 
 def leftovers(root: Path) -> list[str]:
-    "What was begun and not finished: temporary names of this program."
-    return [str(file.relative_to(root)) for file in root.rglob(".*") if re.search(r"\.\d+$", file.name)]
+    "What was begun and not finished: temporary names of this program; what it could not remove is not that."
+    return [str(file.relative_to(root)) for file in root.rglob(".*") if re.search(r"(?<!\.old)\.\d+$", file.name)]
 
 
 def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:

@@ -5,15 +5,17 @@
 # %% auto #0
 __all__ = ['known_model_configs', 'read_model_config', 'find_model_config', 'meta_networks', 'meta_policy', 'meta_forward',
            'find_block_lists', 'count_parameters', 'largest_block_parameters', 'count_trained_parameters',
-           'forward_flops', 'latent_numel', 'prompt_numel']
+           'count_alike_once', 'forward_flops', 'latent_numel', 'prompt_numel']
 
 # %% ../../nbs/06_planning/00_model_cost.ipynb #66226a0d
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import InputError
@@ -142,7 +144,29 @@ def count_trained_parameters(
     with torch.device("meta"):
         return sum(p.numel() for p in make_trainable(meta_policy(config, 64, 16), rank, targets))
 
-# %% ../../nbs/06_planning/00_model_cost.ipynb #40d992cd
+# %% ../../nbs/06_planning/00_model_cost.ipynb #4bdb01d6
+def count_alike_once(
+    block: nn.Module,
+    counter: FlopCounterMode,  # that is counting
+    seen: dict[str, tuple[int, Any]],  # kind -> operations and output; filled on the way
+    skipped: list[int],  # operations of those that were not run; filled on the way
+) -> None:
+    "Let a block run only where none of its kind and with the same shapes has run before."
+    run, build = block.forward, repr(block)
+
+    def forward(*args, **kwargs):
+        given = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs))
+        kind = f"{build} {given}"
+        if kind in seen:
+            skipped.append(seen[kind][0])
+            return seen[kind][1]
+        before, out = counter.get_total_flops(), run(*args, **kwargs)
+        seen[kind] = counter.get_total_flops() - before, out
+        return out
+
+    block.forward = forward
+
+# %% ../../nbs/06_planning/00_model_cost.ipynb #cae30b5d
 @functools.cache
 def forward_flops(
     config: ModelConfig,
@@ -150,12 +174,14 @@ def forward_flops(
     max_tokens: int,  # of the text
 ) -> int:
     "Floating-point operations of one forward of one image."
-    policy = meta_policy(config, resolution, max_tokens)
+    policy, seen, skipped = meta_policy(config, resolution, max_tokens), {}, []
     with FlopCounterMode(display=False) as counter:
+        for block in (block for part in find_block_lists(policy.transformer) for block in part):
+            count_alike_once(block, counter, seen, skipped)
         meta_forward(config, policy)
-    return counter.get_total_flops()
+    return counter.get_total_flops() + sum(skipped)
 
-
+# %% ../../nbs/06_planning/00_model_cost.ipynb #40d992cd
 @functools.cache
 def latent_numel(
     config: ModelConfig,

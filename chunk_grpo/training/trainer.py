@@ -160,6 +160,8 @@ def resume(state: TrainingState) -> None:
     folder, groups, extra = find_checkpoint(state)
     if state.accelerator.is_main_process:
         clean_run_folder(state.run)
+        if folder and folder == checkpoints.list_checkpoints(state.run)[-1]:  # not after a fall back to an older one
+            checkpoints.remove_old_checkpoints(state.run, state.s.keep_checkpoints, state.s.keep_every)
         restore_log(state.run, folder)
     state.accelerator.wait_for_everyone()
     if folder:
