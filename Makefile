@@ -48,7 +48,7 @@ docs: $(DOCS) ## the book as a web site in _docs, which needs no network
 	@$(BIN)/python tools/docs.py; echo "open _docs/index.html"
 
 lab: $(STAMP) ## open the book in JupyterLab
-	@$(BIN)/jupyter lab nbs
+	@TRANSFORMERS_VERBOSITY=error $(BIN)/jupyter lab nbs
 
 prepare: $(STAMP) ## after editing notebooks: export the package, run the pages that changed, write README.md
 	@$(BIN)/nbdev-export

@@ -241,7 +241,7 @@ def test_the_miniature_is_the_pipeline(world):
 
 
 def test_tensorboard_gets_the_metrics(world, tmp_path):
-    "The tracker's files hold the reward of every iteration."
+    "The tracker's files hold the reward of every iteration, a curve a chunk, and the images, by names in groups."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
@@ -249,8 +249,14 @@ def test_tensorboard_gets_the_metrics(world, tmp_path):
     (events,) = (out / "chunk_grpo").glob("events*")
     found = EventAccumulator(str(events))
     found.Reload()
-    assert [event.step for event in found.Scalars("reward_mean")] == [1, 2]
-    assert found.Scalars("reward_mean")[1].value == pytest.approx(metrics(out)[2]["reward_mean"], rel=1e-5)
+    assert [event.step for event in found.Scalars("train/reward_mean")] == [1, 2]
+    assert found.Scalars("train/reward_mean")[1].value == pytest.approx(metrics(out)[2]["reward_mean"], rel=1e-5)
+    names = found.Tags()["scalars"]
+    assert {name.partition("/")[0] for name in names} == {"train", "eval", "chunks", "seconds"}
+    drawn = {k for line in metrics(out)[1:] for k, x in enumerate(line["clip_fraction"], 1) if x is not None}
+    assert {name for name in names if "clip_fraction" in name} == {f"chunks/clip_fraction_{k}" for k in drawn}
+    kept = sorted(int(folder.name) for folder in (out / "samples").iterdir())
+    assert [event.step for event in found.Images("eval/images")] == kept
     assert "not installed" in run("train", world / "s.yaml", "tracker=wandb", "--out", tmp_path / "two", code=2)
 
 

@@ -1,5 +1,6 @@
 """The widgets without a browser, and the chunk editor in JupyterLab as a reader drives it."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -126,8 +127,10 @@ def invented():
 
 def test_scrubber_shows_base_beside_trained(invented):
     scrub = trajectory_widget.trajectory_scrubber(invented)
-    prompt, place, words, images = scrub.children
-    prompt.value, place.value = 1, 3
+    prompt, row, words, images = scrub.children
+    place, slider = row.children
+    prompt.value, slider.value = 1, 3
+    assert place.value == 3 and place.description == "transitions done"
     assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
     rows = [(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
             for v, view in enumerate(trajectory_widget.TRAJECTORY_VIEWS)]
@@ -149,36 +152,44 @@ def test_frames_of_weights_that_were_not_trained_are_the_base():
     assert (made.images[0] == made.images[1]).all()
 
 
-@pytest.fixture
-def lab(tmp_path):
-    "JupyterLab with settings of its own on a notebook of one cell; the address of the notebook."
-    code = ("import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
-            f"widgets.chunk_editor({MEASURED!r})")
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    book = nbformat.v4.new_notebook(metadata=kernel, cells=[nbformat.v4.new_code_cell(code)])
-    (tmp_path / "books").mkdir()
-    nbformat.write(book, tmp_path / "books" / "editor.ipynb")
+@contextlib.contextmanager
+def start_lab(folder: Path, command):
+    "JupyterLab with settings of its own, by a command that takes options; the address without a path."
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {name: str(tmp_path / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
+    own = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
            "JUPYTER_DATA_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-               "--IdentityProvider.token=", "--LabApp.news_url=None", f"--ServerApp.root_dir={tmp_path / 'books'}"]
+    words = command(["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--IdentityProvider.token=",
+                     "--LabApp.news_url=None"])
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with open(tmp_path / "lab.log", "w") as log:
-        server = subprocess.Popen(command, env=os.environ | own | {"PYTHONPATH": path}, stdout=log, stderr=log)
+    with open(folder / "lab.log", "w") as log:
+        server = subprocess.Popen(words, env=os.environ | own | {"PYTHONPATH": path}, stdout=log, stderr=log)
         try:
             for _ in range(600):
                 with socket.socket() as knock:
                     if server.poll() is not None or knock.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.1)
-            assert server.poll() is None, (tmp_path / "lab.log").read_text()
-            yield f"http://127.0.0.1:{port}/lab/tree/editor.ipynb?reset"
+            assert server.poll() is None, (folder / "lab.log").read_text()
+            yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()
             server.wait(60)
+
+
+@pytest.fixture
+def lab(tmp_path):
+    "JupyterLab on a notebook of one cell; the address of the notebook."
+    code = ("import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
+            f"widgets.chunk_editor({MEASURED!r})")
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    book = nbformat.v4.new_notebook(metadata=kernel, cells=[nbformat.v4.new_code_cell(code)])
+    (tmp_path / "books").mkdir()
+    nbformat.write(book, tmp_path / "books" / "editor.ipynb")
+    command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={tmp_path / 'books'}"]
+    with start_lab(tmp_path, lambda options: [*command, *options]) as address:
+        yield f"{address}/lab/tree/editor.ipynb?reset"
 
 
 @pytest.mark.browser

@@ -74,8 +74,9 @@ def trajectory_scrubber(
     last = len(made.sigmas) - 1
     wide = {"style": {"description_width": "9em"}, "layout": {"width": "620px", "max_width": "100%"}}
     prompt = W.Dropdown(options=[(text, p) for p, text in enumerate(made.prompts)], description="prompt", **wide)
-    place = W.IntSlider(last // 2, 0, last, description="transitions done", **wide)
-    words, images = W.HTML(), W.HTML()
+    place = W.BoundedIntText(last // 2, 0, last, description="transitions done", style=wide["style"])
+    slider, words, images = W.IntSlider(last // 2, 0, last, readout=False), W.HTML(), W.HTML()
+    W.link((place, "value"), (slider, "value"))
 
     def show(change=None):
         p, i = out.value = prompt.value, place.value
@@ -84,7 +85,8 @@ def trajectory_scrubber(
         rows = [(view, made.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
         images.value = gallery_html(rows, names, 192)
 
-    out = SnapshotBox([prompt, place, words, images], lambda: trajectory_strips_html(made, names))
+    row = W.HBox([place, slider])  # a slider has no name for a screen reader, so the number has a field that has one
+    out = SnapshotBox([prompt, row, words, images], lambda: trajectory_strips_html(made, names))
     show()
     prompt.observe(show, "value")
     place.observe(show, "value")

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['chunk_means', 'gather_items', 'reward_metrics', 'collect_metrics', 'save_eval_samples', 'score_eval_images',
-           'evaluate_held_out']
+           'evaluate_held_out', 'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/05_metrics.ipynb #7316112d
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 from torch import Tensor
 
 from ..core.files import append_json_line, atomic_write, make_folders, sync_to_disk
@@ -155,3 +157,33 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     if change:
         fsdp.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     return out
+
+# %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c
+def tracker_values(
+    line: dict,  # of the metrics
+) -> dict[str, float]:
+    "The numbers of a line, by names in groups."
+    out = {}
+    for name, value in line.items():
+        if isinstance(value, list):  # a number a chunk, none where it was not drawn
+            out |= {f"chunks/{name}_{k}": x for k, x in enumerate(value, 1) if x is not None}
+        elif isinstance(value, dict):
+            out |= {f"{name}/{part}": x for part, x in value.items()}
+        elif isinstance(value, (int, float)) and name != "iteration":
+            group, held_out = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
+            out[f"{group}/{held_out}"] = value
+    return out
+
+# %% ../../nbs/07_training/05_metrics.ipynb #3bde6c5c
+def log_eval_samples(
+    state: TrainingState,
+    iteration: int,
+) -> None:
+    "Hand the images of an evaluation to the trackers, if there are any."
+    files = sorted((state.run / "samples" / f"{iteration:06d}").glob("*.png"))
+    if not (files and state.accelerator.trackers and state.accelerator.is_main_process):
+        return
+    images = np.stack([np.asarray(Image.open(file)) for file in files])  # (n, H, W, 3) grey levels
+    for tracker in state.accelerator.trackers:
+        axes = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        tracker.log_images({"eval/images": images}, step=iteration, **axes)

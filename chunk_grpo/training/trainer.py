@@ -34,7 +34,7 @@ from ..models import fsdp, trainable
 from . import checkpoints
 from .iteration import TrainingState, count_seconds, load_policy_and_optimizer, measure_profile
 from .iteration import prepare_state, sample_groups, update_policy
-from .metrics import collect_metrics, evaluate_held_out
+from .metrics import collect_metrics, evaluate_held_out, log_eval_samples, tracker_values
 from .progress import format_progress
 
 # %% ../../nbs/07_training/07_trainer.ipynb #a8027f66
@@ -238,8 +238,8 @@ def log_metrics(state: TrainingState, log: Path, line: dict) -> None:
     "Append the line to the metrics and hand its numbers to the trackers."
     if state.accelerator.is_main_process:
         append_json_line(log, line)
-    numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k != "iteration"}
-    state.accelerator.log(numbers, step=line["iteration"])
+    state.accelerator.log(tracker_values(line), step=line["iteration"])
+    log_eval_samples(state, line["iteration"])
 
 # %% ../../nbs/07_training/07_trainer.ipynb #4f2da6cc
 def refuse_infinite_weights(state: TrainingState) -> None:
