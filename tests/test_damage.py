@@ -261,13 +261,13 @@ def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
     shutil.copytree(trained["whole"][0], run)
     gone = subprocess.Popen(["true"])
     gone.wait()
-    left = [run / "checkpoints" / f".000004.{gone.pid}", run / f".evaluation.{gone.pid}"]
+    left = [run / "checkpoints" / f".000004.{gone.pid}.part", run / f".evaluation.{gone.pid}.part"]
     for folder in left:
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(bytes(1000))
-    (run / ".notes").write_text("mine")
+    (run / ".notes.2024").write_text("mine")
     trainer.resume(fresh(run, "whole"))
-    assert not any(folder.exists() for folder in left) and (run / ".notes").is_file()
+    assert not any(folder.exists() for folder in left) and (run / ".notes.2024").is_file()
 
 
 def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):

@@ -174,7 +174,7 @@ def study(home):
 
 def leftovers(root: Path) -> list[str]:
     "What was begun and not finished: temporary names of this program; what it could not remove is not that."
-    return [str(file.relative_to(root)) for file in root.rglob(".*") if re.search(r"(?<!\.old)\.\d+$", file.name)]
+    return [str(file.relative_to(root)) for file in root.rglob(".*") if re.search(r"(?<!\.old)\.\d+\.part$", file.name)]
 
 
 def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:

@@ -23,6 +23,7 @@ from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from .. import InputError
+from ..core.files import atomic_write
 from . import scorers
 from .images import Images, ImageTransform, transform_images
 from .scorers import load_tokenizer, locate_hub_file, misfitting_key, resolve_device
@@ -88,10 +89,8 @@ def convert_to_safetensors(
             if file.metadata() == made_from:
                 return out
     tensors = read_imagereward_pickle(pt)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    save_file(tensors, temporary, metadata=made_from)
-    os.replace(temporary, out)
+    with atomic_write(out) as temporary:
+        save_file(tensors, temporary, metadata=made_from)
     return out
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #b4c7089f

@@ -13,7 +13,6 @@ __all__ = ['COPIED_FILES', 'truncate_metrics', 'flatten_optimizer', 'load_optimi
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import InputError
-from ..core.files import atomic_write, read_json, read_json_lines
+from ..core.files import atomic_write, read_json, read_json_lines, temporary_path
 from ..core.run_files import CheckpointState, MetricsLine, check_content, read_run_lines
 from ..core.settings import check_resume, load_settings
 
@@ -116,7 +115,7 @@ def remove_old_checkpoints(
     "Remove the checkpoints that are neither among the newest nor to be kept for good."
     for old in list_checkpoints(run)[:-keep]:
         if not (keep_every and int(old.name) % keep_every == 0):
-            gone = old.with_name(f".{old.name}.old.{os.getpid()}")
+            gone = temporary_path(old, old=True)
             old.rename(gone)
             shutil.rmtree(gone)
 
