@@ -57,7 +57,7 @@ def make_folders(folder: Path) -> None:
     for one in missing:
         sync_to_disk(one.parent)
 
-# %% ../../nbs/02_core/00_files.ipynb #2f0d7dfe
+# %% ../../nbs/02_core/00_files.ipynb #9209679f
 def temporary_path(
     path: Path,  # of a file or folder to be, or, with `old`, that is to go
     old: bool = False,
@@ -65,7 +65,7 @@ def temporary_path(
     "Where something is that is not in its place yet, or not any more."
     return path.with_name(f".{path.name}{'.old' * old}.{os.getpid()}.part")
 
-
+# %% ../../nbs/02_core/00_files.ipynb #2f0d7dfe
 def is_abandoned(
     temporary: Path,  # of `temporary_path`
 ) -> bool:
