@@ -59,8 +59,8 @@ def test_pages_run_with_rows(tmp_path):
     run_pages(tmp_path)
 
 
-@pytest.mark.parametrize("which", ["reference with one seed", pytest.param("others", marks=pytest.mark.slow),
-                                   pytest.param("two arms with one seed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["reference with one seed", "others", "two arms with one seed"])
 def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
     for name in NAMES:
         asked = analysis.describe_study(name)
