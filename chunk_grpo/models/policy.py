@@ -10,8 +10,10 @@ __all__ = ['LORA_TARGETS', 'LAYER_GROUPS', 'TORCH_DTYPES', 'ModelConfig', 'Model
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import diffusers
 import torch
@@ -61,6 +63,12 @@ LAYER_GROUPS = {"attention": ("attn",), "modulation": ("norm",), "mlp": ("ff", "
 class FamilyNetworks(ModelFamily):
     "A family's transformer and VAE."
 
+    folder: Path  # of the pipeline
+    dtype: torch.dtype  # of the forward passes
+    device: torch.device
+    transformer: Any  # a network of diffusers: a torch module and more than torch's types say
+    vae: Any  # likewise
+
     @classmethod
     def layer_group(cls, name: str) -> str:
         "attention, modulation, mlp, embedding or output, by a parameter's name."
@@ -108,7 +116,7 @@ def place_networks(
 
 # %% ../../nbs/03_models/02_policy.ipynb #0dca4e96
 def native_shift(
-    policy: "Policy",  # at the resolution in question
+    policy: "LatentGrid",  # at the resolution in question
 ) -> float:  # the shift to give to `schedule.sigmas`
     "The model's own shift at this resolution: static, or exp(mu) of the scheduler's dynamic rule."
     config = json.loads((policy.folder / "scheduler" / "scheduler_config.json").read_text())
@@ -123,7 +131,8 @@ def scheduler_sigmas(
     **given,  # to the scheduler's `set_timesteps`
 ) -> Tensor:  # (T+1,) float32
     "The noise levels that the folder's scheduler makes."
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(policy.folder, subfolder="scheduler")
+    family: Any = diffusers.FlowMatchEulerDiscreteScheduler  # diffusers' types take what it loads for a tuple
+    scheduler = family.from_pretrained(policy.folder, subfolder="scheduler")
     scheduler.set_timesteps(**given)
     return scheduler.sigmas.cpu()
 
@@ -141,12 +150,19 @@ def largest_vae_activation(
 class LatentGrid:
     "The resolution of a policy, and what follows from it."
 
+    folder: Path  # of the pipeline
+    vae: Any  # a network of diffusers
+    patch: int  # latent pixels a side that are one token
+    resolution: int  # of the images, pixels a side
+    side: int  # of the VAE's latents, pixels
+    tokens: int  # of one image in the transformer
+
     @property
     def vae_scale_factor(self) -> int:
         "Pixels of the image a side that are one latent pixel of the VAE."
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
-    def set_resolution(self, resolution: int) -> "Policy":
+    def set_resolution(self, resolution: int) -> Self:
         "Set the resolution of the images, in pixels a side; InputError where the latents cannot be packed."
         stride = self.patch * self.vae_scale_factor
         if resolution % stride:
@@ -168,6 +184,9 @@ class LatentGrid:
 class Guidance:
     "Classifier-free guidance: two velocities in one forward, and their sum."
 
+    true_cfg_scale: float  # 1: off
+    predict: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]  # a family's: latents, sigma, rows -> velocity
+
     def predict_both(
         self,
         latents: Tensor,  # (B, S, C)
@@ -177,7 +196,9 @@ class Guidance:
         "The velocities with the prompt and without."
         pairs = [(k, v) for k, v in conditioning.items() if not k.startswith("blank_")]
         rows = {k: torch.cat([v, conditioning[f"blank_{k}"]]) for k, v in pairs}
-        return self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), rows).float().chunk(2)
+        both = self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), rows)
+        with_prompt, without = both.float().chunk(2)
+        return with_prompt, without
 
     def apply_guidance(self, with_prompt: Tensor, without: Tensor) -> Tensor:  # (B, S, C) each
         "The guided velocity of two."
@@ -195,6 +216,9 @@ def padded_batch_size(
 class VelocityModel(Guidance):
     "The velocity of a family that has `predict`."
 
+    dtype: torch.dtype  # of the forward passes
+    device: torch.device
+    blank: tuple[str, ...]  # prompts that are encoded beside all others: with guidance the empty one
     compiled: bool = False  # the transformer's blocks, see notebook models/trainable
     truncate_timesteps: bool = False  # in rollout and training, see `told_sigma`
 
@@ -229,6 +253,13 @@ def told_sigma(
 # %% ../../nbs/03_models/02_policy.ipynb #cdfac347
 class Policy(PromptEncoder, VelocityModel, LatentGrid, FamilyNetworks):
     "What the families share: two networks, embeddings on disk, one forward or two."
+
+    noise: Callable[[torch.Generator], Tensor]  # a family's: -> (S, C), the latents of one image at sigma 1
+    decode: Callable[[Tensor], Tensor]  # a family's: latents at sigma 0 -> (B, 3, H, W) in [0, 1]
+    trained: list[nn.Parameter]  # weights to optimise; this and the rest: see notebook models/trainable
+    lora: bool  # they are an adapter
+    sharded: bool  # each process holds a part of them
+    base_params: list[Tensor]  # values of the transformer's weights before training, where they are no adapter
 
     def __init__(
         self,
