@@ -278,7 +278,7 @@ class Policy(PromptEncoder, VelocityModel, LatentGrid, FamilyNetworks):
             raise InputError(f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}.")
         self.folder, self.max_tokens = Path(folder), max_tokens
         self.guidance, self.true_cfg_scale = guidance, true_cfg_scale
-        self.blank = ("",) if true_cfg_scale > 1 else ()  # prompts that are encoded beside all others
+        self.blank: tuple[str, ...] = ("",) if true_cfg_scale > 1 else ()  # prompts that are encoded beside all others
         self.dtype, self.device = dtype, torch.device(device)
         self.transformer, self.vae = self.load_networks(weights)
         place_networks(self, host, vae_tiling)
