@@ -57,7 +57,7 @@ MODULE_OF = {
     "chunks_from_profile": "method.dynamics",
     "chunk_weights": "method.dynamics",
 }
-__all__ = ["InputError", *MODULE_OF]
+__all__ = ["InputError", *MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class InputError(ValueError):

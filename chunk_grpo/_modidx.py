@@ -1095,6 +1095,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.LatentGrid.vae_scale_factor': ( '03_models/policy.html#latentgrid.vae_scale_factor',
                                                                                                     'chunk_grpo/models/policy.py'),
+                                          'chunk_grpo.models.policy.LoadedFamily': ( '03_models/policy.html#loadedfamily',
+                                                                                     'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.ModelConfig': ( '03_models/policy.html#modelconfig',
                                                                                     'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.ModelFamily': ( '03_models/policy.html#modelfamily',

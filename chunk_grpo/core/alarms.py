@@ -11,6 +11,7 @@ __all__ = ['IN_A_ROW', 'WINDOW', 'IMAGE_WORDS', 'QUIET', 'OWN_ALARMS', 'lasts', 
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .run_fields import ALARMS
 from .settings import Settings
@@ -83,8 +84,9 @@ def first_and_last(
     found = [line[name] for line in [*lines[: WINDOW + 1], *lines[-WINDOW:]] if line.get(name) is not None]
     if len(lines) <= 2 * WINDOW or len(found) < 2 * WINDOW:
         return None
-    parts = found[:WINDOW], found[-WINDOW:]
-    return *map(statistics.fmean, parts), math.sqrt(sum(statistics.variance(part) for part in parts) / WINDOW)
+    first, last = found[:WINDOW], found[-WINDOW:]
+    error = math.sqrt(sum(statistics.variance(part) for part in (first, last)) / WINDOW)
+    return statistics.fmean(first), statistics.fmean(last), error
 
 # %% ../../nbs/02_core/09_alarms.ipynb #b978ef61
 def hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
@@ -93,10 +95,10 @@ def hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
     if moved is None or moved[1] - moved[0] <= 2 * moved[2]:
         return ""
     for name in [key for key in now if key.startswith("eval_") and f"{key}_se" in now and not key.endswith("_hybrid")]:
-        pair = [(line.get(name), line.get(f"{name}_se")) for line in (base, now)]
-        if None in (*pair[0], *pair[1]):
+        numbers: list[Any] = [line.get(key) for line in (base, now) for key in (name, f"{name}_se")]
+        if None in numbers:
             continue
-        (before, error), (after, other) = pair
+        before, error, after, other = numbers
         if before - after > 2 * math.hypot(error, other):
             return (f"the reward rose from {moved[0]:.4g} to {moved[1]:.4g} while held-out {name[5:]} fell from "
                     f"{before:.4g} to {after:.4g}")
@@ -116,8 +118,9 @@ def image_alarm(lines: Sequence[dict], name: str) -> str:
     far = after - before > 0.5 * before if name == "grid" else abs(after - before) > 0.25 * before
     if not far or abs(after - before) <= 4 * error:
         return ""
-    rose = reward is not None and reward[1] - reward[0] > 2 * reward[2]
-    beside = f" while the reward rose from {reward[0]:.4g} to {reward[1]:.4g}" if rose else ""
+    beside = ""
+    if reward is not None and reward[1] - reward[0] > 2 * reward[2]:
+        beside = f" while the reward rose from {reward[0]:.4g} to {reward[1]:.4g}"
     return f"{IMAGE_WORDS[name]} went from {before:.3g} to {after:.3g}{beside}"
 
 # %% ../../nbs/02_core/09_alarms.ipynb #d1cdb5e8

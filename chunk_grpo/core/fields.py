@@ -13,7 +13,7 @@ import json
 import re
 import typing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -50,7 +50,7 @@ def setting(
     **limits, # pydantic's limits: ge, gt, le, lt
 ):
     "A field with unit, default, source and meaning."
-    extra = {"unit": unit, "source": source} | ({"takes": takes} if takes else {})
+    extra: dict[str, Any] = {"unit": unit, "source": source} | ({"takes": takes} if takes else {})
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 # %% ../../nbs/02_core/03_fields.ipynb #c96d74bf
@@ -64,9 +64,9 @@ def describe_field(
 ) -> str: # such as "a number above 0 and at most 1"
     "What a field takes, in words."
     field = model.model_fields[name]
-    words = (field.json_schema_extra or {}).get("takes")
-    if words:
-        return words
+    extra: Any = field.json_schema_extra or {}  # of `setting`
+    if extra.get("takes"):
+        return extra["takes"]
     if typing.get_origin(field.annotation) is Literal:
         return f"one of {', '.join(typing.get_args(field.annotation))}"
     if typing.get_origin(field.annotation) is tuple:
@@ -105,7 +105,7 @@ def validation_message(
     error: ValidationError, # what pydantic found
 ) -> str: # one sentence
     "The first thing pydantic found, as one sentence with field, value and what is allowed."
-    problems = error.errors(include_url=False)
+    problems: list[Any] = error.errors(include_url=False)
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["loc"] and name not in model.model_fields:

@@ -136,7 +136,7 @@ def atomic_write(
             free = shutil.disk_usage(path.parent).free / 1e6
             raise InputError(f"out: no disk space for {path} ({free:.0f} MB free); free some and "
                              "resume the run.") from None
-        if number in WRITE_PROBLEMS:
+        if isinstance(error, OSError) and number in WRITE_PROBLEMS:
             raise InputError(f"out: {path} cannot be written ({error.strerror}).") from None
         raise
     finally:
@@ -152,6 +152,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_json(path: Path) -> dict:
     "The content of a JSON file; InputError where it is missing or damaged."
+    content = {}
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         kind = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"

@@ -47,7 +47,8 @@ def package_lists(
 ) -> list[Path]:  # none in runs of earlier versions
     "The lists of packages of a run, the newest last."
     numbers = {file: re.fullmatch(r"packages(-[0-9]{1,9})?", file.stem) for file in Path(run).glob("packages*.txt")}
-    return sorted((f for f, found in numbers.items() if found), key=lambda f: int((numbers[f][1] or "-1")[1:]))
+    order = {file: int((found[1] or "-1")[1:]) for file, found in numbers.items() if found}
+    return sorted(order, key=lambda file: order[file])
 
 
 def note_packages(run: Path) -> None:

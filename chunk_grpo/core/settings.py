@@ -13,7 +13,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -115,7 +116,7 @@ def split_reward_options(
 
 # %% ../../nbs/02_core/06_settings.ipynb #e8c660c0
 def load_settings(
-    source: str | Path | Mapping | Settings = (), # YAML file, name of a preset, mapping, or settings
+    source: str | Path | Mapping | Settings = MappingProxyType({}), # YAML file, name of a preset, mapping, or settings
     overrides: Mapping | Sequence[str] = (), # values that stand above: a mapping, or texts `name=value`
 ) -> Settings:
     "Checked settings; InputError with one sentence that names the field, what came and what is allowed."
@@ -178,9 +179,10 @@ def settings_table(
     s: Settings,
 ) -> list[dict]: # one row a field: name, value, unit, default, source, meaning
     "Every setting as a row for a report."
+    known: Any = Settings.model_fields  # pydantic's type allows more beside a field than `setting` writes there
     return [{"name": name, "value": getattr(s, name), "unit": field.json_schema_extra["unit"],
              "default": field.default, "source": field.json_schema_extra["source"], "meaning": field.description}
-            for name, field in Settings.model_fields.items()]
+            for name, field in known.items()]
 
 # %% ../../nbs/02_core/06_settings.ipynb #9746ce68
 def reward_weights(

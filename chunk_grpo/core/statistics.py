@@ -44,7 +44,7 @@ NORMAL_QUANTILE = 1.96  # standard errors in a 95% interval
 def bootstrap_mean(
     values: np.ndarray,  # (n,) one number a prompt
     level: float = 0.95,
-) -> dict[str, float]:  # mean, se, lo, hi, n
+) -> dict[str, float | None]:  # mean, se, lo, hi, n
     "Mean with standard error and percentile bootstrap interval."
     values = np.asarray(values, dtype=np.float64)
     out = {"mean": float(values.mean()), "n": len(values)}
@@ -98,7 +98,7 @@ def bootstrap_images(
         return out | {"se": None, "lo": None, "hi": None}
     own = {kind: scaled_deviations(part) for kind, part in parts.items()}
     seen = [x for x in own.values() if len(x) > 1] or [scaled_deviations(values)]
-    random, drawn = np.random.default_rng(0), 0.0
+    random, drawn = np.random.default_rng(0), np.zeros(draws)
     for kind, part in parts.items():
         spread = own[kind] if len(part) > 1 else np.concatenate(seen)
         drawn = drawn + weights[kind] * draw_category_means(part, spread, draws, random)

@@ -161,7 +161,9 @@ def die_with_parent(
     patience: float = 20.0,  # seconds that the child has to end by itself
 ) -> Callable[[], None]:  # to be called in the child before it becomes another program
     "Ties the life of the calling process to its parent's, on Linux, and lets it be interrupted."
-    program = importlib.util.find_spec("chunk_grpo.core.subprocesses").origin
+    spec = importlib.util.find_spec("chunk_grpo.core.subprocesses")
+    assert spec and spec.origin  # this module
+    program = spec.origin
 
     def tie():
         signal.signal(signal.SIGINT, signal.SIG_DFL)

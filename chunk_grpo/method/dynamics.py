@@ -52,12 +52,12 @@ def gaussian_profile(
     scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
     """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
-    scale = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
+    spread: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sigmas.to(torch.float64)
     a, b, std = transition_coefficients(sigmas, torch.arange(len(sigmas) - 1), kind, eta)
-    variance, profile = torch.ones_like(scale), []
+    variance, profile = torch.ones_like(spread), []
     for i, sigma in enumerate(sigmas[:-1]):
-        gain = a[i] + b[i] * gaussian_velocity(torch.ones_like(scale), sigma, 0.0, scale)
+        gain = a[i] + b[i] * gaussian_velocity(torch.ones_like(spread), sigma, 0.0, spread)
         moved = (gain - 1) ** 2 * variance + std[i] ** 2
         profile.append(moved.sqrt().sum() / variance.sqrt().sum())
         variance = gain**2 * variance + std[i] ** 2

@@ -7,6 +7,7 @@ __all__ = ['KL16_VAE_CONFIG', 'FEED_FORWARD', 'FluxLatents', 'FluxFamily', 'Flux
 
 # %% ../../nbs/03_models/03_flux.ipynb #22d4fcc7
 import json
+from typing import Any, Self
 
 import diffusers
 import torch
@@ -18,7 +19,7 @@ from .policy import LORA_TARGETS, ModelConfig, Policy
 class FluxLatents(Policy):
     "Latents of FLUX.1 as tokens."
 
-    def set_resolution(self, resolution: int) -> "FluxLatents":
+    def set_resolution(self, resolution: int) -> Self:
         "As every family, and the positions of the tokens."
         super().set_resolution(resolution)
         ids, side = diffusers.FluxPipeline._prepare_latent_image_ids, self.side // 2
@@ -71,7 +72,7 @@ class FluxFamily(FluxLatents):
 class FluxPolicy(FluxFamily):
     "FLUX.1, dev or schnell."
 
-    def embed(self, pipe: "diffusers.FluxPipeline", prompts: list[str]) -> dict[str, Tensor]:  # (P, L, D) and (P, E)
+    def embed(self, pipe: Any, prompts: list[str]) -> dict[str, Tensor]:  # FluxPipeline -> (P, L, D) and (P, E)
         "T5's states and CLIP's pooled state."
         embeds, pooled, _ = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}

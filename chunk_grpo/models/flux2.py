@@ -8,6 +8,7 @@ __all__ = ['Flux2KleinFamily', 'Flux2KleinLatents', 'Flux2KleinText', 'Flux2Klei
 # %% ../../nbs/03_models/09_flux2.ipynb #39310966
 import json
 from pathlib import Path
+from typing import Self
 
 import diffusers
 import torch
@@ -40,7 +41,7 @@ class Flux2KleinFamily(Policy):
 class Flux2KleinLatents(Flux2KleinFamily):
     "Latents of FLUX.2-klein as tokens."
 
-    def set_resolution(self, resolution: int) -> "Flux2KleinLatents":
+    def set_resolution(self, resolution: int) -> Self:
         "As every family, and the positions of the tokens."
         super().set_resolution(resolution)
         pipeline, side = diffusers.Flux2KleinPipeline, self.side // 2
@@ -59,8 +60,8 @@ class Flux2KleinLatents(Flux2KleinFamily):
         norm, side, pipeline = self.vae.bn, self.side // 2, diffusers.Flux2KleinPipeline
         std = (norm.running_var + self.vae.config.batch_norm_eps).float().sqrt()
         places = self.image_ids.expand(len(latents), -1, -1)
-        latents = pipeline._unpack_latents_with_ids(latents * std + norm.running_mean.float(), places, side, side)
-        return self.vae_decode(pipeline._unpatchify_latents(latents))
+        patches = pipeline._unpack_latents_with_ids(latents * std + norm.running_mean.float(), places, side, side)
+        return self.vae_decode(pipeline._unpatchify_latents(patches))
 
 # %% ../../nbs/03_models/09_flux2.ipynb #a70f339c
 class Flux2KleinText(Flux2KleinLatents):

@@ -8,7 +8,9 @@ __all__ = ['PROCESS_TIMEOUT', 'init_process_mesh', 'full_tensor', 'shard_model',
 
 # %% ../../nbs/03_models/04_fsdp.ipynb #beb5f579
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,7 @@ def full_tensor(
 
 # %% ../../nbs/03_models/04_fsdp.ipynb #1df030af
 def shard_model(
-    net: nn.Module,  # a transformer of diffusers, on any device; changed in place
+    net: Any,  # a transformer of diffusers, on any device; changed in place
     device: torch.device,  # where the parts are to be
     dtype: torch.dtype,  # of the forward
 ) -> list[nn.Parameter]:  # the parts, float32, to be optimised
@@ -59,7 +61,7 @@ def shard_model(
 # %% ../../nbs/03_models/04_fsdp.ipynb #a71afd5e
 @torch.no_grad()
 def base_params(
-    trained: list[nn.Parameter],  # parts
+    trained: Iterable[Any],  # parts: parameters that are DTensors
 ) -> list[Tensor]:
     "A copy of this process' parts."
     return [p.to_local().clone() for p in trained]
@@ -67,7 +69,7 @@ def base_params(
 
 @torch.no_grad()
 def swap_local_shards(
-    trained: list[nn.Parameter],  # parts, or whole
+    trained: Iterable[Tensor],  # parameters: parts, or whole
     others: list[Tensor],  # of `base_params`, or a moving average's; changed in place
 ) -> None:
     "Exchange the values of this process' parts with the others."

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,7 +46,7 @@ def label_prompt_embeds(
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return {"owner": hashlib.sha256(f"{key} {prompt}".encode()).hexdigest(), "sha256": digest.hexdigest()}
 
 
@@ -200,6 +201,15 @@ def lazy_prompt_encoder(
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 class PromptEncoder:
     "The prompts of a policy as rows: a family adds `pipeline`, `text_folders` and `embed`."
+
+    folder: Path  # of the pipeline
+    pipeline: str  # its class in diffusers, by name
+    text_folders: tuple[str, ...]  # sub-folders on which the embeddings depend
+    max_tokens: int  # a prompt
+    dtype: torch.dtype  # of the forward passes
+    device: torch.device
+    blank: tuple[str, ...]  # prompts that are encoded beside all others: with guidance the empty one
+    embed: Callable[[Any, list[str]], dict[str, Tensor]]  # the pipeline and P prompts -> rows
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:  # what `embed` gives, one row a prompt
         "Conditioning of the prompts, from the disk's cache or from the frozen encoders."

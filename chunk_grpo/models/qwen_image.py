@@ -7,6 +7,7 @@ __all__ = ['pad_prompt_embeds', 'trim_prompt_embeds', 'QwenImageLatents', 'QwenI
 
 # %% ../../nbs/03_models/07_qwen_image.ipynb #2d31f514
 import math
+from collections.abc import Sequence
 
 import diffusers
 import torch
@@ -17,7 +18,7 @@ from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_s
 
 # %% ../../nbs/03_models/07_qwen_image.ipynb #c4bab03c
 def pad_prompt_embeds(
-    states: list[Tensor],  # (L_p, D) of every prompt
+    states: Sequence[Tensor],  # (L_p, D) of every prompt
     length: int,  # tokens of a row; longer ones are cut
 ) -> dict[str, Tensor]:  # prompt_embeds (P, length, D), prompt_embeds_mask (P, length) bool
     "Prompts of different lengths as rows of one shape."

@@ -9,8 +9,8 @@ __all__ = ['latents_to_tokens', 'tokens_to_latents', 'PixelLatents', 'SD3Family'
 import json
 import math
 from pathlib import Path
+from typing import Any, Self
 
-import diffusers
 import torch
 from torch import Tensor
 
@@ -74,7 +74,7 @@ class SD3Family(PixelLatents):
 class SD3Conditioning(SD3Family):
     "Resolution, noise levels and text of Stable Diffusion 3."
 
-    def set_resolution(self, resolution: int) -> "SD3Conditioning":
+    def set_resolution(self, resolution: int) -> Self:
         "As every family; InputError also where the transformer has no positions for so many tokens."
         self.patch = self.transformer.config.patch_size
         most = self.transformer.config.pos_embed_max_size * self.patch * self.vae_scale_factor
@@ -86,7 +86,7 @@ class SD3Conditioning(SD3Family):
         "The noise levels that the pipeline's own call goes along."
         return scheduler_sigmas(self, num_inference_steps=steps, mu=math.log(native_shift(self)))
 
-    def embed(self, pipe: "diffusers.StableDiffusion3Pipeline", prompts: list[str]) -> dict[str, Tensor]:
+    def embed(self, pipe: Any, prompts: list[str]) -> dict[str, Tensor]:  # pipe: a StableDiffusion3Pipeline
         "prompt_embeds (P, 77 + max_tokens, D) and pooled_prompt_embeds (P, E)."
         given = {"do_classifier_free_guidance": False, "max_sequence_length": self.max_tokens}
         embeds, _, pooled, _ = pipe.encode_prompt(prompts, None, None, **given)

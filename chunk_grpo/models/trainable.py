@@ -12,8 +12,9 @@ __all__ = ['SDPA_BACKENDS', 'COMPILERS', 'find_lora_targets', 'freeze_unread', '
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
@@ -49,7 +50,7 @@ def find_lora_targets(
 
 # %% ../../nbs/03_models/05_trainable.ipynb #19c0c957
 def freeze_unread(
-    net: nn.Module,  # a transformer with trainable weights, changed in place
+    net: Any,  # a transformer of diffusers with trainable weights, changed in place
     unread: tuple[str, ...],  # layers of the last block, by name
 ) -> None:
     "Freeze the weights of the last block whose results nothing reads."
@@ -61,7 +62,7 @@ def freeze_unread(
 
 # %% ../../nbs/03_models/05_trainable.ipynb #5f0629a5
 def add_lora(
-    net: nn.Module,  # a transformer, changed in place
+    net: Any,  # a transformer of diffusers, changed in place
     rank: int,
     lora_targets: tuple[str, ...],  # as for `find_lora_targets`
     seed: int,  # of the adapter's initial values
@@ -136,7 +137,7 @@ def base_weights(
             change(policy.transformer.parameters(), base)
 
 
-def swap_parameter_data(parameters, tensors: list[Tensor]) -> None:
+def swap_parameter_data(parameters: Iterable[Tensor], tensors: list[Tensor]) -> None:
     "Exchange the values of an iterable of parameters with as many tensors of their shapes, by pointer, in place."
     for i, p in enumerate(parameters):
         p.data, tensors[i] = tensors[i], p.data

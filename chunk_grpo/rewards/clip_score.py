@@ -11,6 +11,7 @@ __all__ = ['CLIP_WEIGHT_FILES', 'CLIP_MODEL_ID', 'PICKSCORE_MODEL_ID', 'PICKSCOR
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from .scorers import load_tokenizer, locate_hub_file, missing_file_error, resolv
 class CLIPScorer(scorers.ModelScorer):
     "A CLIP with its tokenizer and transform: scaled cosines."
 
-    model: CLIPModel
+    model: Any  # a CLIPModel, of whose configuration and results transformers' types say too little
     transform: ImageTransform
     scale: float  # what the cosine is multiplied with
 
@@ -73,14 +74,15 @@ def load_clip_model(
     weights: str,  # a folder or hub id
     default: str,  # a hub id that has such weights
     dtype: torch.dtype,
-) -> CLIPModel:
+) -> Any:  # a CLIPModel
     "The model; InputError where its files are missing or of another model."
     folder = Path(weights)
     if folder.is_dir() and not any((folder / name).is_file() for name in CLIP_WEIGHT_FILES):
         raise missing_file_error("weights", weights, CLIP_WEIGHT_FILES[0], default)
     locate_hub_file("weights", weights, "config.json", default)
+    family: Any = CLIPModel
     try:
-        model, report = CLIPModel.from_pretrained(weights, dtype=dtype, output_loading_info=True)
+        model, report = family.from_pretrained(weights, dtype=dtype, output_loading_info=True)
     except OSError:
         raise missing_file_error("weights", weights, CLIP_WEIGHT_FILES[0], default) from None
     lost = sorted(report["missing_keys"])

@@ -11,6 +11,7 @@ __all__ = ['HPSV3_MODEL_ID', 'HPSV3_BASE_ID', 'tokenize_chats', 'images_to_patch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -138,7 +139,7 @@ def read_hpsv3_weights(
 # %% ../../nbs/04_rewards/06_hpsv3.ipynb #dc361fac
 def load_hpsv3_base(
     base: str,  # a folder or hub id
-) -> tuple[Qwen2VLConfig, PreTrainedTokenizerBase]:
+) -> tuple[Any, PreTrainedTokenizerBase]:  # a Qwen2VLConfig, whose parts have no type
     "Configuration and tokenizer of the base model, with the scored token added."
     locate_hub_file("base", base, "config.json", HPSV3_BASE_ID)
     locate_hub_file("base", base, "tokenizer_config.json", HPSV3_BASE_ID)
@@ -181,8 +182,9 @@ def load_hpsv3(
         raise InputError(f"base: its tokenizer has {len(tokenizer)} words with {REWARD_TOKEN}, HPSv3.safetensors has "
                          f"{rows}; allowed is the base model it was trained from, {HPSV3_BASE_ID}.")
     config.text_config.vocab_size = rows
+    network: Any = Qwen2VLModel  # transformers' types have another `to`
     with init_empty_weights(include_buffers=False):
-        model, head = Qwen2VLModel(config), build_reward_head(config.text_config.hidden_size)
+        model, head = network(config), build_reward_head(config.text_config.hidden_size)
     assign_hpsv3_weights(model, head, state)
     return HPSv3(tokenizer, where, kind, batch_size, model.to(where), head.to(where))
 

@@ -14,6 +14,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -163,7 +164,7 @@ IMAGEREWARD_MODEL_ID, BERT_TOKENIZER_ID = "THUDM/ImageReward", "bert-base-uncase
 def build_imagereward(
     file: Path,  # the converted weights
     config: dict,  # med_config.json
-) -> tuple[BlipVisionModel, BlipTextModel, nn.Sequential]:
+) -> tuple[Any, Any, Any]:  # BlipVisionModel, BlipTextModel (whose `to` has another type) and Sequential
     "The three models with their weights; InputError where weights and configuration do not fit."
     with safe_open(file, "pt") as opened:
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118

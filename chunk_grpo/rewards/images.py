@@ -12,6 +12,7 @@ __all__ = ['Images', 'WEIGHT_BITS', 'RESIZE_KERNELS', 'OPENAI_CLIP_MEAN', 'OPENA
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def images_to_tensor(
     "One batch of images; InputError for what is no image, for values outside [0, 1] and for several sizes."
     if isinstance(images, Tensor):
         return check_image_tensor(images, device)
-    pictures = list(images) if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    pictures: list[Any] = list(images) if isinstance(images, Sequence) and not isinstance(images, str) else [images]
     if not isinstance(images, Sequence) or not all(isinstance(image, Image.Image) for image in pictures):
         kinds = ", ".join(sorted({type(image).__name__ for image in pictures}))
         raise InputError(f"images: {kinds} came; allowed are a tensor (B, 3, H, W) or a list of PIL images.")
@@ -201,6 +202,7 @@ def transform_images(
     side, parts = transform.crop_size, []
     for batch in same_size_batches(images):
         x = images_to_tensor(batch, device)
-        small = resize_like_pillow(x, shortest_edge_size(*x.shape[-2:], transform.shortest_edge))
+        height, width = x.shape[-2:]
+        small = resize_like_pillow(x, shortest_edge_size(height, width, transform.shortest_edge))
         parts.append(normalize_images(center_crop(small, side, transform.even), transform.mean, transform.std))
     return torch.cat(parts) if parts else torch.zeros(0, 3, side, side, device=device)

@@ -14,6 +14,7 @@ import inspect
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL import Image
@@ -99,7 +100,8 @@ def load_reward(
     found = import_callable(name)
     if inspect.isclass(found):
         check_reward_options(name, found, options)
-        return found(**options)
+        reward: Any = found(**options)
+        return reward
     check_reward_options(name, found, options, given=2)
     return functools.partial(found, **options) if options else found
 

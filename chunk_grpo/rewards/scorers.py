@@ -10,6 +10,7 @@ __all__ = ['SCORER_DTYPES', 'DRAWING_PROMPTS', 'missing_file_error', 'locate_hub
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def score_in_batches(
 class ModelScorer:
     "A published model as a reward: (images, prompts) -> scores."
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # a PreTrainedTokenizerBase: some methods are only those of its classes
     device: torch.device
     dtype: torch.dtype
     batch_size: int  # images at once

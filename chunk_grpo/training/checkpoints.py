@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 # %% ../../nbs/07_training/03_checkpoints.ipynb #193ed8b8
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     "Put tensors from `flatten_optimizer` back."
-    state: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         i, *above, key = name.split(".")
         entry = state.setdefault(int(i), {})
@@ -210,7 +211,7 @@ def check_owner(
 # %% ../../nbs/07_training/03_checkpoints.ipynb #11567c7c
 def is_finite(tensor: Tensor) -> bool:
     "Whether this process' part of a tensor holds neither nan nor infinity."
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
     return not local.is_floating_point() or bool(torch.isfinite(local).all())
 
 
@@ -269,7 +270,7 @@ def write_sharded_checkpoint(
         dist.broadcast_object_list(name)
         distributed.save(tensors, storage_writer=distributed.HuggingFaceStorageWriter(name[0], save_distributed=True))
         mine = sorted(Path(name[0]).iterdir())[dist.get_rank() :: dist.get_world_size()]  # large files: each reads some
-        found = [None] * dist.get_world_size()
+        found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, {file.name: sha256_of(file) for file in mine})
         digests.update({file: digest for part in found for file, digest in part.items()})
     dist.barrier()  # nobody reads it before it has its name
@@ -282,11 +283,10 @@ def read_sharded_checkpoint(
     "Tensors that `write_sharded_checkpoint` wrote, and the state; all processes call it. InputError on a damaged file."
     reader = distributed.HuggingFaceStorageReader(str(folder))
     with refuse_damaged(folder):
-        stored = reader.read_metadata().state_dict_metadata.items()
-        sizes, out = {k: v.size for k, v in stored if not k.startswith("random.")}, {}
+        stored: Any = reader.read_metadata().state_dict_metadata  # torch's type says that some are no tensors
+        sizes, out = {k: v.size for k, v in stored.items() if not k.startswith("random.")}, {}
         for name, size in sizes.items():
             near = like.get(name.split(".")[1])
-            whole = near is None or near.shape != size
-            out[name] = torch.zeros(size) if whole else torch.zeros_like(near)
+            out[name] = torch.zeros(size) if near is None or near.shape != size else torch.zeros_like(near)
         distributed.load(out, storage_reader=reader)
         return out, read_json(folder / "state.json")

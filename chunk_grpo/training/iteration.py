@@ -14,10 +14,11 @@ import importlib.util
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -59,6 +60,9 @@ def count_seconds(
     seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - others)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #2928d2b7
+_LATER: Any = None  # of what the state gets before anybody asks for it
+
+
 @dataclass
 class TrainingState:
     "What lives across the iterations of a run."
@@ -69,20 +73,20 @@ class TrainingState:
     prompts: list[str]
     held_out: list[str]
     reward_weights: dict[str, float]  # of the rewards trained on
-    rewards: dict[str, object]  # those trained on and those only measured
-    chunks: Chunks | None  # None until the profile is measured
+    rewards: dict[str, Callable]  # those trained on and those only measured: (images, prompts) -> scores
+    chunks: Chunks  # None until the profile is measured
     profile: Tensor | None = None  # (n,) mean distances of the base, once measured
-    policy: Policy = None
-    optimizer: torch.optim.Optimizer = None
+    policy: Policy = _LATER
+    optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
-    grid: Tensor = None  # (T+1,) sigmas
+    grid: Tensor = _LATER  # (T+1,) sigmas
     limit: int = 0  # transitions in one forward of an update
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
     cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)  # scores while the policy draws
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of the iteration in flight
-    looks: Tensor = None  # (B, 3) statistics of its images, of this process
+    looks: Tensor = _LATER  # (B, 3) statistics of its images, of this process
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
 def prepare_state(
@@ -98,25 +102,25 @@ def prepare_state(
     if s.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'.")
     cpu = not torch.cuda.is_available()
-    patience = [InitProcessGroupKwargs(timeout=fsdp.PROCESS_TIMEOUT)]
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
-                              kwargs_handlers=patience)
+                              kwargs_handlers=[InitProcessGroupKwargs(timeout=fsdp.PROCESS_TIMEOUT)])
     setting.check_processes(s, accelerator.num_processes)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
-    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, s.chunk_rule.chunks)
+    chunks = s.chunk_rule.chunks or _LATER
+    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, chunks)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #ff763429
 def optimizer_class(
     s: setting.Settings,
-) -> type[torch.optim.Optimizer]:
+) -> Callable[..., torch.optim.Optimizer]:  # a class, of weights, lr and weight_decay
     "AdamW with moments of 32 or of 8 bits."
     if s.optimizer == "adamw":
         return torch.optim.AdamW
-    from bitsandbytes.optim import AdamW8bit  # here, since it is not installed by default
+    from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  not installed by default
 
     return AdamW8bit
 
@@ -167,7 +171,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     state.limit = s.update_batch
     if s.update_memory:
-        model = model_cost.find_model_config(str(state.policy.folder))
+        model: Any = model_cost.find_model_config(str(state.policy.folder))  # it was loaded, so it is known
         state.limit = activation_memory.fit_update_batch(model, s).update_batch
     return state
 
@@ -208,7 +212,8 @@ def measure_profile(
     "Write profile.json from the base's trajectories and settle the chunks."
     s = state.s
     own = relative_distance(latents.float()).to(state.accelerator.device)
-    distance = state.accelerator.gather(own).cpu().double()
+    every: Any = state.accelerator.gather(own)  # a tensor, as what is given
+    distance = every.cpu().double()
     mean, std = distance.mean(0), distance.std(0)
     least = s.chunk_rule.min_size
     found = adaptive_chunks(mean[None, : s.transitions], least)[0] if least else None
@@ -226,10 +231,10 @@ def chunk_trajectories(
     latents: Tensor,  # (B, T+1, S, C) of this process
 ) -> Chunks | list[Chunks]:  # the run's chunks; with adaptive chunks those of each trajectory
     "The partition that an update trains."
-    s = state.s
-    if s.chunk_rule.kind != "adaptive":
+    s, least = state.s, state.s.chunk_rule.min_size
+    if least is None:  # they are not adaptive
         return state.chunks
-    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, : s.transitions], s.chunk_rule.min_size)
+    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, : s.transitions], least)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(context: ReplayContext, work: UpdateBatch) -> list[float]:
@@ -260,7 +265,8 @@ def equalize_forwards(
 ) -> list[UpdateBatch]:
     "The works with equally many forwards, and equally many passes, in all processes."
     own = torch.tensor([[len(work.batches), -int(work.whole)] for work in works], device=state.accelerator.device)
-    most = state.accelerator.gather(own[None]).amax(0).tolist()
+    every: Any = state.accelerator.gather(own[None])  # a tensor, as what is given
+    most = every.amax(0).tolist()
     return [replace(work, idle_forwards=n - len(work.batches), whole=split < 0)
             for work, (n, split) in zip(works, most, strict=True)]
 
@@ -271,7 +277,8 @@ def build_update_batches(
     advantage: Tensor,  # (B,)
 ) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
-    s, accelerator, paths = state.s, state.accelerator, context.trajectories
+    s, paths, device = state.s, context.trajectories, state.accelerator.device
+    average: Any = state.accelerator.reduce  # makes a tensor of a tensor
     chunks, allowed = chunk_trajectories(state, paths.latents), s.train_chunk_numbers
     steady = uniform_mix(s, state.iteration), s.weighting_temperature, state.profile
     chosen = sample_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
@@ -279,11 +286,11 @@ def build_update_batches(
     spread = advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration):
-        items = torch.tensor(float((chosen[part] >= 0).sum()), device=accelerator.device)
+        items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         works.append(build_update_batch(kept if len(kept) else part[:1], chosen, chunks, state.limit, weights))
         ragged = s.chunk_rule.kind == "adaptive" or s.drop_flat_groups  # else all processes have equally many
-        means.append(float(accelerator.reduce(items, "mean")) if ragged else None)
+        means.append(float(average(items, "mean")) if ragged else None)
     return works if s.sharding == "none" else equalize_forwards(state, works), means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1

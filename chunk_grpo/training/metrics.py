@@ -7,6 +7,8 @@ __all__ = ['chunk_means', 'gather_items', 'reward_metrics', 'collect_metrics', '
            'evaluate_held_out', 'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/05_metrics.ipynb #7316112d
+from typing import Any
+
 import numpy as np
 import torch
 from accelerate.utils import gather_object
@@ -44,8 +46,9 @@ def gather_items(
     "All items of all processes."
     ratio = torch.cat([o.ratio for o in outcomes])
     clipped, chunk = (torch.cat(x).to(ratio) for x in ([o.clipped for o in outcomes], [w.chunk for w in works]))
-    table = torch.stack([ratio, clipped, chunk], dim=1).to(state.accelerator.device)
-    table = state.accelerator.gather(state.accelerator.pad_across_processes(table, pad_index=-1)).cpu()
+    own = torch.stack([ratio, clipped, chunk], dim=1).to(state.accelerator.device)
+    every: Any = state.accelerator.gather(state.accelerator.pad_across_processes(own, pad_index=-1))
+    table = every.cpu()
     ratio, clipped, chunk = table[table[:, 2] >= 0].T
     return ratio, clipped, chunk.long().clamp(max=len(state.chunks) - 1)
 
@@ -57,7 +60,8 @@ def reward_metrics(
 ) -> dict:
     "How the images of all processes were scored, and what they look like."
     def grouped(x: Tensor) -> Tensor:  # (P, G)
-        return state.accelerator.gather(x.to(state.accelerator.device)).cpu().reshape(-1, state.s.images_per_prompt)
+        every: Any = state.accelerator.gather(x.to(state.accelerator.device))
+        return every.cpu().reshape(-1, state.s.images_per_prompt)
 
     groups = {name: grouped(x) for name, x in scores.items()}
     first = next(iter(groups.values()))
@@ -88,7 +92,8 @@ def collect_metrics(
     away, count = (ratio - 1).abs(), len(state.chunks)
     own = {"images": len(advantage), "transitions_trained": sum(len(work.segment) for work in works),
            "kl": sum(stats.kl for stats in outcomes) / len(outcomes)}
-    device, gather = state.accelerator.device, state.accelerator.gather
+    device = state.accelerator.device
+    gather: Any = state.accelerator.gather  # makes a tensor of a tensor
     every = {name: gather(torch.tensor([x], device=device)).cpu() for name, x in own.items()}
     line = {"iteration": state.iteration, **reward_metrics(state, scores, advantage)}
     line |= {"ratio_mean": ratio.mean().item(), "ratio_max_dev": away.max().item()}
@@ -143,8 +148,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     "Score images of held-out prompts with the present weights (the moving average where there is one)."
     s, accelerator = state.s, state.accelerator
     places, mine = held_out_places(state)
-    change = state.ema is not None
-    if change:  # in place, where they lie
+    if state.ema is not None:  # in place, where they lie
         fsdp.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
     out = {}
@@ -154,7 +158,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
             scores = {place: x for part in gather_object([images[name]]) for place, x in part.items()}
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
-    if change:
+    if state.ema is not None:
         fsdp.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     return out
 

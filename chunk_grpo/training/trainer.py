@@ -85,7 +85,7 @@ def load_checkpoint(
     folder: Path,  # of a checkpoint
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
     "Tensors and memory of a checkpoint, or, the same in all processes, what keeps it from being used."
-    found, problem = ({}, {}), ""
+    tensors, extra, problem = {}, {}, ""
     try:
         if state.accelerator.is_main_process:
             checkpoints.verify_checkpoint(folder, run_identity(state))
@@ -93,12 +93,12 @@ def load_checkpoint(
         problem = str(error)
     if not any(gather_object([problem])):
         try:
-            found = read_checkpoint(state, folder)
-            why = checkpoints.tensor_problem(found[0], state.policy.trained, state.ema is not None)
+            tensors, extra = read_checkpoint(state, folder)
+            why = checkpoints.tensor_problem(tensors, state.policy.trained, state.ema is not None)
             problem = why and str(checkpoints.damaged(folder, why))
         except InputError as error:
             problem = str(error)
-    return *found, next(filter(None, gather_object([problem])), "")
+    return tensors, extra, next(filter(None, gather_object([problem])), "")
 
 # %% ../../nbs/07_training/07_trainer.ipynb #3e78bf0d
 def find_checkpoint(state: TrainingState) -> tuple[Path | None, dict, dict]:  # None: the run has no checkpoint
@@ -271,8 +271,9 @@ def close_run(state: TrainingState) -> None:
     for tracker in state.accelerator.trackers:
         tracker.finish()
     for reward in state.rewards.values():
-        if hasattr(reward, "close"):  # it has a process of its own
-            reward.close()
+        close = getattr(reward, "close", None)
+        if close is not None:  # it has a process of its own
+            close()
 
 
 def shutdown_distributed(accelerator: Accelerator) -> None:
@@ -383,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     if is_main_process():
         write_json(run / "run.json", note | mark | {"status": "running"})
     code, accelerator = train_or_say(s, run)
-    if code:
+    if accelerator is None:  # it did not end well
         return code
     if is_main_process():
         sync_tree(run)  # what is finished is on the disk

@@ -55,6 +55,7 @@ def chunk_sampling_weights(
     if weighting == "dynamics":
         distance = relative_distance(latents.float())[:, : chunks.transitions]
     else:
+        assert profile is not None  # it comes with this weighting
         distance = profile.expand(len(latents), -1)
     return tempered_weights(chunk_weights(distance, chunks), uniform, temperature).cpu()
 
