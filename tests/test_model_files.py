@@ -5,14 +5,17 @@ import shutil
 
 import pytest
 import tiny_families
+import tiny_flux
 import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
-from chunk_grpo.planning.model_cost import find_model_config, meta_policy
+from chunk_grpo.planning.activation_memory import fit_update_batch
+from chunk_grpo.planning.model_cost import find_model_config, meta_policy, read_model_config
 from chunk_grpo.runs import run_folder
+from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
 from chunk_grpo.training.rollout import decode_latents
 
 SD35 = """LICENSE.md model_index.json sd3.5_large.safetensors scheduler/scheduler_config.json mmdit.png
@@ -177,3 +180,16 @@ def test_what_diffusers_saved_belongs_together(name, tmp_path):
     folder = tiny_families.build(name, tmp_path / "model")
     family = inputs.find_family(inputs.check_pipeline_folder(folder))
     inputs.check_network_weights(folder, "transformer", inputs.import_class(family.network_classes[0]))
+
+
+def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, monkeypatch):
+    "`./pocket` of a user's own: an update takes as many rows as fit of this model, not of the one that is shipped."
+    own = tiny_flux.build(tmp_path / "pocket")
+    monkeypatch.chdir(tmp_path)
+    given = {"model": "./pocket", "resolution": 64, "eval_resolution": 64, "max_tokens": 8, "update_memory": 0.01}
+    s = settings.load_settings("pocket/tiny", given)
+    (tmp_path / "run").mkdir()
+    state = load_policy_and_optimizer(prepare_state(s, tmp_path / "run"))
+    pair = read_model_config(own), find_model_config("pocket")
+    fits, shipped = (fit_update_batch(one, s).update_batch for one in pair)
+    assert state.limit == fits != shipped

@@ -171,7 +171,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
     state.limit = s.update_batch
     if s.update_memory:
-        model: Any = model_cost.find_model_config(str(state.policy.folder))  # it was loaded, so it is known
+        model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
         state.limit = activation_memory.fit_update_batch(model, s).update_batch
     return state
 
