@@ -21,7 +21,7 @@ from chunk_grpo.models import policy, trainable
 from chunk_grpo.planning import activation_memory, memory_budget, model_cost, plan, whole_run
 
 ROOT = Path(__file__).resolve().parents[1]
-OTHERS = ("study.yaml", "base.yaml")  # parts of studies; machines stand in runs/hosts
+OTHERS = ("study.yaml", "base.yaml", "tuned.yaml")  # parts of studies; machines stand in runs/hosts
 FILES = sorted(f for f in (ROOT / "runs").rglob("*.yaml") if f.name not in OTHERS and f.parent.name != "hosts")
 DEMO = ROOT / "runs/results/demo/seed-0"
 SIDE, TOKENS = 64, 16
