@@ -46,8 +46,10 @@ def sync_tree(
 ) -> None:
     "Have all that lies there written to the disk now."
     inside = [one for one in path.rglob("*") if not one.is_symlink()] if path.is_dir() else []
-    for one in [*inside, path]:
-        sync_to_disk(one)
+    for one in inside:
+        with contextlib.suppress(FileNotFoundError):  # another machine's, which has given it its name by now
+            sync_to_disk(one)
+    sync_to_disk(path)
 
 
 def make_folders(folder: Path) -> None:

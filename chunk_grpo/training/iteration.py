@@ -278,7 +278,6 @@ def build_update_batches(
 ) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
     s, paths, device = state.s, context.trajectories, state.accelerator.device
-    average: Any = state.accelerator.reduce  # makes a tensor of a tensor
     chunks, allowed = chunk_trajectories(state, paths.latents), s.train_chunk_numbers
     steady = uniform_mix(s, state.iteration), s.weighting_temperature, state.profile
     chosen = sample_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
@@ -290,7 +289,8 @@ def build_update_batches(
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         works.append(build_update_batch(kept if len(kept) else part[:1], chosen, chunks, state.limit, weights))
         ragged = s.chunk_rule.kind == "adaptive" or s.drop_flat_groups  # else all processes have equally many
-        means.append(float(average(items, "mean")) if ragged else None)
+        mean: Any = state.accelerator.reduce(items, "mean") if ragged else None  # a tensor, as what is given
+        means.append(None if mean is None else float(mean))
     return works if s.sharding == "none" else equalize_forwards(state, works), means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1
