@@ -109,7 +109,8 @@ def of_training(root: Path) -> dict:
 def of_evaluation(root: Path) -> dict:
     "Scores, summary and pictures, and what lies there; an embedding in its middle is removed an hour later."
     folder = root / "run" / "evaluation"
-    there = sorted(str(file.relative_to(root)) for file in root.rglob("*") if file.suffix not in (".png", ".part"))
+    named = [str(file.relative_to(root)) for file in root.rglob("*") if file.suffix != ".png"]
+    there = sorted(name for name in named if not (name.startswith("cache/") and name.endswith(".part")))
     return {"summary": json.loads((folder / "summary.json").read_text()), "pictures": pictures(folder), "files": there,
             "scores": (folder / "scores.jsonl").read_text()}
 
