@@ -42,8 +42,8 @@ def server(environment: dict[str, str]):
     return context
 
 
-def become(module: str, words: list[str], environment: dict[str, str]) -> int:
-    "Run a module in this process as `python -m` does; its exit code."
+def become(module: str, words: list[str], environment: dict[str, str], anew: tuple[str, ...] = ()) -> int:
+    "Run a module in this process as `python -m` does, packages that it may find changed read anew; its exit code."
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
     os.environ.clear()
@@ -52,7 +52,8 @@ def become(module: str, words: list[str], environment: dict[str, str]) -> int:
     sys.path[:] = [*places, *(place for place in sys.path if place not in ("", TESTS, *places))]
     sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
     sys.argv[:] = [module, *words]
-    sys.modules.pop(module, None)
+    for name in [name for name in sys.modules if name == module or name.split(".")[0] in anew]:
+        del sys.modules[name]
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -73,6 +74,8 @@ def become(module: str, words: list[str], environment: dict[str, str]) -> int:
 class Forked:
     "What subprocess.Popen gives, for a module in a fork of this process."
 
+    anew: tuple[str, ...] = ()  # packages that this process may have changed
+
     def __init__(self, words, stdin=None, stdout=None, stderr=None, env=None, start_new_session=False, preexec_fn=None):
         self.args, self.returncode = words, None
         for stream in (sys.stdout, sys.stderr):
@@ -90,7 +93,7 @@ class Forked:
                 os.setsid()
             if preexec_fn:
                 preexec_fn()
-            code = become(words[2], [*map(str, words[3:])], dict(env or os.environ))
+            code = become(words[2], [*map(str, words[3:])], dict(env or os.environ), self.anew)
         finally:
             os._exit(code)
 
@@ -116,9 +119,11 @@ class Forked:
 class Popen(subprocess.Popen):
     "subprocess.Popen that forks for the programs which a command starts, instead of importing all again."
 
+    forked = Forked
+
     def __new__(cls, args, *given, **more):
         if isinstance(args, list) and args[:2] == [sys.executable, "-m"] and args[2] in FORKED:
-            return Forked(args, *given, **more)
+            return cls.forked(args, *given, **more)
         return super().__new__(cls)
 
 
