@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import server
+from nbdev.test import test_nb as run_page
 from scipy import stats
 from study_rows import row, write
 
@@ -17,24 +17,27 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(page for page in (ROOT / "nbs/findings").glob("*.ipynb") if page.stem != "speed")  # test_speed has it
 NAMES = design.list_studies()
 REWARD = "incompressibility"  # what most studies train on
-RUNNER = """
-import sys
-from pathlib import Path
-from nbdev.test import test_nb
-from chunk_grpo.studies import analysis
-if sys.argv[1]:
-    analysis.STUDY_ROWS_FOLDER = Path(sys.argv[1])
-failed = [page for page in sys.argv[2:] if not test_nb(page)[0]]
-sys.exit(f"failed: {failed}" if failed else 0)
-"""
 
 
-def run_pages(folder: str | Path) -> None:
+def work(folder: str, log: str) -> None:
+    "What a process does: every page, one after the other; its exit code is 1 where one fails."
+    with open(log, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.environ["MPLBACKEND"] = "agg"
+    if folder:
+        analysis.STUDY_ROWS_FOLDER = Path(folder)
+    failed = [page.stem for page in PAGES if not run_page(page)[0]]
+    print("failed:", failed, flush=True)
+    os._exit(int(bool(failed)))
+
+
+def run_pages(folder: str | Path, tmp_path: Path) -> None:
     "Every page of nbs/findings, in a process of its own, reading rows from `folder`; \"\": the kept ones."
-    environment = os.environ | {"MPLBACKEND": "agg"}
-    command = [sys.executable, "-c", RUNNER, str(folder), *map(str, PAGES)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+    child = server().Process(target=work, args=(str(folder), str(tmp_path / "log")))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "log").read_text(errors="replace")[-8000:]
 
 
 @pytest.fixture
@@ -49,14 +52,14 @@ def test_every_study_has_a_page():
 
 
 def test_pages_run_without_rows(tmp_path):
-    run_pages(tmp_path)
+    run_pages(tmp_path / "none", tmp_path)
 
 
 @pytest.mark.slow
 def test_pages_run_with_rows(tmp_path):
     for name in NAMES:
         write(tmp_path, name)
-    run_pages(tmp_path)
+    run_pages(tmp_path, tmp_path)
 
 
 @pytest.mark.slow
@@ -67,11 +70,11 @@ def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
         others = [arm for arm in asked["arms"] if arm != asked["reference"]]
         only = {"others": others[:2], "two arms with one seed": [asked["reference"], others[0]]}.get(which)
         write(tmp_path, name, seeds=None if which == "others" else 1, only=tuple(only or [asked["reference"]]))
-    run_pages(tmp_path)
+    run_pages(tmp_path, tmp_path)
 
 
-def test_pages_run_with_what_is_kept():
-    run_pages("")
+def test_pages_run_with_what_is_kept(tmp_path):
+    run_pages("", tmp_path)
 
 
 def test_what_is_kept_answers_every_claim():

@@ -20,8 +20,8 @@ SIDE_BY_SIDE = ["-n", str(CORES + 1), "--dist", "worksteal"]  # one worker more 
 BY_FILE = ["-n", str(CORES + 1), "--dist", "loadfile", "--no-loadscope-reorder"]  # tests of a file share what it makes
 FAST = {
     "ruff": [sys.executable, "-m", "ruff", "check", "."],
-    "package and README equal notebooks": [*PYTEST, "tests/test_house.py"],
-    "notebooks": [*PYTEST, "tests/test_notebooks.py", *SIDE_BY_SIDE, "--durations=10"],
+    "notebooks run, package and README equal them": [
+        *PYTEST, "tests/test_notebooks.py", "tests/test_house.py", *SIDE_BY_SIDE, "--durations=10"],
     "tests": [
         *(*PYTEST, "--ignore=tests/test_house.py", "--ignore=tests/test_notebooks.py"),
         *(*BY_FILE, "-rs", "--durations=15"),
