@@ -29,6 +29,12 @@ def server():
     return warm.server(environment())
 
 
+def start(*words, **more) -> warm.Started:
+    "Start the command line in a process that begins with the imports done, for tests that kill it; it says nothing."
+    files = (os.devnull, os.devnull)
+    return warm.Started(server(), [*map(str, words)], environment(**more), os.getcwd(), files)
+
+
 def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
     "Run the command line to its end, in a process that begins with the imports done."
     words = [*map(str, words)]

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
 import time
 
 import pandas as pd
 import pytest
-from commands import command, environment, run
+from commands import run, start
 from stub_judge import serve
 
 from chunk_grpo.core.files import read_json, read_json_lines
@@ -43,8 +42,7 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder.rename(again)
     for _ in range(3):  # on a slow machine the drawing may end before it is killed
         shutil.rmtree(folder, ignore_errors=True)
-        child = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.DEVNULL)
+        child = start(*words)
         end = time.time() + 300
         while not any((folder / "plain").glob("*.png")):
             assert child.poll() is None and time.time() < end

@@ -2,11 +2,11 @@
 
 import json
 import signal
-import time
 
+import psutil
 import pytest
 import small_study
-from commands import call, run
+from commands import call, run, start
 from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo.studies import design, scheduler
@@ -29,14 +29,12 @@ def through(home, tmp_path_factory):
 
 def kill_study(home, out, *words):
     "Kill a study without warning within its first trial; nothing of it goes on."
-    child = begin(home, out, "--processes", "1", *words)
+    child = start("study", home, "--out", out, "--processes", "1", *words)
     wait_for(out / "steps-0" / "metrics.jsonl", 2, child)
+    trials = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()
-    end = time.time() + 30
-    while trainers(out):
-        assert time.time() < end, "a trial outlives the study that began it"
-        time.sleep(0.1)
+    assert trials and not psutil.wait_procs(trials, timeout=30)[1], "a trial outlives the study that began it"
 
 
 def test_a_killed_study_goes_on(home, through, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import command, environment, run
+from commands import run, start
 from safetensors.torch import load_file, save_file
 from small_runs import metrics, trained, wait_for
 
@@ -23,7 +23,7 @@ def test_killed_and_resumed_is_bit_identical(world, whole):
     "kill -9 in iteration 3 of 6, then --resume: the same metrics and weights, to the last bit."
     out = world / "killed"
     slow = "reward=tiny_rewards:slow_red"
-    child = subprocess.Popen(command("train", world / "s.yaml", slow, "--out", out, "--no-report"), env=environment())
+    child = start("train", world / "s.yaml", slow, "--out", out, "--no-report")
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
     family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]

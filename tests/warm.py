@@ -137,6 +137,22 @@ def program(words: list[str], environment: dict[str, str], folder: str, files: t
     os._exit(become("chunk_grpo.cli.main", words, environment))
 
 
+class Started:
+    "What subprocess.Popen gives, for the command line in a process of the server."
+
+    def __init__(self, context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]):
+        self.process = context.Process(target=program, args=(words, environment, folder, files))
+        self.process.start()
+        self.pid, self.kill, self.terminate = self.process.pid, self.process.kill, self.process.terminate
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.process.join(timeout)
+        return self.process.exitcode
+
+
 def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float):
     "Run the command line to its end in a process of the server; its exit code."
     child = context.Process(target=program, args=(words, environment, folder, files))
