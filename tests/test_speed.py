@@ -10,9 +10,11 @@ import pytest
 import tiny_families
 import tiny_flux
 import torch
-from commands import call, run
+from commands import call, run, server
+from nbdev.test import test_nb as run_page
 
 from chunk_grpo import InputError
+from chunk_grpo.core import settings
 from chunk_grpo.measurements import speed, workload
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.schedule import sigmas
@@ -154,31 +156,31 @@ def test_a_compiled_run_trains(tmp_path):
     assert line["ratio_floor"] == 0.0 and line["grad_norm"] > 0
 
 
-RUNNER = """
-import sys
-from pathlib import Path
-from chunk_grpo.core import settings
-shipped = settings.PRESETS_DIR
-class Kept(type(shipped)):
-    "The shipped presets, but for what is kept of measurements."
-    def __truediv__(self, name):
-        return Path(sys.argv[1]) if name == "results" else shipped / name
-settings.PRESETS_DIR = Kept(shipped)
-from nbdev.test import test_nb
-sys.exit(0 if test_nb(sys.argv[2])[0] else 1)
-"""
+def work(results: str, log: str) -> None:
+    "What a process does: the page, with what is kept of measurements in a folder."
+    class Kept(type(settings.PRESETS_DIR)):
+        def __truediv__(self, name):
+            return Path(results) if name == "results" else shipped / name
+
+    shipped = settings.PRESETS_DIR
+    settings.PRESETS_DIR = Kept(shipped)
+    os.environ["MPLBACKEND"] = "agg"
+    with open(log, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os._exit(0 if run_page(ROOT / "nbs/findings/speed.ipynb")[0] else 1)
 
 
-def page_runs(results: Path):
+def page_runs(results: Path, log: Path):
     "The page of benchmarks, on what lies in a folder."
-    command = [sys.executable, "-c", RUNNER, results, ROOT / "nbs/findings/speed.ipynb"]
-    environment = os.environ | {"MPLBACKEND": "agg"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    child = server().Process(target=work, args=(str(results), str(log)))
+    child.start()
+    child.join()
+    assert child.exitcode == 0, log.read_text(errors="replace")[-6000:]
 
 
-def test_the_page_runs_on_what_is_kept():
-    page_runs(ROOT / "runs/results")
+def test_the_page_runs_on_what_is_kept(tmp_path):
+    page_runs(ROOT / "runs/results", tmp_path / "log")
 
 
 @pytest.mark.slow
@@ -191,4 +193,4 @@ def test_the_program_measures_and_the_page_shows_it(tmp_path):
     kept = json.loads(out.read_text())
     assert {"profile", "iteration", "growth", "ranks", "levers", "levers of a middle size"} <= set(kept)
     assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
-    page_runs(tmp_path)
+    page_runs(tmp_path, tmp_path / "log")
