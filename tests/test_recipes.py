@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from commands import run
 
+from chunk_grpo.runs.run_folder import read_evaluation_records
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##)", TEXT, flags=re.MULTILINE | re.DOTALL))
@@ -31,11 +33,14 @@ def test_code_of_a_recipe_runs(recipe, tmp_path):
         assert f"chunks={done.stdout.strip()}`" in RECIPES[recipe]
 
 
-def test_a_new_reward_is_trained_on(tmp_path):
+def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):
     (tmp_path / "my_rewards.py").write_text(code_of("Add a reward"))
-    (words,) = re.findall(r"`chunk-grpo (train [^`]+)`", RECIPES["Add a reward"])
-    run(*words.split(), "iterations=1", "--out", tmp_path / "run", "--no-report", PYTHONPATH=tmp_path)
-    assert "redness" in (tmp_path / "run/run.json").read_text()
+    (tmp_path / "my_prompts.txt").write_text("a red star\na blue ring\n")
+    (words,) = re.findall(r"^ +chunk-grpo (train .+)$", RECIPES["Add a reward"], flags=re.MULTILINE)
+    run(*words.split(), "iterations=1", "--out", tmp_path / "run", cwd=tmp_path)
+    assert "redness" in (tmp_path / "run/run.json").read_text() and (tmp_path / "run/report.html").is_file()
+    asked = {line["prompt"] for line in read_evaluation_records(tmp_path / "run")}
+    assert asked == {"a red star", "a blue ring"}
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
