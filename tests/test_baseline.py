@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import synthetic
 from commands import run
 from small_runs import alike, metrics, trained
 
+from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.training.metrics import tracker_values
 
 SHORT = ["iterations=2", "eval_every=0", "--no-report"]
@@ -22,7 +24,7 @@ def seconds(folder):
 
 
 def test_it_only_looks(world, whole):
-    "Trained weights and all other metrics are those of the run that does not look, bit for bit; that one draws nothing."
+    "Trained weights and all other metrics are bit for bit those of the run that does not look, which draws nothing."
     out = world / "looking"
     run("train", world / "s.yaml", "baseline_images=4", "--out", out, "--no-report")
     assert trained(out) == trained(whole)
@@ -37,7 +39,7 @@ def test_it_only_looks(world, whole):
 
 
 def test_an_adapter_is_off_for_the_base(world):
-    "From fewer images than a group's, with a moving average and KL: next to nothing before the first update, then something."
+    "From one image a prompt, with a moving average and KL: next to nothing before the first update, then something."
     out = world / "looking-lora"
     words = ["baseline_images=1", "lora_rank=4", "kl=0.01", "ema=0.5", "shared_noise=false"]
     run("train", world / "s.yaml", *words, *SHORT, "--out", out)
@@ -69,3 +71,13 @@ def test_more_than_a_group_is_refused(world, tmp_path):
     said = run("train", world / "s.yaml", "baseline_images=5", "--out", tmp_path / "run", code=2)
     assert "`baseline_images` must be 0 or at most `images_per_prompt` (4)" in said and "got 5" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_the_report_shows_it_where_it_is(tmp_path, images):
+    "The figure above the base with what it says of the last iterations; nothing of it in other runs."
+    pytest.importorskip("papermill")
+    out = synthetic.write(tmp_path / "run", {"iterations": 12, "baseline_images": images}, prompts=6)
+    page = write_run_report(out).read_text()
+    said = [words in page for words in ("on the same prompts, from the same noise", "2 by 2; the bands")]
+    assert said == [images > 0] * 2
