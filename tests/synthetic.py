@@ -31,6 +31,10 @@ def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: i
     spent = {"rollout": 2.0, "decode": 0.3, "reward": 0.2, "update": 2.4}
     out = {"iteration": iteration, "reward_mean": mean, "reward_std": 0.15, "reward_se": 0.02}
     out |= {f"reward_{name}": mean for name in setting.reward_weights(s)}
+    if s.baseline_images:
+        gained = {"mean": mean - 0.5, **dict.fromkeys(setting.reward_weights(s), mean - 0.5)}
+        out |= {f"above_base_{name}": gain for name, gain in gained.items()}
+        out |= {"above_base_se" if name == "mean" else f"above_base_{name}_se": 0.01 for name in gained}
     out |= {"advantage_std_zero_groups": 0, "ratio_mean": 1.0, "ratio_max_dev": float(10 ** rng.normal(-2.8, 0.1)),
             "clip_fraction": np.where(drawn, rng.beta(2, 8, count), None).tolist(),
             "ratio_dev": np.where(drawn, 10 ** rng.normal(-3.3, 0.2, count), None).tolist(),

@@ -40,6 +40,9 @@ def size_problem(
     if s.keep_every % s.checkpoint_every:
         return (f"`keep_every` must be 0 or a multiple of `checkpoint_every` ({s.checkpoint_every}), since other "
                 f"iterations have no checkpoint; got {s.keep_every}")
+    if s.baseline_images > s.images_per_prompt:
+        return (f"`baseline_images` must be 0 or at most `images_per_prompt` ({s.images_per_prompt}), whose noise the "
+                f"base's images share; got {s.baseline_images}")
     if s.hybrid_split > s.eval_steps:
         return f"`hybrid_split` must lie between 0 and `eval_steps` ({s.eval_steps}); got {s.hybrid_split}"
     for name in ("resolution", "eval_resolution"):

@@ -166,6 +166,8 @@ class RewardFields(PlacementFields):
     reward_options: dict[str, dict] = setting({}, "", OURS,
         "Options of rewards by name: weights, device, dtype, batch_size, or where they run (notebook rewards/rewards).",
         takes="a mapping from names of rewards to mappings of their options")
+    baseline_images: int = setting(0, "images", OURS,
+        "Images of each training prompt that the base draws too, to say how far training is above it; 0: none.", ge=0)
     eval_rewards: Names = setting((), "", OURS, "Rewards that score held-out prompts; empty: those trained on.")
     eval_every: int = setting(10, "iterations", OURS,
         "Iterations between two evaluations; 0: only the base and the end.", ge=0)

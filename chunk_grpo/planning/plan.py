@@ -59,11 +59,13 @@ def iteration_flops(
     s: Settings,
     config: ModelConfig,
 ) -> dict[str, float]:  # phase -> operations of one iteration, all processes together
-    "Operations of an iteration's rollout and updates."
+    "Operations of an iteration's rollout and updates, and of the base's images where it draws some."
     forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
-    images, trained = images_per_iteration(s), transitions_per_iteration(s)[1]
-    rollout = images * (s.steps - 1) + (s.prompts_per_iteration if s.shared_noise else images)
-    return {"rollout": rollout * forward, "update": trained * forward_equivalents(s) * forward}
+    prompts, trained = s.prompts_per_iteration, transitions_per_iteration(s)[1]
+    drawn = {"rollout": s.images_per_prompt} | ({"baseline": s.baseline_images} if s.baseline_images else {})
+    steps = {name: prompts * (n * (s.steps - 1) + (1 if s.shared_noise else n)) for name, n in drawn.items()}
+    update = {"update": trained * forward_equivalents(s) * forward}
+    return {name: count * forward for name, count in steps.items()} | update
 
 
 def forward_equivalents(
@@ -193,7 +195,8 @@ def describe_counts(
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
     updates = s.updates_per_iteration
     return [
-        ("images an iteration", f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"),
+        ("images an iteration", f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
+                                + f", and {s.baseline_images} of each prompt by the base" * (s.baseline_images > 0)),
         ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
         ("updates an iteration", f"{updates}, each on {images // updates:,} images"
                                  + (", the first on-policy" if updates > 1 else ", on-policy")),
@@ -294,10 +297,11 @@ def iteration_bytes(
 ) -> dict[str, float]:  # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
     weights = count_parameters(config) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
-    images, trained = images_per_iteration(s) / processes, transitions_per_iteration(s)[1] / processes
+    prompts, trained = s.prompts_per_iteration / processes, transitions_per_iteration(s)[1] / processes
+    drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
     moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
     return {
-        "rollout": -(-images // s.rollout_batch) * s.steps * weights,
+        **{name: -(-images // s.rollout_batch) * s.steps * weights for name, images in drawn.items()},
         "update": -(-trained // s.update_batch) * forward_equivalents(s) * weights + s.updates_per_iteration * moved,
     }
 

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'ARM_LABELS', 'LONGEST_NAME', 'RC_PARAMS', 'FURTHER_COLOURS', 'group_colours', 'create_subplots',
            'with_house_style', 'short_name', 'figure_to_png', 'display_figure', 'draw_reward', 'draw_heldout',
-           'plot_reward', 'plot_rewards', 'plot_heldout', 'chunk_column_array', 'draw_chunk_lines', 'draw_limit',
-           'plot_clipping', 'plot_gradient_norm', 'plot_image_statistics', 'plot_phase_seconds']
+           'plot_reward', 'plot_rewards', 'above_base_names', 'plot_above_base', 'plot_heldout', 'chunk_column_array',
+           'draw_chunk_lines', 'draw_limit', 'plot_clipping', 'plot_gradient_norm', 'plot_image_statistics',
+           'plot_phase_seconds']
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #9698ab8b
 import functools
@@ -168,6 +169,40 @@ def plot_rewards(
             draw_heldout(axis, metrics, name, colour)
         axis.set(title=short_name(name), xlabel="iteration", ylabel="mean score")
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return figure
+
+# %% ../../nbs/11_reporting/00_figures.ipynb #0096fd50
+def above_base_names(
+    metrics: pd.DataFrame,  # a row an iteration
+    weights: Mapping[str, float],  # reward -> weight in the sum
+) -> dict[str, str]:  # column -> title; the sum first where there are several, nothing where the base drew no images
+    "What the metrics say about the base on training prompts."
+    names = {f"above_base_{name}": short_name(name) for name in weights}
+    if not set(names) & set(metrics):
+        return {}
+    words = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
+    return ({"above_base_mean": short_name(words)} if len(weights) > 1 else {}) | names
+
+# %% ../../nbs/11_reporting/00_figures.ipynb #c1dc9e4e
+@with_house_style
+def plot_above_base(
+    metrics: pd.DataFrame,  # a row an iteration, with `above_base_mean`
+    weights: Mapping[str, float],  # reward -> weight in the sum
+    colour: str = METHOD_COLOURS["chunk"],
+) -> Figure:
+    "How far each reward, and their sum, is above the base on the prompts of every iteration, with 95% intervals."
+    names = above_base_names(metrics, weights)
+    figure, (axes,) = create_subplots(len(names), size=(max(7.0, 3.2 * len(names)), 2.9))
+    for axis, (name, title) in zip(axes, names.items(), strict=True):
+        error = "above_base_se" if name == "above_base_mean" else f"{name}_se"
+        rows = metrics.dropna(subset=[name])
+        mean, spread = rows[name].astype(float), NORMAL_QUANTILE * rows[error].astype(float)
+        axis.fill_between(rows.iteration, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        axis.plot(rows.iteration, mean, color=colour)
+        axis.axhline(0.0, color=METHOD_COLOURS["base"], linestyle=":", label="base")
+        axis.set(title=title, xlabel="iteration", ylabel="above the base")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0].legend(loc="lower right", fontsize=8)
     return figure
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #3e0e4570

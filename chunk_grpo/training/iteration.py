@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['count_seconds', 'TrainingState', 'prepare_state', 'optimizer_class', 'own_prompts', 'held_out_places',
-           'needed_prompts', 'load_policy_and_optimizer', 'sample_groups', 'measure_profile', 'chunk_trajectories',
-           'measure_ratio_floor', 'uniform_mix', 'equalize_forwards', 'build_update_batches', 'refuse_silent_weights',
-           'step_optimizer', 'update_policy']
+           'needed_prompts', 'load_policy_and_optimizer', 'group_keys', 'stream_scores', 'sample_groups', 'score_base',
+           'measure_profile', 'chunk_trajectories', 'measure_ratio_floor', 'uniform_mix', 'equalize_forwards',
+           'build_update_batches', 'refuse_silent_weights', 'step_optimizer', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -43,7 +43,7 @@ from ..reward_serving import placement
 from ..rewards import rewards
 from ..rewards.async_scoring import StreamingScores, scoring_thread
 from ..rewards.image_statistics import image_statistics
-from .rollout import decode_latents, sample_trajectories
+from .rollout import decode_latents, sample_trajectories, sde_batches
 from .update import ReplayContext, UpdateBatch, UpdateStats, accumulate_gradients, all_log_probs
 from .update import build_update_batch, ratio_floor, sample_chunks, split_updates
 from .update import transition_log_probs, transition_weights
@@ -175,17 +175,29 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
         state.limit = activation_memory.fit_update_batch(model, s).update_batch
     return state
 
+# %% ../../nbs/07_training/04_iteration.ipynb #1eb6052a
+def group_keys(
+    state: TrainingState,
+    count: int,  # images of each prompt
+) -> tuple[list[tuple[int, int, int, int]], Tensor]:  # of every image: key, and place of its prompt among this process'
+    "The first images of this process' prompts in the iteration in flight, which counts from 0."
+    mine = own_prompts(state, state.iteration)
+    keys = [(state.s.seed, state.iteration, p, g) for p in mine for g in range(count)]
+    return keys, torch.arange(len(mine)).repeat_interleave(count)
+
+
+def stream_scores(state: TrainingState, keys: list[tuple[int, int, int, int]]) -> StreamingScores:
+    "Scores by the rewards trained on, of images that will come in this order."
+    scorers = {name: state.rewards[name] for name in state.reward_weights}
+    return StreamingScores(state.executor, scorers, [state.prompts[prompt] for _, _, prompt, _ in keys])
+
 # %% ../../nbs/07_training/04_iteration.ipynb #4e6eae61
 def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str, Tensor]]:
     "Trajectories of this process' prompts, their advantages (B,), and raw scores by name (B,)."
-    s, number = state.s, state.iteration  # of finished iterations: the one in flight counts from 0
-    mine = own_prompts(state, number)
-    share = len(mine)
-    keys = [(s.seed, number, p, g) for p in mine for g in range(s.images_per_prompt)]
-    row = torch.arange(share).repeat_interleave(s.images_per_prompt)
-    conditioning = state.policy.encode([state.prompts[p] for p in mine])
-    scorers, texts = {name: state.rewards[name] for name in state.reward_weights}, [state.prompts[k[2]] for k in keys]
-    arriving, looks = StreamingScores(state.executor, scorers, texts), []
+    s = state.s
+    keys, row = group_keys(state, s.images_per_prompt)
+    conditioning = state.policy.encode([state.prompts[p] for p in own_prompts(state, state.iteration)])
+    arriving, looks = stream_scores(state, keys), []
 
     def ready(final: Tensor) -> None:
         with count_seconds(state.seconds, "decode"):
@@ -200,9 +212,26 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
     with count_seconds(state.seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     state.looks = torch.cat(looks)
-    grouped = {name: x.reshape(share, s.images_per_prompt) for name, x in scores.items()}
+    grouped = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
     advantage = group_advantages(rewards.combine_rewards(grouped, state.reward_weights), s.advantage_clamp).flatten()
     return ReplayContext(state.policy, conditioning, paths, state.grid, s.sampler, s.eta), advantage, scores
+
+# %% ../../nbs/07_training/04_iteration.ipynb #91214d09
+def score_base(
+    state: TrainingState,
+    conditioning: dict[str, Tensor],  # rows, one a prompt of this process
+) -> dict[str, Tensor]:  # raw scores by name, of `baseline_images` images a prompt
+    "Scores of what the base draws for this process' prompts from the noise of each group's first images."
+    s = state.s
+    keys, row = group_keys(state, s.baseline_images)
+    arriving = stream_scores(state, keys)
+    with count_seconds(state.seconds, "baseline"), trainable.base_weights(state.policy):
+        how = state.grid, s.sampler, s.eta, s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
+        for path, _ in sde_batches(state.policy, conditioning, row, keys, *how):
+            with count_seconds(state.seconds, "decode"):
+                arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
+    with count_seconds(state.seconds, "reward"):
+        return arriving.scores()
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(

@@ -33,8 +33,9 @@ from ..method.chunks import Chunks
 from ..models import fsdp, trainable
 from . import checkpoints
 from .iteration import TrainingState, count_seconds, load_policy_and_optimizer, measure_profile
-from .iteration import prepare_state, sample_groups, update_policy
-from .metrics import collect_metrics, evaluate_held_out, log_eval_samples, tracker_values
+from .iteration import prepare_state, sample_groups, score_base, update_policy
+from .metrics import above_base_metrics, collect_metrics, evaluate_held_out, log_eval_samples
+from .metrics import tracker_values
 from .progress import format_progress
 
 # %% ../../nbs/07_training/07_trainer.ipynb #a8027f66
@@ -190,12 +191,14 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     start, cpu = time.perf_counter(), time.process_time()
     context, advantage, scores = sample_groups(state)
     refuse_infinite(state, advantage, context.trajectories.logp)
+    base = score_base(state, context.conditioning) if s.baseline_images else None
     if state.iteration == 0:
         state.chunks = measure_profile(state, context.trajectories.latents)
     with count_seconds(state.seconds, "update"):
         works, outcomes, norms, skipped, floors = update_policy(state, context, advantage)
     state.iteration += 1
     line = collect_metrics(state, works, outcomes, norms, skipped, scores, advantage)
+    line |= above_base_metrics(state, scores, base) if base else {}
     if floors:
         line |= {"ratio_floor": floors[0], "ratio_floor_rollout": floors[1]}
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
