@@ -301,7 +301,7 @@ def stage_speed(small: bool, folder: Path) -> dict:
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
         phases = {name: {key: phase[key] for key in kept if phase[key] is not None}
                   for name, phase in found["phases"].items()}
-        rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations")
+        rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations", "orders")
         return phases | {key: found[key] for key in rest}
 
     return {"plain": lambda: measure(True), "checkpointed": lambda: measure(False, gradient_checkpointing=True),
