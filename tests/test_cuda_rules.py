@@ -26,14 +26,11 @@ from chunk_grpo.training.update import (
 EVERYTHING = ["eval_every=1", "eval_count=2", "checkpoint_every=1", "images_per_prompt=2", "prompts_per_iteration=2",
               "reward=tiny_rewards:red_on_its_device", "rollout_batch=3", "update_batch=7", "steps=8", "chunks=2,5"]
 VARIANTS = {
-    "full": [],
-    "lora": ["lora_rank=4"],
+    "full": ["ema=0.9", "latents_on=host", "vae_tiling=true", "update_batch=3"],
+    "lora": ["lora_rank=4", "gradient_checkpointing=true"],
     "kl": ["kl=0.01", "updates_per_iteration=1"],
-    "ema": ["ema=0.9"],
     "bf16-lora": ["dtype=bfloat16", "lora_rank=4", "kl=0.01"],
     "bf16-full": ["dtype=bfloat16", "latents_dtype=bfloat16", "ema=0.9"],
-    "checkpointing": ["gradient_checkpointing=true", "lora_rank=2"],
-    "host": ["latents_on=host", "vae_tiling=true", "update_batch=3"],
     "adaptive": ["chunks=adaptive:1", "drop_flat_groups=true", "chunk_weighting=dynamics"],
     "hybrid": ["kl=0.1", "ema=0.5", "hybrid_split=1", "chunks=profile", "chunk_weighting=profile"],
     "guided": ["true_cfg_scale=3", "shared_noise=false", "step_weights=noise", "sampler=cps"],

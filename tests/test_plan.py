@@ -1,5 +1,6 @@
 """What a plan counts, and what a model costs."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -103,6 +104,42 @@ def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
     given = s.resolution, s.max_tokens, s.dtype, s.lora_rank, s.lora_targets if s.lora_rank else ()
     fixed, row = activation_memory._counted_bytes(network, *given, s.gradient_checkpointing)
     return fixed + row * s.update_batch
+
+
+def run_every_block(block, found, seen, skipped):
+    "In place of `keep_alike_once`."
+    run = block.forward
+
+    def forward(*args, **kwargs):
+        before, out = sum(found.values()), run(*args, **kwargs)
+        seen.setdefault(id(block), []).append((sum(found.values()) - before, out))
+        return out
+
+    block.forward = forward
+
+
+@pytest.mark.parametrize("rank, checkpointing", [(0, False), (4, True)])
+def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypatch):
+    "Six blocks in each list, of which two of a kind run: the bytes of all six."
+    network = model_cost.find_model_config(family)
+    sizes = json.loads(network.transformer)
+    lists = {name: 6 for name in sizes if name in ("num_layers", "num_single_layers", "n_layers")}
+    network = dataclasses.replace(network, transformer=json.dumps(sizes | lists))
+    assert lists and sum(map(len, model_cost.find_block_lists(model_cost.meta_networks(network)[0]))) >= 6
+    given = network, SIDE, TOKENS, "bfloat16", rank, settings.load_settings().lora_targets, checkpointing
+    few = activation_memory._counted_bytes.__wrapped__(*given)
+    monkeypatch.setattr(activation_memory, "keep_alike_once", run_every_block)
+    assert few == activation_memory._counted_bytes.__wrapped__(*given)
+
+
+@pytest.mark.parametrize("name, resolution", [("sd3", 64), ("qwen", 320)])
+def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, monkeypatch):
+    "Two images of several tiles: one of a kind is decoded."
+    network = model_cost.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
+    given = network, resolution, "float32", True, 2
+    few = memory_budget.peak_decode_bytes.__wrapped__(*given)
+    monkeypatch.setattr(memory_budget, "run_alike_once", lambda run, live: run)
+    assert few == memory_budget.peak_decode_bytes.__wrapped__(*given)
 
 
 def test_what_flux_says_of_itself_is_near_what_is_counted():

@@ -41,10 +41,12 @@ def tiny(tmp_path_factory):
 def test_speed_says_what_an_iteration_takes(tmp_path):
     given = ["--prompts", 1, "--images", 2, "--steps", 4, "--repeats", 1, "--out", tmp_path / "speed.json"]
     said = run("speed", *FEW, *given)
-    for word in ("rollout", "decode", "reward", "update", "share of rate", "the gradients of both orders are equal"):
+    for word in ("rollout", "decode", "reward", "update", "share of rate", "the gradients of all orders are equal"):
         assert word in said
     kept = json.loads((tmp_path / "speed.json").read_text())
     assert kept["images"] == 2 and kept["transitions"] == 6 and kept["gradient_error"] < 1e-5
+    assert list(kept["orders"]) == ["batched, as here", "DanceGRPO", "GCPO, chunks", "Flow-GRPO, batches of 3"]
+    assert all(set(each) == {"rollout", "update"} and min(each.values()) > 0 for each in kept["orders"].values())
     assert set(kept["phases"]) == {"rollout", "decode", "reward", "update"}
     assert {"torch", "diffusers"} <= set(kept["versions"]) and kept["machine"]["cores"]
 
@@ -52,7 +54,29 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
 def test_speed_without_the_reference_order():
     s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
     result = speed.measure_iteration(s, 1, with_reference=False)
-    assert result["gradient_error"] is None and "gradients" not in "\n".join(speed.speed_lines(result))
+    assert result["gradient_error"] is None and not result["orders"]
+    assert "gradients" not in "\n".join(speed.speed_lines(result))
+
+
+@pytest.mark.parametrize("changes", [["chunks=1,3"], ["chunks=2,2", "chunk_fraction=0.5"], ["chunks=steps"]])
+def test_every_order_leaves_the_same_gradient(changes):
+    "In as many forwards as its batches: DanceGRPO's one a transition, GCPO's one a chunk, Flow-GRPO's one for three."
+    given = ["prompts_per_iteration=1", "images_per_prompt=4", "steps=5", "rollout_batch=4", *changes]
+    b = workload.prepare_workload(workload.load_workload_settings("pocket", given))
+    paths, calls = b.rollout(), []
+    trained, forward = b.update(paths), b.policy.transformer.forward
+    b.policy.transformer.forward = lambda *args, **more: calls.append(1) or forward(*args, **more)
+    chunks = workload.list_transitions(b, paths)
+    each = [transition for chunk in chunks for transition in chunk]
+    ours, threes = b.gradient(), [each[n : n + 3] for n in range(0, len(each), 3)]
+    assert len(each) == trained and ours.norm() > 0
+    for batches in (chunks, threes, [[one] for one in each]):
+        calls.clear()
+        workload.accumulate_batched_gradients(b, paths, batches)
+        assert len(calls) == len(batches) and speed.gradient_difference(b, ours) < 1e-5
+    workload.accumulate_batched_gradients(b, paths, chunks[1:])  # a chunk is left out
+    with pytest.raises(RuntimeError, match="the gradients of the two orders differ"):
+        speed.gradient_difference(b, ours)
 
 
 def test_a_wrong_model_is_one_sentence():

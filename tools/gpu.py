@@ -301,7 +301,7 @@ def stage_speed(small: bool, folder: Path) -> dict:
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
         phases = {name: {key: phase[key] for key in kept if phase[key] is not None}
                   for name, phase in found["phases"].items()}
-        rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations")
+        rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations", "orders")
         return phases | {key: found[key] for key in rest}
 
     return {"plain": lambda: measure(True), "checkpointed": lambda: measure(False, gradient_checkpointing=True),
@@ -406,8 +406,8 @@ def stage_encoders(small: bool, folder: Path) -> dict:
 
 SHARDED = {"prompts": "pocket:train", "eval_prompts": "pocket:test", "max_tokens": 12, "prompts_per_iteration": 1,
            "images_per_prompt": 4, "steps": 5, "chunks": "2,2", "sharding": "fsdp", "reward": "pocket-clip",
-           "eval_every": 0, "eval_steps": 2, "hybrid_split": 1, "eval_count": 1, "rollout_batch": 4, "update_batch": 2,
-           "checkpoint_every": 1, "keep_checkpoints": 1, "clip_range": 1e-3}
+           "eval_every": 1, "eval_steps": 2, "hybrid_split": 1, "eval_count": 1, "rollout_batch": 4, "update_batch": 2,
+           "checkpoint_every": 1, "keep_checkpoints": 1, "clip_range": 1e-3}  # each evaluated: a run ends with one
 
 
 DISK_BYTES = 2 + 2 * 12 + 3 * 4  # of a weight: the model, a checkpoint beside the next one, trained weights of two runs

@@ -6,7 +6,7 @@
 __all__ = ['FLUX_TRANSFORMER_CONFIG', 'FLUX_VAE_CONFIG', 'POCKET_WORKLOAD', 'FLUX_SIZE_WORKLOAD', 'WORKLOAD_SETTINGS',
            'random_networks', 'random_embeds', 'RandomFluxPolicy', 'load_workload_settings', 'IterationData',
            'Workload', 'load_workload_policy', 'prepare_workload', 'sample_reference_trajectories',
-           'reference_log_ratio', 'accumulate_reference_gradients']
+           'reference_log_ratio', 'accumulate_reference_gradients', 'list_transitions', 'accumulate_batched_gradients']
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #8d33a419
 from collections.abc import Callable, Iterable, Sequence
@@ -249,3 +249,31 @@ def accumulate_reference_gradients(
             ratio = torch.cat([reference_log_ratio(b, paths, image, i) for i in inside]).mean().exp().reshape(1, 1)
             objective = clipped_objective(ratio, advantage[image : image + 1], b.s.clip_range)
             (-objective / chosen.numel()).backward()
+
+# %% ../../nbs/10_measurements/05_workload.ipynb #f7644d2e
+def list_transitions(
+    b: Workload,
+    paths: Trajectories,
+) -> list[list[tuple[int, int, float]]]:  # a list a chunk: image, transition, weight in the objective
+    "The transitions that an update trains, image by image and chunk by chunk."
+    chosen, every = b.chosen(paths), range(b.chunks.transitions)
+    inside = [(image, every[b.chunks.slices[chunk]]) for image, row in enumerate(chosen.tolist()) for chunk in row]
+    return [[(image, i, 1 / len(part) / chosen.numel()) for i in part] for image, part in inside]
+
+
+def accumulate_batched_gradients(
+    b: Workload,
+    paths: Trajectories,
+    batches: Sequence[Sequence[tuple[int, int, float]]],  # of `list_transitions`, in any order
+) -> None:
+    "Leave the gradient of minus (13) in the weights, on-policy, with one forward and backward a batch."
+    b.policy.transformer.zero_grad()
+    for batch in batches:
+        image, i, weight = map(torch.tensor, zip(*batch, strict=True))
+        rows = {k: v[paths.row[image]] for k, v in b.conditioning.items()}
+        now, then = (paths.latents[image, j].float().to(b.device) for j in (i, i + 1))
+        velocity = b.policy.velocity(now, told_sigma(b.policy, b.grid[i]), rows)
+        mean, std = transition_mean_std(velocity, now, b.grid, i, kind=b.s.sampler, eta=b.s.eta)
+        logp = log_prob(then, mean, std, kind=b.s.sampler)
+        ratio = (logp - logp.detach()).exp()
+        (-(weight * b.advantage[image]).to(b.device) * ratio).sum().backward()
