@@ -302,8 +302,7 @@ def iteration_bytes(
     moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
     return {
         **{name: -(-images // s.rollout_batch) * s.steps * weights for name, images in drawn.items()},
-        "update": -(-trained // s.update_batch) * forward_equivalents(s) * weights + s.updates_per_iteration * moved,
-    }
+        "update": -(-trained // s.update_batch) * forward_equivalents(s) * weights + s.updates_per_iteration * moved}
 
 
 def iteration_seconds(
