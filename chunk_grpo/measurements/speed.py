@@ -188,14 +188,16 @@ def order_seconds(
 
 
 def order_lines(
-    orders: dict[str, dict[str, float]],  # of `order_seconds`
+    orders: dict[str, dict[str, float]] | None,  # of `order_seconds`
 ) -> list[str]:
     "A table of the orders; the last column is how many times as long as here rollout and update take."
+    if not orders:
+        return []
     ours = sum(orders["batched, as here"].values())
     rows = [(name, *(f"{each[what]:.3g} s" for what in ("rollout", "update")), f"{sum(each.values()) / ours:.1f}")
             for name, each in orders.items()]
-    return [name.ljust(24) + "".join(cell.rjust(12) for cell in cells)
-            for name, *cells in [("order", "rollout", "update", "times ours"), *rows]]
+    table = [("order", "rollout", "update", "times ours"), *rows]
+    return ["", *(name.ljust(24) + "".join(cell.rjust(12) for cell in cells) for name, *cells in table), ""]
 
 # %% ../../nbs/10_measurements/06_speed.ipynb #c4dba54a
 def useful_flops(
@@ -286,8 +288,7 @@ def speed_lines(
            f"{s['chunks']}; batches of {s['rollout_batch']} and {s['update_batch']}",
            f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted",
            "", *body, "", f"update, one transition a forward: chunk of 1 {one / 1e6:,.1f} MB, {', '.join(grown)}"]
-    if result.get("orders"):  # files from before have none
-        out += ["", *order_lines(result["orders"]), ""]
+    out += order_lines(result.get("orders"))  # files from before have none
     if result["gradient_error"] is not None:
         out.append(f"the gradients of all orders are equal: {result['gradient_error']:.1e} apart, "
                    f"at most {GRADIENT_TOLERANCE[s['dtype']]:g} allowed")
