@@ -71,7 +71,8 @@ def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_lin
 
 def test_a_run_on_two_rewards_shows_both():
     figure = figures.plot_rewards(metrics(), {"a": 1.0, "b": 0.5})
-    _, a, b = figure.axes
+    total, a, b = figure.axes
+    assert total.lines[0].get_ydata()[-1] == pytest.approx(0.5 + 0.5 * 1.0), "the sum of both, not the first"
     assert (a.get_title(loc="left"), b.get_title(loc="left")) == ("a", "b")
     assert a.lines[0].get_ydata()[-1] == pytest.approx(0.5) and b.lines[0].get_ydata()[-1] == 1.0
 

@@ -156,11 +156,12 @@ def plot_rewards(
     measured: Sequence[str] = (),  # rewards whose held-out scores are drawn
     colour: str = METHOD_COLOURS["chunk"],
 ) -> Figure:
-    "The sum that is trained on, and each reward of it on training prompts and on held-out ones."
+    "The weighted sum of the mean scores, and each reward on training prompts and on held-out ones."
     figure, (axes,) = create_subplots(1 + len(weights), size=(3.2 * (1 + len(weights)), 2.9))
-    draw_reward(axes[0], metrics, colour)
+    scores = metrics.reindex(columns=[f"reward_{name}" for name in weights]).astype(float)
+    axes[0].plot(metrics.iteration, scores.mul(list(weights.values())).sum(axis=1, skipna=False), color=colour)
     words = " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
-    axes[0].set(title=short_name(words), ylabel="weighted sum")
+    axes[0].set(title=short_name(words), xlabel="iteration", ylabel="weighted sum")
     for axis, name in zip(axes[1:], weights, strict=True):
         if f"reward_{name}" in metrics:
             rows = metrics.dropna(subset=[f"reward_{name}"])
