@@ -412,7 +412,7 @@ OPTIONS = {  # command -> option -> texts that it does not take
     "serve-reward pocket-clip": {"--port": [*NUMBERS, "65536"], "--host": ["", "no such host", "256.1.1.1", "\n"],
                                  "--token": ["NOT_SET_HERE", "a b"], "--max-images": [*NUMBERS, "0"],
                                  "--max-pixels": [*NUMBERS, "0"], "--batch-wait-ms": ["nan", "inf", "-1", "x"]},
-    "study explain": {"--processes": [*NUMBERS, "0", "10001"], "--seeds": ["x", "9", "-1", "1.5", DIGITS]},
+    "study explain": {"--processes": [*NUMBERS, "0", "10001"], "--seeds": ["x", "16", "-1", "1.5", DIGITS]},
 }
 PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "convert-detector", "reward-env",
          "serve-reward", "plan --fast", "train --resume", "train pocket/tiny --resume", "reward-env nowhere",

@@ -69,7 +69,7 @@ from chunk_grpo.reporting import notebooks, reports
     (["report", "nowhere"], ["nowhere"]),
     (["study", "explane"], ["'explane'", "explain"]),
     (["study", "explain", "--arms", "steps,stairs"], ["`arms`", "reweighted", "'stairs'"]),
-    (["study", "explain", "--seeds", "0,9"], ["`seeds`", "between 0 and 4", "9"]),
+    (["study", "explain", "--seeds", "0,16"], ["`seeds`", "between 0 and 15", "16"]),
     (["study", "explain", "--seeds", "x"], ["`--seeds`", "'x'"]),
     (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
     (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),

@@ -95,10 +95,11 @@ def chunk_setting_claims() -> list[Claim]:
 # %% ../../nbs/12_studies/08_claims.ipynb #0e3bf71c
 def explanation_claims() -> list[Claim]:
     "What of the difference between chunks and steps remains where weights and clipping are alike."
-    asked = [("Steps with the chunks' weights beat steps", "above", "reweighted", "steps"),
-             ("Chunks beat steps of the same weights", "above", "chunks", "reweighted"),
-             ("Chunks beat steps of the same weights and twice the clip range", "above", "chunks", "reweighted-wide"),
-             ("Without clipping chunks equal steps of the same weights", "equal", "chunks-free", "reweighted-free")]
+    asked = [("Without clipping, steps with the chunks' weights beat steps", "above", "reweighted-free", "steps-free"),
+             ("Under a tight clip range chunks beat steps of the same weights", "above", "chunks", "reweighted"),
+             ("Under a tight clip range equal chunks beat steps", "above", "4x4", "steps"),
+             ("Without clipping equal chunks equal steps", "equal", "4x4-free", "steps-free"),
+             ("With one update an iteration equal chunks equal steps", "equal", "4x4-once", "steps-once")]
     page = "findings/explain.ipynb"
     return [Claim(words, "not asked", page, direction, partial(contrast_arms, "explain", arm, other))
             for words, direction, arm, other in asked]
