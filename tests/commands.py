@@ -35,15 +35,23 @@ def start(*words, **more) -> warm.Started:
     return warm.Started(server(), [*map(str, words)], environment(**more), os.getcwd(), files)
 
 
-def call(*words, cwd=None, **more) -> subprocess.CompletedProcess:
-    "Run the command line to its end, in a process that begins with the imports done."
+def call(*words, cwd=None, module: str = "chunk_grpo.cli.main", **more) -> subprocess.CompletedProcess:
+    "Run the command line, or another module or file, to its end, in a process that begins with the imports done."
     words = [*map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
         code = warm.call(server(), words, environment(**more), str(cwd or os.getcwd()),
-                         tuple(map(str, files)), timeout=300)
+                         tuple(map(str, files)), timeout=300, module=module)
         said, error = (file.read_text() for file in files)
     return subprocess.CompletedProcess(words, code, said, error)
+
+
+def call_python(code: str, folder: Path) -> subprocess.CompletedProcess:
+    "Run a text of Python in a folder, in a process that begins with the imports done."
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        return call(cwd=folder, module=file.name)
 
 
 def run(*words, code: int = 0, **more) -> str:

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 from commands import run
-from small_runs import write
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = ("faults", "power", "training", "processes", "corpus", "benchmark", "cli", "study", "families", "evaluation",
@@ -20,6 +19,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     "A folder with the model, prompts, and a settings file."
+    from small_runs import write  # brings torch, which the tests of pages and house need not wait for
+
     return write(tmp_path_factory.mktemp("world"))
 
 

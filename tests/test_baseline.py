@@ -5,7 +5,7 @@ import json
 import pytest
 import synthetic
 from commands import run
-from small_runs import alike, metrics, trained
+from small_runs import metrics, trained
 
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.training.metrics import tracker_values
@@ -57,26 +57,15 @@ def test_it_goes_on_after_an_interruption(world):
     assert above(metrics(outs[0])[-1])["above_base_mean"] != 0
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_processes_find_the_same(world, sharding):
-    "Two processes, with whole weights or with parts of them: the numbers of one."
-    outs = [world / f"looking-{n}-{sharding}" for n in (1, 2)]
-    for n, out in enumerate(outs, 1):
-        words = ["baseline_images=3", f"sharding={sharding if n > 1 else 'none'}", "--processes", n]
-        run("train", world / "s.yaml", *words, *SHORT, "--out", out)
-    assert alike(outs[1], outs[0]) and above(metrics(outs[1])[-1])["above_base_mean"] != 0
-
-
 def test_more_than_a_group_is_refused(world, tmp_path):
     said = run("train", world / "s.yaml", "baseline_images=5", "--out", tmp_path / "run", code=2)
     assert "`baseline_images` must be 0 or at most `images_per_prompt` (4)" in said and "got 5" in said
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("images", [0, 2])
+@pytest.mark.parametrize("images", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_report_shows_it_where_it_is(tmp_path, images):
     "The figure above the base with what it says of the last iterations; nothing of it in other runs."
-    pytest.importorskip("papermill")
     out = synthetic.write(tmp_path / "run", {"iterations": 12, "baseline_images": images}, prompts=6)
     page = write_run_report(out).read_text()
     said = [words in page for words in ("on the same prompts, from the same noise", "2 by 2; the bands")]

@@ -2,14 +2,12 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 import typer.main
-from commands import environment
+from commands import call_python
 from typer.testing import CliRunner
 
 from chunk_grpo.cli import main
@@ -66,8 +64,7 @@ def test_the_python_of_the_readme_prints_what_stands_below_it(tmp_path):
     "In the order of the page, in one process; the last block trains."
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (printed,) = re.findall(r"```\n(\(4, 4\)[^\n]+)\n```", README)
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, env=environment(),
-                          capture_output=True, text=True)
+    done = call_python("\n".join(blocks), tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(blocks) == 2 and printed in done.stdout.splitlines()
     assert len((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()) > 3

@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import command, environment, run
+from commands import call, command, environment, run
 from small_runs import metrics, wait_for, write
 
 from chunk_grpo import InputError
@@ -63,17 +64,23 @@ def gone(processes):
 
 
 @pytest.fixture
-def two(world, tmp_path):
-    "Starts the same command on two machines."
+def hosts_file(tmp_path):
+    "The file that names two machines."
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     (tmp_path / "hosts.yaml").write_text(
         f"nodes: 2\nprocesses: 1\nrendezvous: localhost:{port}\nenvironment: {{GLOO_SOCKET_IFNAME: lo}}\n")
+    return tmp_path / "hosts.yaml"
+
+
+@pytest.fixture
+def two(world, hosts_file):
+    "Starts the same command on two machines."
     children = []
 
     def begin(*words, **more):
-        line = command("train", world / "s.yaml", *words, "--no-report", "--hosts", tmp_path / "hosts.yaml")
+        line = command("train", world / "s.yaml", *words, "--no-report", "--hosts", hosts_file)
         for number in (1, 0):  # whichever comes first waits
             children.append(subprocess.Popen(line, env=environment(GROUP_RANK=number, **more), text=True,
                                              stderr=subprocess.PIPE, stdout=subprocess.PIPE))
@@ -83,13 +90,14 @@ def two(world, tmp_path):
         child.kill()
 
 
-def test_two_machines_train_as_one_does(world, whole, two):
+def test_two_machines_train_as_one_does(world, whole, hosts_file):
     "One process on each, with half of the weights: the metrics of one process, one report of them, and logs of each."
     out = world / "machines"
-    first, second = two("sharding=fsdp", "--out", out)
-    said = [child.communicate(timeout=200) for child in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), said
-    assert "iteration 3/3" in said[0][0] and "machine 1 of 2, beside machine 0" in said[1][0]
+    words = ("train", world / "s.yaml", "sharding=fsdp", "--out", out, "--no-report", "--hosts", hosts_file)
+    with ThreadPoolExecutor(2) as pool:
+        second, first = pool.map(lambda number: call(*words, GROUP_RANK=number), (1, 0))
+    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    assert "iteration 3/3" in first.stdout and "machine 1 of 2, beside machine 0" in second.stdout
     same(metrics(out), whole)
     note = json.loads((out / "run.json").read_text())
     assert (note["status"], note["nodes"], note["processes"]) == ("finished", 2, 2)

@@ -15,7 +15,6 @@ import nbformat
 import pytest
 
 from chunk_grpo.core import settings
-from chunk_grpo.studies import design
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
@@ -282,7 +281,9 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.list_presets()}
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
     home = "chunk_grpo/presets/pocket/studies"
-    expected |= {f"{home}/{name}/{file}.yaml" for name in design.list_studies() for file in ("base", "study")}
+    studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
+    assert len(studies) == 8
+    expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names
     assert any(name.endswith(".safetensors") for name in names)

@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 import torch
-from commands import command, environment, run
-from small_runs import alike, metrics, wait_for
+from commands import call, command, environment, run
+from small_runs import alike, metrics, trained, wait_for
 
 DRAW = """
 import sys, torch
@@ -29,15 +29,12 @@ torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths
 def test_processes_draw_the_same_images(world, tmp_path, many):
     "One and several: bit-identical noise, images within 1e-4."
     (tmp_path / "draw.py").write_text(DRAW)
-    for n in (1, many):
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n > 1 else []
-        said = subprocess.run(
-            [sys.executable, *words, str(tmp_path / "draw.py"), str(world / "s.yaml"), str(tmp_path)],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    words = [str(world / "s.yaml"), str(tmp_path)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(many)]
+    alone = call(*words, module=str(tmp_path / "draw.py"))
+    together = subprocess.run([sys.executable, *launcher, str(tmp_path / "draw.py"), *words], env=environment(),
+                              capture_output=True, text=True, timeout=300)
+    for said in (alone, together):
         assert said.returncode == 0, said.stderr[-2000:]
     one = torch.load(tmp_path / "1.0.pt")
     parts = [torch.load(tmp_path / f"{many}.{rank}.pt") for rank in range(many)]
@@ -51,9 +48,12 @@ def test_processes_draw_the_same_images(world, tmp_path, many):
     pytest.param(2, "fsdp", marks=pytest.mark.slow)])  # two machines with a part each are in test_hosts
 def test_several_processes_train_the_same(world, whole, processes, sharding):
     "As one process: with whole weights in each, and with a part in each."
-    out = world / f"{processes}-{sharding}"
-    run("train", world / "s.yaml", f"sharding={sharding}", "--out", out, "--processes", processes, "--no-report")
-    assert alike(out, whole)
+    out, alone = world / f"{processes}-{sharding}", world / f"{processes}-{sharding}-alone"
+    words = ("train", world / "s.yaml", "baseline_images=2", "--no-report")  # the base draws beside it
+    run(*words, f"sharding={sharding}", "--out", out, "--processes", processes)
+    run(*words, "--out", alone)
+    assert alike(out, alone) and trained(alone) == trained(whole)
+    assert metrics(out)[-1]["above_base_mean"] != 0
     assert json.loads((out / "run.json").read_text())["processes"] == processes
 
 

@@ -1,12 +1,10 @@
 """The recipes of CONTRIBUTING.md run as they stand there."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import run
+from commands import call_python, run
 
 from chunk_grpo.runs.run_folder import read_evaluation_records
 
@@ -27,7 +25,7 @@ def test_there_are_four():
 
 @pytest.mark.parametrize("recipe", ["Add a family", "Add a chunker", "Change the clip"])
 def test_code_of_a_recipe_runs(recipe, tmp_path):
-    done = subprocess.run([sys.executable, "-c", code_of(recipe)], cwd=tmp_path, capture_output=True, text=True)
+    done = call_python(code_of(recipe), tmp_path)
     assert done.returncode == 0, done.stderr
     if recipe == "Add a chunker":
         assert f"chunks={done.stdout.strip()}`" in RECIPES[recipe]
@@ -37,8 +35,9 @@ def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):
     (tmp_path / "my_rewards.py").write_text(code_of("Add a reward"))
     (tmp_path / "my_prompts.txt").write_text("a red star\na blue ring\n")
     (words,) = re.findall(r"^ +chunk-grpo (train .+)$", RECIPES["Add a reward"], flags=re.MULTILINE)
-    run(*words.split(), "iterations=1", "--out", tmp_path / "run", cwd=tmp_path)
-    assert "redness" in (tmp_path / "run/run.json").read_text() and (tmp_path / "run/report.html").is_file()
+    run(*words.split(), "iterations=1", "--out", tmp_path / "run", "--no-report", cwd=tmp_path)
+    assert "redness" in (tmp_path / "run/run.json").read_text()
+    run("evaluate", tmp_path / "run", "--trust", "--no-report", cwd=tmp_path)
     asked = {line["prompt"] for line in read_evaluation_records(tmp_path / "run")}
     assert asked == {"a red star", "a blue ring"}
 

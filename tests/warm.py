@@ -56,7 +56,10 @@ def become(module: str, words: list[str], environment: dict[str, str], anew: tup
         del sys.modules[name]
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if end.code is not None and not isinstance(end.code, int):
@@ -127,14 +130,15 @@ class Popen(subprocess.Popen):
         return super().__new__(cls)
 
 
-def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]) -> None:
-    "What a process of the server does: the command line in a folder, its output in two files."
+def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str],
+            module: str = "chunk_grpo.cli.main") -> None:
+    "What a process of the server does: the command line, or another module or file, in a folder; output in two files."
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     subprocess.Popen = Popen
-    os._exit(become("chunk_grpo.cli.main", words, environment))
+    os._exit(become(module, words, environment))
 
 
 class Started:
@@ -153,9 +157,10 @@ class Started:
         return self.process.exitcode
 
 
-def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float):
-    "Run the command line to its end in a process of the server; its exit code."
-    child = context.Process(target=program, args=(words, environment, folder, files))
+def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float,
+         module: str = "chunk_grpo.cli.main"):
+    "Run the command line, or another module or file, to its end in a process of the server; its exit code."
+    child = context.Process(target=program, args=(words, environment, folder, files, module))
     child.start()
     child.join(timeout)
     if child.is_alive():
