@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['POLICY_FIELDS', 'AS_TRAINED_ARMS', 'find_trained_weights', 'load_trained_policy', 'hash_trained_weights',
-           'sample_arm_images', 'start_share', 'last_words', 'shares_ended', 'share_out', 'drawing_processes',
+           'sample_arm_images', 'start_share', 'last_error_line', 'shares_ended', 'share_out', 'drawing_processes',
            'image_cost', 'progress_text']
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #562474c4
@@ -109,7 +109,7 @@ def start_share(
                                 stderr=errors, start_new_session=True, preexec_fn=die_with_parent(os.getpid()))
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #814646ac
-def last_words(
+def last_error_line(
     errors,  # a file that a process wrote to
     code: int,  # its exit status
 ) -> str:
@@ -124,7 +124,7 @@ def shares_ended(what: str, children: list[subprocess.Popen], errors: list) -> b
     codes = [child.poll() for child in children]
     for file, code in zip(errors, codes, strict=True):
         if code:
-            raise InputError(f"{what}: a process that draws failed: {last_words(file, code)}")
+            raise InputError(f"{what}: a process that draws failed: {last_error_line(file, code)}")
     return None not in codes
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #60e8aa24
