@@ -132,10 +132,10 @@ def test_a_claim_follows_its_rows(kept):
     assert verdict()["verdict"] == "open"
     said = {}
     for effect in (0.14, 0.1, 0.06):
-        write(kept, "chunk-setting", {"2-3-4-7": effect}, only=("steps", "2-3-4-7"))
+        write(kept, "confirmation", {"2-3-4-7": effect}, only=("steps", "2-3-4-7"))
         said[effect] = verdict()["verdict"]
     assert said[0.14] == "holds" and said[0.06] == "does not hold" and said[0.1] != "holds"
-    write(kept, "chunk-setting", seeds=1, only=("steps", "2-3-4-7"))
+    write(kept, "confirmation", seeds=1, only=("steps", "2-3-4-7"))
     assert verdict()["verdict"] == "cannot tell" and "1 seed" in verdict()["measured on pocket"]
 
 
@@ -158,8 +158,8 @@ def test_hybrid_and_transfer_are_on_rewards_that_were_not_trained_on(kept):
     assert "pocket-geneval" not in analysis.training_rewards(write(kept, "hybrid")[0])
     write(kept, "rewards")
     assert measures.hybrid_effect()["unit"] == "pocket-geneval"
-    assert measures.reward_transfer("clip", "geneval")["unit"] == "pocket-geneval"
-    assert measures.reward_transfer("geneval", "clip")["unit"] == "pocket-clip"
+    assert measures.reward_transfer("clip", "partial", "pocket-geneval")["unit"] == "pocket-geneval"
+    assert measures.reward_transfer("partial", "clip")["unit"] == "pocket-clip"
     assert measures.hybrid_effect()["hi"] < 0  # an invented gain grows with the trained steps, so a split costs
 
 

@@ -109,12 +109,13 @@ def noise_chunk_instability() -> dict | None:
 def reward_transfer(
     arm: str,  # of the study rewards, trained on one reward
     to: str,  # the arm trained on the other one
+    reward: str | None = None,  # that is looked at; None: the one that `to` was trained on
 ) -> dict | None:
     "What training on one reward gains on the other."
     rows = analysis.load_study_rows("rewards")
     if not {arm, to} <= set(analysis.arms_with_runs(rows)):
         return None
-    reward = analysis.training_rewards(next(row for row in rows if row["arm"] == to))[0]
+    reward = reward or analysis.training_rewards(next(row for row in rows if row["arm"] == to))[0]
     values = analysis.gains_by_seed(rows, reward)
     gain, share = float(values[to].mean()), smallest_share("rewards")
     return paired_effect(values.assign(base=0.0), [arm], ["base"], reward, gain, "rewards", share)
