@@ -207,7 +207,7 @@ def claim_rows(
             verdict = "cannot tell" if verdict == "holds" and not corrected[claim.words] < 0.05 else verdict
         p, first = corrected.get(claim.words), found and found["first"]
         out.append({"claim": claim.words, "the paper": claim.paper, "measured on pocket": text,
-                    "p (Holm)": "" if p is None or p != p else f"{p:.3f}",
+                    "p (Holm)": "" if p is None or p != p else "<0.001" if p < 0.001 else f"{p:.3f}",
                     "one run": "" if first is None else format_number(first, signed=True), "verdict": verdict,
                     "page": claim.page})
     still = [row["claim"] for row in out if row["verdict"] == "open"]
