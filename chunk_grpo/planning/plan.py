@@ -5,23 +5,21 @@
 # %% auto #0
 __all__ = ['ASSUMED_MFU', 'images_per_iteration', 'transitions_per_image', 'transitions_per_iteration', 'iteration_flops',
            'forward_equivalents', 'evaluation_flops', 'largest_chunk', 'held_out_count', 'evaluation_forwards',
-           'final_evaluation_flops', 'measure_matmul_rate', 'prompt_note', 'describe_evaluation', 'describe_counts',
-           'encoded_prompts', 'prompt_embeds_bytes', 'describe_model', 'describe_estimates', 'estimate_numbers',
-           'iteration_bytes', 'iteration_seconds', 'describe_on_device', 'describe_measured']
+           'final_evaluation_flops', 'measure_matmul_rate', 'encoded_prompts', 'prompt_embeds_bytes', 'iteration_bytes',
+           'iteration_seconds', 'estimate_numbers']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from ..core.settings import Settings, check_processes
+from ..core.settings import Settings
 from ..models.inputs import read_prompts
 from ..models.policy import ModelConfig
 from .activation_memory import DTYPE_BYTES, fit_update_batch
-from .memory_budget import DeviceSpec, fits_on_device, peak_memory, training_memory
+from .memory_budget import DeviceSpec, training_memory
 from .model_cost import count_parameters, count_trained_parameters, find_model_config, forward_flops
 from .model_cost import prompt_numel
 
@@ -143,70 +141,6 @@ def measure_matmul_rate(
     torch.set_num_threads(before)
     return threads * 2 * size**3 / min(took)
 
-# %% ../../nbs/06_planning/03_plan.ipynb #9fffac19
-def _amount(
-    x: float,  # a number
-    unit: str,  # its unit: FLOP or B
-) -> str:
-    "A number with a prefix, three digits."
-    names, power = ("", "k", "M", "G", "T", "P", "E"), 0
-    while x >= 999.5 and power < len(names) - 1:
-        x, power = x / 1000, power + 1
-    return f"{x:.3g} {names[power]}{unit}"
-
-
-def _duration(
-    seconds: float,
-) -> str:
-    "Seconds in the unit that suits them."
-    for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172800, 3600, "hours")):
-        if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
-
-# %% ../../nbs/06_planning/03_plan.ipynb #eb3ee045
-def prompt_note(
-    s: Settings,
-) -> str:
-    "Nothing, or that a number is of one held-out prompt, since their file is not here."
-    return " a prompt" if held_out_count(s) is None else ""
-
-
-def describe_evaluation(
-    s: Settings,
-) -> tuple[str, str]:  # row of name and text
-    "What the evaluation after the run draws."
-    prompts, draws = held_out_count(s), evaluation_forwards(s)
-    each, arms = (prompts or 1) * s.eval_images, sum(n for n, _, _ in draws.values())
-    forwards = {kind: each * n * steps for kind, (n, steps, _) in draws.items()}
-    parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items())
-    what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
-    return ("evaluation at the end", f"{each * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
-                                     f"{sum(forwards.values()):,} forwards: {parts}")
-
-# %% ../../nbs/06_planning/03_plan.ipynb #bf67194e
-def describe_counts(
-    s: Settings,
-    processes: int = 1,  # that share an iteration
-) -> list[tuple[str, str]]:  # rows of name and text
-    "What an iteration and the run draw and train; InputError where the processes cannot share it."
-    check_processes(s, processes)
-    images, (low, mean, high) = images_per_iteration(s), transitions_per_iteration(s)
-    ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
-    updates = s.updates_per_iteration
-    return [
-        ("images an iteration", f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
-                                + f", and {s.baseline_images} of each prompt by the base" * (s.baseline_images > 0)),
-        ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
-        ("updates an iteration", f"{updates}, each on {images // updates:,} images"
-                                 + (", the first on-policy" if updates > 1 else ", on-policy")),
-        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}"),
-        ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
-        ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
-                             f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
-        describe_evaluation(s),
-    ]
-
 # %% ../../nbs/06_planning/03_plan.ipynb #6e10a131
 def encoded_prompts(
     s: Settings,
@@ -221,70 +155,6 @@ def prompt_embeds_bytes(
 ) -> int:
     "Bytes of one prompt's embeddings on the disk."
     return prompt_numel(config, s.max_tokens) * DTYPE_BYTES[s.dtype]
-
-# %% ../../nbs/06_planning/03_plan.ipynb #ebdbd04b
-def describe_model(
-    s: Settings,
-    config: ModelConfig,
-) -> list[tuple[str, str]]:  # rows of name and text
-    "What is trained, and what a forward, an iteration and an evaluation take."
-    trained = count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    work, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
-    fitting = [("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")]
-    encoded = encoded_prompts(s)
-    return [
-        ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
-        ("parameters", f"{count_parameters(config):,}, trained {trained:,}"),
-        ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
-        ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),
-        ("arithmetic an evaluation", f"{_amount(evaluation, 'FLOP')} at {s.eval_resolution} px, {times} times"),
-        ("arithmetic at the end", f"{_amount(final_evaluation_flops(s, config), 'FLOP')} to evaluate{prompt_note(s)}"),
-        *(fitting if s.update_memory else []),
-    ]
-
-# %% ../../nbs/06_planning/03_plan.ipynb #48b27402
-def describe_estimates(
-    s: Settings,
-    rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1,
-) -> list[tuple[str, str]]:  # rows of name and text
-    "Parameters, operations, memory and the least time of a run: estimated, not measured."
-    config = find_model_config(s.model)
-    if config is None:
-        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
-    s = fit_update_batch(config, s)
-    iteration, (evaluation, times) = sum(iteration_flops(s, config).values()), evaluation_flops(s, config)
-    total, speed = iteration * s.iterations + evaluation * times, rate * processes
-    held = training_memory(s, config, processes)
-    parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
-    return [
-        *describe_model(s, config),
-        ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
-        ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
-        ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
-        ("least time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
-    ]
-
-# %% ../../nbs/06_planning/03_plan.ipynb #a9a0fbf4
-def estimate_numbers(
-    s: Settings,
-    rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1,
-) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
-    "The numbers of the tables."
-    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
-    out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
-    config = find_model_config(s.model)
-    if config is None:
-        return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
-    s = fit_update_batch(config, s)
-    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
-    speed, iteration = rate * processes, sum(flops.values())
-    seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
-               "evaluation": final_evaluation_flops(s, config) / speed}
-    sizes = {"all": count_parameters(config), "trained": count_trained_parameters(config, s.lora_rank, s.lora_targets)}
-    return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
-                  "least_seconds": seconds}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #3843bdbd
 ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
@@ -317,54 +187,23 @@ def iteration_seconds(
     moved = iteration_bytes(s, config, processes)
     return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in iteration_flops(s, config).items()}
 
-# %% ../../nbs/06_planning/03_plan.ipynb #a6457656
-def describe_on_device(
+# %% ../../nbs/06_planning/03_plan.ipynb #a9a0fbf4
+def estimate_numbers(
     s: Settings,
-    name: str,  # of the device, for the text
-    where: DeviceSpec,
-    share: float = ASSUMED_MFU,  # of the device's rate
-    processes: int = 1,
-) -> list[tuple[str, str]]:  # rows of name and text
-    "Memory by part against a device's, and the time of an iteration: estimated, not measured."
-    if (config := find_model_config(s.model)) is None:
-        return []
-    s = fit_update_batch(config, s)
-    total, parts = peak_memory(s, config, processes)
-    phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
-    iteration, rate = sum(phases.values()), getattr(where, s.dtype)
-    run = iteration * s.iterations + evaluation * times / (speed := rate * 1e12 * share * processes)  # seconds
-    spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())
-    verdict = f"{'fits' if fits_on_device(total, where) else 'does not fit'}, {total / 1e9:.0f}"
-    return [
-        (f"on {processes} x {name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"),
-        *((f"  {what}", f"{n / 1e9:.2f} GB") for what, n in parts.items() if n),
-        ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
-        ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
-        ("time of the run", f"{_duration(run)} with evaluations, without decoding and rewards"),
-        ("time to evaluate it", _duration(final_evaluation_flops(s, config) / speed) + prompt_note(s)),
-        ("measured", f"not measured on {name}")]
-
-# %% ../../nbs/06_planning/03_plan.ipynb #3aca958c
-def describe_measured(
-    s: Settings,
-    lines: list[dict],  # of the run's metrics
     rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1,  # of the run
-) -> list[tuple[str, str]]:  # rows of name and text
-    "Least time and measured time of a run's phases."
-    found, config = [line["seconds"] for line in lines if line.get("seconds")], find_model_config(s.model)
-    if not found:
-        return [("measured", "nothing: the run has no finished iteration")]
-    work = {}
-    if config is not None:
-        work = iteration_flops(fit_update_batch(config, s), config) | {"evaluate": evaluation_flops(s, config)[0]}
-    table = []
-    for phase in dict.fromkeys(name for seconds in found for name in seconds):
-        times = [seconds[phase] for seconds in found if phase in seconds]
-        took = statistics.median(times)
-        text = f"measured {_duration(took)} (median of {len(times)}), "
-        if phase in work:
-            each = work[phase] / processes
-            text += f"predicted at least {_duration(each / rate)}; reached {_amount(each / took, 'FLOP')}/s a process"
-        table.append((phase, text if phase in work else text + "no prediction"))
-    return [*table, ("memory", "not measured: runs do not record it")]
+    processes: int = 1,
+) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
+    "The numbers of the tables."
+    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
+    out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
+    config = find_model_config(s.model)
+    if config is None:
+        return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
+    s = fit_update_batch(config, s)
+    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    speed, iteration = rate * processes, sum(flops.values())
+    seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
+               "evaluation": final_evaluation_flops(s, config) / speed}
+    sizes = {"all": count_parameters(config), "trained": count_trained_parameters(config, s.lora_rank, s.lora_targets)}
+    return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
+                  "least_seconds": seconds}
