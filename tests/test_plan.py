@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
-from chunk_grpo.core import settings
+from chunk_grpo.core import machine, settings
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.planning import activation_memory, memory_budget, model_cost, plan, plan_table, whole_run
+from chunk_grpo.runs import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("study.yaml", "base.yaml", "tuned.yaml")  # parts of studies; machines stand in runs/hosts
@@ -293,3 +294,41 @@ def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
             "others = [name for name in there if any(word in name for word in words)]\n"
             "sys.exit(3 + bool(others))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    "A machine of two cores without a GPU."
+    monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": [], "cores": 2, "memory_gb": 16.0})
+
+
+def test_a_plan_is_of_as_many_processes_as_a_run_would_have(two_cores):
+    def said(*words):
+        return CliRunner().invoke(main.app, ["plan", *words]).output
+
+    assert "72, 2 processes" in said("pocket/demo", "--rate", "0.1")
+    assert "144, 1 process\n" in said("pocket/demo", "--rate", "0.1", "--processes", "1")
+    for words in (("pocket/demo", "--device", "h200"), ("pocket/tiny", "--rate", "1")):
+        assert "1 process\n" in said(*words)
+
+
+@pytest.mark.parametrize("words, before, wanted", [
+    (["pocket/demo"], None, 2), (["pocket/demo", "--processes", "1"], None, 1), (["pocket/tiny"], None, 1),
+    (["pocket/demo", "--processes", "3"], None, 3), (["pocket/demo", "--resume"], 1, 1),
+    (["pocket/tiny", "--resume"], 2, 2), (["pocket/demo", "--resume", "--processes", "4"], 1, 4)])
+def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, two_cores, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(runs, "train", lambda s, out, **how: seen.update(how) or out)
+    monkeypatch.setattr(main, "finish_training", lambda run, report: None)
+    if before:
+        (tmp_path / "run.json").write_text(json.dumps({"processes": before}))
+    answer = CliRunner().invoke(main.app, ["train", *words, "--out", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert seen["processes"] == wanted
+
+
+def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
+    "Else each of four would start two."
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="the environment says WORLD_SIZE=4"):
+        main.training_processes(settings.load_settings("pocket/demo"), None, False, None)

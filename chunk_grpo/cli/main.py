@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'print_version',
-           'root_callback', 'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows', 'measured_rows',
-           'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command', 'exit_with',
-           'train_or_exit', 'free_run_folder', 'evaluate_finished', 'finish_training', 'train', 'check_study_words',
-           'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
+           'root_callback', 'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows',
+           'planned_processes', 'measured_rows', 'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name',
+           'resume_command', 'exit_with', 'train_or_exit', 'free_run_folder', 'evaluate_finished', 'finish_training',
+           'training_processes', 'train', 'check_study_words', 'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study',
+           'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import contextlib
@@ -44,7 +45,8 @@ def complete_preset(incomplete: str) -> list[str]:
 
 SettingsArgument = Annotated[str, typer.Argument(metavar="SETTINGS", autocompletion=complete_preset,
                                                  help="A YAML file or a preset such as pocket/demo.")]
-ProcessesOption = Annotated[int, typer.Option(help="Processes that share every iteration; they divide its prompts.")]
+ProcessesOption = Annotated[int | None, typer.Option(help="Processes that share every iteration and divide its "
+                                                     "prompts; what suits run and machine if left out.")]
 
 # %% ../../nbs/13_cli/02_main.ipynb #5562f827
 PRINTING_COMMANDS = ("plan", "doctor", "presets")  # the others make files
@@ -74,8 +76,8 @@ app.add_typer(evaluation_app)
 # %% ../../nbs/13_cli/02_main.ipynb #ad380785
 def run_and_metrics(
     run: Path | None,  # a run folder
-    processes: int,  # without one
-) -> tuple[dict, list[dict], int]:
+    processes: int | None,  # without one; None: nobody said it
+) -> tuple[dict, list[dict], int | None]:
     "What a run says about itself, its metrics, and how many processes it had."
     if run is None:
         return {}, [], processes
@@ -128,6 +130,19 @@ def estimate_rows(
     return {"counted": table, words: [*estimated, *whole_run.describe_whole_run(s, processes)]}, speed
 
 
+# %% ../../nbs/13_cli/02_main.ipynb #691507bb
+def planned_processes(
+    s: settings.Settings,
+    processes: int | None,  # None: nobody said it
+    device: str = "",  # that the plan is for; "": this machine
+) -> int:
+    "As many processes as were said, or as pay on this machine; one on another device."
+    if processes is not None or device:
+        return 1 if processes is None else processes
+    from chunk_grpo.planning import plan as planning  # here, since it imports torch
+
+    return planning.processes_here(s)
+
 # %% ../../nbs/13_cli/02_main.ipynb #9d9db595
 def measured_rows(
     run: Path,
@@ -164,7 +179,7 @@ def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; may be left out with --run.")]
     = None,
     overrides: OverridesArgument = None,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
     share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
@@ -177,6 +192,7 @@ def plan(
     s = settings.load_settings(source if source else note["settings"], overrides or ())
     if not source:
         check_run_model(run, s)
+    processes = planned_processes(s, processes, device)
     parts, speed = estimate_rows(s, processes, rate * 1e12, device, share)
     parts |= measured_rows(run, note, lines, s, speed) if run else {}
     if as_json:
@@ -293,6 +309,25 @@ def finish_training(run: Path, report: bool) -> None:
 
         typer.echo(f"report: {write_run_report(run)}")
 
+# %% ../../nbs/13_cli/02_main.ipynb #51cea7c7
+def training_processes(
+    s: settings.Settings,
+    processes: int | None,  # None: nobody said it
+    hosts: bool,  # a file of machines says it
+    run: Path | None = None,  # that goes on
+) -> int:
+    "As many processes as were said, as the run had that goes on, or as planned."
+    if processes is not None:
+        settings.check_processes(s, processes)
+    if processes is not None or hosts:
+        return processes or 1
+    from chunk_grpo.runs import launch, run_images  # here, since they import torch
+
+    if run and (run / "run.json").is_file():
+        return run_images.drawing_processes(run)
+    launch.launch_variables(os.environ, 1)
+    return planned_processes(s, None)
+
 # %% ../../nbs/13_cli/02_main.ipynb #73791a28
 @app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
 def train(
@@ -300,19 +335,19 @@ def train(
     overrides: OverridesArgument = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = None,
     hosts: Annotated[Path | None, typer.Option(help="A YAML file: the machines, each with this command.")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
 ):
     "Train, with a line an iteration, and write the report."
     s = settings.load_settings(source, overrides or ())
-    settings.check_processes(s, processes)
     if (resume or hosts) and out is None:
         raise InputError(f"`--{'resume' if resume else 'hosts'}` needs the run folder in `--out`; got none")
     h = load_hosts(hosts) if hosts else None
     new, out = out is None, out or free_run_folder(source)
     if h and h.node:
         typer.echo(f"machine {h.node} of {h.nodes}, beside machine 0 in {out}")
+    processes = training_processes(s, processes, h is not None, out if resume else None)
     shared = [f"--hosts {hosts}"] * bool(hosts) + [f"--processes {processes}"] * (processes > 1)
     again = partial(resume_command, source, overrides or [], out, *shared)
     made = partial(typer.echo, f"run folder: {out}") if new else None
