@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
-from chunk_grpo.core import settings
+from chunk_grpo.core import machine, settings
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.planning import activation_memory, memory_budget, model_cost, plan, whole_run
+from chunk_grpo.planning import activation_memory, memory_budget, model_cost, plan, plan_table, whole_run
+from chunk_grpo.runs import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("study.yaml", "base.yaml", "tuned.yaml")  # parts of studies; machines stand in runs/hosts
@@ -36,12 +37,12 @@ def test_transitions_of_an_image(chunks, expected):
 
 
 def test_counts_name_everything_once():
-    names = [name for name, _ in plan.describe_counts(settings.Settings(), 8)]
+    names = [name for name, _ in plan_table.describe_counts(settings.Settings(), 8)]
     assert len(set(names)) == len(names)
-    text = dict(plan.describe_counts(settings.Settings(), 8))
+    text = dict(plan_table.describe_counts(settings.Settings(), 8))
     assert text["images a process"].startswith("24,")
     with pytest.raises(InputError, match="number of processes"):
-        plan.describe_counts(settings.Settings(), 5)
+        plan_table.describe_counts(settings.Settings(), 5)
 
 
 def test_a_broken_model_folder_is_named(tmp_path):
@@ -168,9 +169,9 @@ def test_every_known_model_has_a_whole_plan(model):
             "update_batch": 1,
         }
     )
-    names = [name for name, _ in plan.describe_estimates(s, 1e15)]
+    names = [name for name, _ in plan_table.describe_estimates(s, 1e15)]
     assert {"parameters", "one forward", "memory a process"} <= set(names)
-    text = dict(plan.describe_on_device(s, "a100-80", memory_budget.find_device("a100-80")))
+    text = dict(plan_table.describe_on_device(s, "a100-80", memory_budget.find_device("a100-80")))
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
@@ -253,7 +254,7 @@ def test_a_share_makes_it_longer():
     s, where = settings.load_settings({"lora_rank": 16}), memory_budget.find_device("h100")
     half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
-    text = dict(plan.describe_on_device(s, "h100", where, 0.3))
+    text = dict(plan_table.describe_on_device(s, "h100", where, 0.3))
     assert "30% of 989 TFLOP/s, assumed" in text["time an iteration"]
 
 
@@ -285,11 +286,49 @@ def test_a_runs_seconds_stand_beside_the_prediction(tmp_path):
 
 def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
     "All families are asked for the model's name, and only the one that has it is imported; no weight is read."
-    code = ("import sys; from chunk_grpo.planning import plan; from chunk_grpo.core import settings\n"
+    code = ("import sys; from chunk_grpo.planning import plan_table; from chunk_grpo.core import settings\n"
             "import safetensors.torch; safetensors.torch.load_file = safetensors.safe_open = None\n"
-            "plan.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
+            "plan_table.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
             "there = [name for name in sys.modules if name.startswith('diffusers.pipelines.')]\n"
             "words = ('qwen', 'z_image', 'flux2', 'stable_diffusion_3')\n"
             "others = [name for name in there if any(word in name for word in words)]\n"
             "sys.exit(3 + bool(others))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    "A machine of two cores without a GPU."
+    monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": [], "cores": 2, "memory_gb": 16.0})
+
+
+def test_a_plan_is_of_as_many_processes_as_a_run_would_have(two_cores):
+    def said(*words):
+        return CliRunner().invoke(main.app, ["plan", *words]).output
+
+    assert "72, 2 processes" in said("pocket/demo", "--rate", "0.1")
+    assert "144, 1 process\n" in said("pocket/demo", "--rate", "0.1", "--processes", "1")
+    for words in (("pocket/demo", "--device", "h200"), ("pocket/tiny", "--rate", "1")):
+        assert "1 process\n" in said(*words)
+
+
+@pytest.mark.parametrize("words, before, wanted", [
+    (["pocket/demo"], None, 2), (["pocket/demo", "--processes", "1"], None, 1), (["pocket/tiny"], None, 1),
+    (["pocket/demo", "--processes", "3"], None, 3), (["pocket/demo", "--resume"], 1, 1),
+    (["pocket/tiny", "--resume"], 2, 2), (["pocket/demo", "--resume", "--processes", "4"], 1, 4)])
+def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, two_cores, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(runs, "train", lambda s, out, **how: seen.update(how) or out)
+    monkeypatch.setattr(main, "finish_training", lambda run, report: None)
+    if before:
+        (tmp_path / "run.json").write_text(json.dumps({"processes": before}))
+    answer = CliRunner().invoke(main.app, ["train", *words, "--out", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert seen["processes"] == wanted
+
+
+def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
+    "Else each of four would start two."
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="the environment says WORLD_SIZE=4"):
+        main.training_processes(settings.load_settings("pocket/demo"), None, False, None)

@@ -226,6 +226,16 @@ def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("damage, words", [("{}", "no `settings`"), ("[]", "damaged"), ("", "damaged")])
+def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "run.json").write_text(damage)
+    with pytest.raises(InputError, match=words):
+        run_folder.create_run(settings, out, resume=True)
+    assert [path.name for path in out.iterdir()] == ["run.json"]
+
+
 def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "model").mkdir()

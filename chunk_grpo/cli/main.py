@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'print_version',
-           'root_callback', 'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows', 'measured_rows',
-           'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command', 'exit_with',
-           'train_or_exit', 'free_run_folder', 'evaluate_finished', 'finish_training', 'train', 'check_study_words',
-           'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study', 'main']
+           'root_callback', 'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows',
+           'planned_processes', 'measured_rows', 'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name',
+           'resume_command', 'exit_with', 'train_or_exit', 'free_run_folder', 'evaluate_finished', 'finish_training',
+           'training_processes', 'train', 'check_study_words', 'study_or_exit', 'tune_or_exit', 'run_or_exit', 'study',
+           'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import contextlib
@@ -44,7 +45,8 @@ def complete_preset(incomplete: str) -> list[str]:
 
 SettingsArgument = Annotated[str, typer.Argument(metavar="SETTINGS", autocompletion=complete_preset,
                                                  help="A YAML file or a preset such as pocket/demo.")]
-ProcessesOption = Annotated[int, typer.Option(help="Processes that share every iteration; they divide its prompts.")]
+ProcessesOption = Annotated[int | None, typer.Option(help="Processes that share every iteration and divide its "
+                                                     "prompts; what suits run and machine if left out.")]
 
 # %% ../../nbs/13_cli/02_main.ipynb #5562f827
 PRINTING_COMMANDS = ("plan", "doctor", "presets")  # the others make files
@@ -74,8 +76,8 @@ app.add_typer(evaluation_app)
 # %% ../../nbs/13_cli/02_main.ipynb #ad380785
 def run_and_metrics(
     run: Path | None,  # a run folder
-    processes: int,  # without one
-) -> tuple[dict, list[dict], int]:
+    processes: int | None,  # without one; None: nobody said it
+) -> tuple[dict, list[dict], int | None]:
     "What a run says about itself, its metrics, and how many processes it had."
     if run is None:
         return {}, [], processes
@@ -113,20 +115,33 @@ def estimate_rows(
     share: float | None,  # of the device's rate that is reached
 ) -> tuple[dict[str, list], float]:  # words above -> rows of name and text; the rate that was used, FLOP/s
     "What a run draws and trains, and what it holds in memory and takes."
-    from chunk_grpo.planning import memory_budget, model_cost, whole_run  # these here, since they import torch
+    from chunk_grpo.planning import memory_budget, model_cost, plan_table, whole_run  # here, since they import torch
     from chunk_grpo.planning import plan as planning
 
     where = memory_budget.find_device(device) if device else None
-    table, known = planning.describe_counts(s, processes), model_cost.find_model_config(s.model) is not None
+    table, known = plan_table.describe_counts(s, processes), model_cost.find_model_config(s.model) is not None
     speed = getattr(where, s.dtype) * 1e12 if where else rate
     given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    estimated = planning.describe_estimates(s, speed, processes)
+    estimated = plan_table.describe_estimates(s, speed, processes)
     if where:
         estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
-        estimated += planning.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes)
+        estimated += plan_table.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes)
     words = "estimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate")
     return {"counted": table, words: [*estimated, *whole_run.describe_whole_run(s, processes)]}, speed
 
+
+# %% ../../nbs/13_cli/02_main.ipynb #691507bb
+def planned_processes(
+    s: settings.Settings,
+    processes: int | None,  # None: nobody said it
+    device: str = "",  # that the plan is for; "": this machine
+) -> int:
+    "As many processes as were said, or as pay on this machine; one on another device."
+    if processes is not None or device:
+        return 1 if processes is None else processes
+    from chunk_grpo.planning import plan as planning  # here, since it imports torch
+
+    return planning.processes_here(s)
 
 # %% ../../nbs/13_cli/02_main.ipynb #9d9db595
 def measured_rows(
@@ -137,12 +152,12 @@ def measured_rows(
     speed: float,  # FLOP/s of one process
 ) -> dict[str, list]:  # words above -> rows of name and text
     "A run's seconds beside the prediction for its machine."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
+    from chunk_grpo.planning import plan_table  # here, since it imports torch
 
     changed = ", ".join(settings.diff_settings(settings.load_settings(note["settings"]), s)) or "nothing"
     machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
     words = f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
-    rows = planning.describe_measured(s, lines, speed, note["processes"])
+    rows = plan_table.describe_measured(s, lines, speed, note["processes"])
     return {f"{words}\nits settings differ in {changed}": rows}
 
 
@@ -164,7 +179,7 @@ def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; may be left out with --run.")]
     = None,
     overrides: OverridesArgument = None,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
     share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
@@ -177,6 +192,7 @@ def plan(
     s = settings.load_settings(source if source else note["settings"], overrides or ())
     if not source:
         check_run_model(run, s)
+    processes = planned_processes(s, processes, device)
     parts, speed = estimate_rows(s, processes, rate * 1e12, device, share)
     parts |= measured_rows(run, note, lines, s, speed) if run else {}
     if as_json:
@@ -209,10 +225,10 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also DanceGRPO's order.")] = True,
+    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also three other orders.")] = True,
     out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
 ):
-    "Measure the speed and memory of an iteration."
+    "Measure the speed and memory of an iteration, beside the orders of DanceGRPO, GCPO's chunks and Flow-GRPO."
     if out and (out.suffix != ".json" or not out.absolute().parent.is_dir() or out.is_dir()):
         what = "the folder " if out.is_dir() else ""
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {what}{out}")
@@ -293,6 +309,25 @@ def finish_training(run: Path, report: bool) -> None:
 
         typer.echo(f"report: {write_run_report(run)}")
 
+# %% ../../nbs/13_cli/02_main.ipynb #51cea7c7
+def training_processes(
+    s: settings.Settings,
+    processes: int | None,  # None: nobody said it
+    hosts: bool,  # a file of machines says it
+    run: Path | None = None,  # that goes on
+) -> int:
+    "As many processes as were said, as the run had that goes on, or as planned."
+    if processes is not None:
+        settings.check_processes(s, processes)
+    if processes is not None or hosts:
+        return processes or 1
+    from chunk_grpo.runs import launch, run_images  # here, since they import torch
+
+    if run and (run / "run.json").is_file():
+        return run_images.drawing_processes(run)
+    launch.launch_variables(os.environ, 1)
+    return planned_processes(s, None)
+
 # %% ../../nbs/13_cli/02_main.ipynb #73791a28
 @app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
 def train(
@@ -300,19 +335,19 @@ def train(
     overrides: OverridesArgument = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    processes: ProcessesOption = 1,
+    processes: ProcessesOption = None,
     hosts: Annotated[Path | None, typer.Option(help="A YAML file: the machines, each with this command.")] = None,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
 ):
     "Train, with a line an iteration, and write the report."
     s = settings.load_settings(source, overrides or ())
-    settings.check_processes(s, processes)
     if (resume or hosts) and out is None:
         raise InputError(f"`--{'resume' if resume else 'hosts'}` needs the run folder in `--out`; got none")
     h = load_hosts(hosts) if hosts else None
     new, out = out is None, out or free_run_folder(source)
     if h and h.node:
         typer.echo(f"machine {h.node} of {h.nodes}, beside machine 0 in {out}")
+    processes = training_processes(s, processes, h is not None, out if resume else None)
     shared = [f"--hosts {hosts}"] * bool(hosts) + [f"--processes {processes}"] * (processes > 1)
     again = partial(resume_command, source, overrides or [], out, *shared)
     made = partial(typer.echo, f"run folder: {out}") if new else None

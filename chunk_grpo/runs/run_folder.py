@@ -304,6 +304,7 @@ def resume_run(
     if not (out / "run.json").is_file():
         raise InputError(f"`out` must hold the run to resume; in {out} there is none")
     needed = ("settings", "status", "model_sha256", "prompts_sha256")
+    read_run_file(out / "run.json", RunInfo, needed)  # damage is said before a log is made
     with lock_log(out / "train.log"):
         note = read_run_file(out / "run.json", RunInfo, needed)
         old = load_settings(note["settings"])
