@@ -132,9 +132,11 @@ def test_every_place_of_a_report(report, tmp_path):
 
 @pytest.mark.slow
 def test_every_place_of_a_study(study, tmp_path):
-    "Those that a run and its evaluation do not have."
+    "Those that a run and its evaluation do not have, and those before a trial has its run.json."
     def own(step):
-        return re.search(r"^study/[^/]*$|row\.json|trial\.json", step.to or step.path)
+        name = step.to or step.path
+        made = step.role == "main" and re.match(r"study/[^/.]+/\.?run\.json", name)
+        return made or re.search(r"^study/[^/]*$|row\.json|trial\.json", name)
 
     found = [(step, kind) for step, kind in cases(study, ("kill", "EIO")) if own(step)]
     chosen = {step.place[1:] + (kind,): (step, kind) for step, kind in found}
