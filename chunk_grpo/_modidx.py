@@ -2402,6 +2402,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.has_final_weights': ( '08_runs/run_folder.html#has_final_weights',
                                                                                               'chunk_grpo/runs/run_folder.py'),
+                                            'chunk_grpo.runs.run_folder.is_beginning': ( '08_runs/run_folder.html#is_beginning',
+                                                                                         'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.is_own_run': ( '08_runs/run_folder.html#is_own_run',
                                                                                        'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.is_training': ( '08_runs/run_folder.html#is_training',

@@ -29,3 +29,28 @@ def whole(world):
     "A run that nothing interrupted."
     run("train", world / "s.yaml", "--out", world / "whole", "--no-report")
     return world / "whole"
+
+
+@pytest.fixture(scope="session")
+def tiny_home(tmp_path_factory):
+    "A folder with the model, prompts and settings of the tiniest run."
+    import sessions
+    from small_runs import write
+
+    return write(tmp_path_factory.mktemp("tiny"), **sessions.TINY)
+
+
+@pytest.fixture(scope="session")
+def tiny_training(tiny_home):
+    "That run, with its file operations."
+    import sessions
+
+    return sessions.train(tiny_home)
+
+
+@pytest.fixture(scope="session")
+def tiny_evaluation(tiny_home, tiny_training):
+    "Its evaluation, with its file operations."
+    import sessions
+
+    return sessions.evaluate(tiny_home, tiny_training)

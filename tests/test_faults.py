@@ -1,16 +1,19 @@
 """A stop before every file operation of a tiny run, its evaluation, its report and a tiny study, and random kills.
 
 What is promised stands in PROMISES; what came of it is written as a table, fault x place, beside the runs of the test.
+A place is an operation of a program on a file: what is alike in every iteration is struck in the first, and where
+run.json or the metrics change in the last too. A study is struck where a run and its evaluation have no place.
+
+Each case is the whole command as a process of its own, struck at the place, and the same command again as another. Both
+are forks of a process with all imports done (`warm`): imports were most of what a case took.
 """
 
 import contextlib
-import json
+import itertools
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +21,12 @@ from pathlib import Path
 
 import faults
 import pytest
-import small_study
-from commands import environment, server
-from small_runs import metrics, trained, write
+import sessions
+from sessions import Session, begin, call, go_on
 
 from chunk_grpo.core.subprocesses import descendants, kill_processes, process_stat
 
 pytestmark = pytest.mark.timeout(1800)
-TINY = {"resolution": 32, "eval_resolution": 32, "steps": 5, "chunks": "2,2", "iterations": 2, "images_per_prompt": 2,
-        "prompts_per_iteration": 2, "eval_steps": 2, "hybrid_split": 1, "eval_every": 0, "eval_count": 2,
-        "keep_checkpoints": 1, "eval_rewards": ["tiny_rewards:red"]}
 PROMISES = {
     "kill": "the same command goes on, to the same bits",
     "half": "a write ends in its middle: the same command goes on, to the same bits",
@@ -36,141 +35,14 @@ PROMISES = {
     "EINTR": "as EIO"}
 
 
-def begin(words, root: Path, plan: faults.Plan, files):
-    "The command line in a process of the server, which has a plan."
-    own = environment(CHUNK_GRPO_CACHE=root / "cache", HOME=root.parent)
-    child = server().Process(target=faults.program, args=([*map(str, words)], own, str(root.parent), files, plan))
-    child.start()
-    return child
-
-
-def call(words, root: Path, **plan) -> subprocess.CompletedProcess:
-    "Run the command line to its end with a plan."
-    with tempfile.TemporaryDirectory() as folder:
-        files = tuple(str(Path(folder) / name) for name in ("said", "error"))
-        child = begin(words, root, faults.Plan(str(root), **plan), files)
-        child.join(600)
-        if child.exitcode is None:
-            kill_processes(descendants(child.pid))
-            child.kill()
-            raise AssertionError(f"no end: {words}")
-        said, error = (Path(file).read_text() for file in files)
-    return subprocess.CompletedProcess(words, child.exitcode, said, error)
-
-
-class Session:
-    "A command, from a folder before it to the same folder after it, which nothing disturbed."
-
-    def __init__(self, home: Path, name: str, words, before: Path | None, fields, again=()):
-        self.home, self.name, self.words, self.before, self.again = home, name, words, before, again
-        self.fields, self.whole, self.log = fields, home / name / "root", home / f"{name}.steps"
-        (home / name).mkdir()
-        self.fresh(self.whole)
-        done = call(self.spoken(self.whole), self.whole, log=str(self.log))
-        assert done.returncode == 0, done.stderr + done.stdout
-        self.steps = faults.read_steps(self.log)
-
-    def fresh(self, root: Path) -> None:
-        "The folder before the command."
-        shutil.copytree(self.before, root) if self.before else root.mkdir()
-
-    def spoken(self, root: Path, *more) -> list[str]:
-        "The words of the command for a folder."
-        return [*(str(word).replace("ROOT", str(root)) for word in self.words), *more]
-
-    def places(self) -> list[faults.Step]:
-        "The first step of each place, and the last one of those that change run.json or the metrics."
-        first, last = {}, {}
-        for step in self.steps:
-            first.setdefault(step.place, step)
-            last[step.place] = step
-        again = [step for step in last.values() if step not in first.values() and step.op in ("write", "rename")
-                 and re.fullmatch(r"run/\.?(run\.json|metrics\.jsonl).*", step.to or step.path)]
-        return [*first.values(), *again]
-
-    def result(self, root: Path) -> dict:
-        "What must be the same, whatever happened."
-        return self.fields(root)
-
-
-def pictures(folder: Path) -> dict[str, bytes]:
-    "All pictures under a folder."
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))}
-
-
-def of_training(root: Path) -> dict:
-    "Metrics, weights and pictures of the run, its status, and what lies there that should not."
-    run = root / "run"
-    there = sorted(str(file.relative_to(run)) for file in run.rglob("*") if file.suffix not in (".log", ".png"))
-    return {"metrics": metrics(run), "weights": trained(run), "pictures": pictures(run), "files": there,
-            "status": json.loads((run / "run.json").read_text())["status"]}
-
-
-def of_evaluation(root: Path) -> dict:
-    "Scores, summary and pictures, and what lies there; an embedding in its middle is removed an hour later."
-    folder = root / "run" / "evaluation"
-    named = [str(file.relative_to(root)) for file in root.rglob("*") if file.suffix != ".png"]
-    there = sorted(name for name in named if not (name.startswith("cache/") and name.endswith(".part")))
-    return {"summary": json.loads((folder / "summary.json").read_text()), "pictures": pictures(folder), "files": there,
-            "scores": (folder / "scores.jsonl").read_text()}
-
-
-def of_report(root: Path) -> dict:
-    "The page; ids of its cells aside."
-    page = (root / "run" / "report.html").read_text()
-    return {"page": re.sub(r'id="[^"]*"', "", page).replace(str(root), ""), "files": sorted(
-        str(file.relative_to(root)) for file in root.rglob("*"))}
-
-
-def of_study(root: Path) -> dict:
-    "The rows."
-    return {"rows": small_study.rows(root / "study")}
+@pytest.fixture(scope="module")
+def report(tiny_home, tiny_training):
+    return sessions.report(tiny_home, tiny_training)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    "A folder with the model, prompts and settings."
-    return write(tmp_path_factory.mktemp("faults"), **TINY)
-
-
-def training_session(home: Path) -> Session:
-    "A run that nothing disturbed, with its steps."
-    words = ["train", home / "s.yaml", "--out", "ROOT/run", "--no-report"]
-    return Session(home, "training", words, None, of_training, ("--resume",))
-
-
-def evaluation_session(home: Path, training: Session) -> Session:
-    "Its evaluation."
-    return Session(home, "evaluation", ["evaluate", "ROOT/run"], training.whole, of_evaluation)
-
-
-@pytest.fixture(scope="module")
-def training(home):
-    return training_session(home)
-
-
-@pytest.fixture(scope="module")
-def evaluation(home, training):
-    return evaluation_session(home, training)
-
-
-@pytest.fixture(scope="module")
-def report(home, training):
-    "Its report."
-    return Session(home, "report", ["report", "ROOT/run"], training.whole, of_report)
-
-
-@pytest.fixture(scope="module")
-def study(home):
-    "A study of two arms, of which one goes on from the other."
-    place = home / "study-home"
-    place.mkdir()
-    about = {"title": "a study", "question": "which?", "seeds": 1, "reference": "one", "after": {"two": "one"},
-             "arms": {"one": {"iterations": 1}, "two": {"iterations": 2}}, "evaluation": {"eval_images": 1}}
-    (place / "study.yaml").write_text(json.dumps(about))
-    shutil.copy(home / "s.yaml", place / "base.yaml")
-    words = ["study", place, "--out", "ROOT/study", "--processes", "1"]
-    return Session(home, "study", words, None, of_study)
+def study(tiny_home):
+    return sessions.study(tiny_home)
 
 
 def leftovers(root: Path) -> list[str]:
@@ -196,32 +68,6 @@ def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:
         wrong += [f"no sentence: {done.stderr[-300:]!r}"] * (not done.stderr.strip() or "Traceback" in done.stderr)
         wrong += [f"left behind: {leftovers(root)}"] * bool(leftovers(root / "run") if (root / "run").exists() else [])
     return "; ".join([*wrong, *go_on(session, root)])
-
-
-def go_on(session: Session, root: Path) -> list[str]:
-    "The same command again, and what is wrong with its end."
-    run = root / "run"
-    again = session.spoken(root, *session.again)
-    if session.again and not (run / "run.json").is_file():  # nothing was begun: said so, and begun anew
-        done = call(again, root)
-        if done.returncode != 2 or "there is none" not in done.stderr:
-            return [f"going on without a run ended with {done.returncode}: {done.stderr[-200:]}"]
-        shutil.rmtree(run, ignore_errors=True)
-        again = session.spoken(root)
-    done = call(again, root)
-    if done.returncode:
-        return [f"going on ended with {done.returncode}: {done.stderr[-400:]!r}"]
-    mine, theirs = session.result(root), session.result(session.whole)
-    return [f"other {name}: {difference(mine[name], theirs[name])}" for name in theirs if mine[name] != theirs[name]]
-
-
-def difference(mine, theirs) -> str:
-    "Where two results differ, in a few words."
-    if isinstance(theirs, list) and all(isinstance(x, str) for x in theirs):
-        return f"more {sorted(set(mine) - set(theirs))}, fewer {sorted(set(theirs) - set(mine))}"
-    if isinstance(theirs, dict):
-        return str([key for key in theirs.keys() | mine.keys() if mine.get(key) != theirs.get(key)][:5])
-    return f"{str(mine)[:200]} for {str(theirs)[:200]}"
 
 
 def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, str]]:
@@ -251,31 +97,32 @@ def check(session: Session, chosen, folder: Path) -> None:
     assert not wrong, f"{len(wrong)} of {len(chosen)}\n" + "\n".join(wrong)
 
 
-def test_steps_are_seen(training):
+def test_steps_are_seen(tiny_training):
     "The log knows what a run writes: without it no fault could strike."
-    ops = {step.op for step in training.steps}
+    ops = {step.op for step in tiny_training.steps}
     assert ops >= {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
-    assert {step.role for step in training.steps} == {"main", "trainer"} and len(training.places()) > 40
-    named = {step.to or step.path for step in training.steps}
+    assert {step.role for step in tiny_training.steps} == {"main", "trainer"} and len(tiny_training.places()) > 40
+    named = {step.to or step.path for step in tiny_training.steps}
     assert {"run/run.json", "run/metrics.jsonl", "run/checkpoints/000002", "run/final"} <= named
 
 
-def test_a_few_faults_of_a_run(training, tmp_path):
-    found = cases(training)
+def test_a_few_faults_of_a_run(tiny_training, tmp_path):
+    found = cases(tiny_training)
     chosen = [next((step, kind) for step, kind in found if kind == wanted and step.role == "trainer" and part in
                    (step.to or step.path)) for wanted, part in (("half", "metrics.jsonl"), ("ENOSPC", "weights"))]
-    renamed = [step for step in training.steps if step.op == "rename" and step.to == "run/checkpoints/000002"]
-    check(training, [*chosen, (renamed[0], "kill")], tmp_path)
+    renamed = [next(step for step in tiny_training.steps if step.op == "rename" and step.to == name) for name in
+               ("run/checkpoints/000002", "run/run.json")]  # before the latter there is a folder and no run
+    check(tiny_training, [*chosen, *((step, "kill") for step in renamed)], tmp_path)
 
 
 @pytest.mark.slow
-def test_every_place_of_a_run(training, tmp_path):
-    check(training, cases(training), tmp_path)
+def test_every_place_of_a_run(tiny_training, tmp_path):
+    check(tiny_training, cases(tiny_training), tmp_path)
 
 
 @pytest.mark.slow
-def test_every_place_of_an_evaluation(evaluation, tmp_path):
-    check(evaluation, cases(evaluation, ("kill", "half", "ENOSPC", "EIO")), tmp_path)
+def test_every_place_of_an_evaluation(tiny_evaluation, tmp_path):
+    check(tiny_evaluation, cases(tiny_evaluation, ("kill", "half", "ENOSPC", "EIO")), tmp_path)
 
 
 @pytest.mark.slow
@@ -285,9 +132,11 @@ def test_every_place_of_a_report(report, tmp_path):
 
 @pytest.mark.slow
 def test_every_place_of_a_study(study, tmp_path):
-    "Those that a run and its evaluation do not have."
+    "Those that a run and its evaluation do not have, and those before a trial has its run.json."
     def own(step):
-        return re.search(r"^study/[^/]*$|row\.json|trial\.json", step.to or step.path)
+        name = step.to or step.path
+        made = step.role == "main" and re.match(r"study/[^/.]+/\.?run\.json", name)
+        return made or re.search(r"^study/[^/]*$|row\.json|trial\.json", name)
 
     found = [(step, kind) for step, kind in cases(study, ("kill", "EIO")) if own(step)]
     chosen = {step.place[1:] + (kind,): (step, kind) for step, kind in found}
@@ -312,24 +161,36 @@ def kill_after(delay: float, words, root: Path, files) -> bool:
     return True
 
 
+def kill_a_run(session: Session, longest: float, number: int, folder: Path) -> tuple[int, list[str]]:
+    "One of these runs: how often it was killed, and what is wrong."
+    draw, root = random.Random(number), folder / str(number) / "root"
+    root.parent.mkdir()
+    session.fresh(root)
+    kills, files = 0, (str(root.parent / "said"), str(root.parent / "error"))
+    for _ in range(5):
+        again = session.again if (root / "run" / "run.json").is_file() else ()
+        if not kill_after(draw.uniform(0, 0.8 * longest), session.spoken(root, *again), root, files):
+            break
+        kills += 1
+    return kills, [f"run {number} after {kills} kills: {words}" for words in go_on(session, root)]
+
+
 @pytest.mark.slow
-def test_a_hundred_random_kills(training, tmp_path):
+def test_a_hundred_random_kills(tiny_training, tmp_path):
     "Runs killed at a random moment, gone on with, killed again, five times each, and then let go to their end."
-    draw, files = random.Random(0), (str(tmp_path / "said"), str(tmp_path / "error"))
-    start, root = time.monotonic(), tmp_path / "root"
-    training.fresh(root)
-    assert call(training.spoken(root), root).returncode == 0
-    longest, wrong, kills = time.monotonic() - start, [], 0
-    while kills < 100:
-        shutil.rmtree(root)
-        training.fresh(root)
-        for _ in range(5):
-            begun = (root / "run" / "run.json").is_file()
-            if not begun:
-                shutil.rmtree(root / "run", ignore_errors=True)
-            words = training.spoken(root, *training.again * begun)
-            if not kill_after(draw.uniform(0, 0.8 * longest), words, root, files):
+    def seconds(name: str) -> float:
+        start, root = time.monotonic(), tmp_path / name
+        tiny_training.fresh(root)
+        assert call(tiny_training.spoken(root), root).returncode == 0
+        return time.monotonic() - start
+
+    kills, wrong = 0, []
+    with ThreadPoolExecutor(2) as pool:
+        longest = max(pool.map(seconds, ("one", "other")))  # two at once, as the runs that are killed
+        for first in itertools.count(0, 4):
+            four = range(first, first + 4)
+            for more, found in pool.map(lambda number: kill_a_run(tiny_training, longest, number, tmp_path), four):
+                kills, wrong = kills + more, wrong + found
+            if kills >= 100:
                 break
-            kills += 1
-        wrong += [f"after {kills} kills: {words}" for words in go_on(training, root)]
     assert not wrong

@@ -4,49 +4,22 @@ What a disk may hold stands in the module disk: nothing but what was synced is s
 """
 
 import random
-import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import disk
 import pytest
-from small_runs import write
-from test_faults import (
-    TINY,
-    Session,
-    call,
-    difference,
-    evaluation_session,
-    training_session,
-)
+from sessions import Session, call, difference
 
 pytestmark = pytest.mark.timeout(1800)
 SAMPLE = 4
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    "A folder with the model, prompts and settings."
-    return write(tmp_path_factory.mktemp("power"), **TINY)
-
-
-@pytest.fixture(scope="module")
-def training(home):
-    return training_session(home)
-
-
-@pytest.fixture(scope="module")
-def evaluation(home, training):
-    return evaluation_session(home, training)
 
 
 def outcome(session: Session, state: dict, root: Path) -> str:
     "What is wrong with how a state goes on, or nothing; a refusal in words is no wrong."
     disk.put(state, root)
     begun = (root / "run" / "run.json").is_file()
-    if not begun:
-        shutil.rmtree(root / "run", ignore_errors=True)
     again = session.again if begun else ()
     done = call(session.spoken(root, *again), root)
     if done.returncode == 2 and done.stderr.startswith("chunk-grpo: ") and done.stderr.count("\n") == 1:
@@ -75,12 +48,12 @@ def late(states: list) -> list:
     return [one for one in states if any(name in one[1] for name in ("run/checkpoints/000001", "run/final"))]
 
 
-def test_the_disk_keeps_what_was_synced(training):
+def test_the_disk_keeps_what_was_synced(tiny_training):
     "The model itself: names need their folder's fsync, contents their own, and the last state is what is there."
     whole = disk.Disk()
-    for step in training.steps:
+    for step in tiny_training.steps:
         whole.do(step)
-    there = {str(file.relative_to(training.whole)): file.read_bytes() for file in training.whole.rglob("*")
+    there = {str(file.relative_to(tiny_training.whole)): file.read_bytes() for file in tiny_training.whole.rglob("*")
              if file.is_file() and file.suffix != ".log"}
     found = {name: content for name, content in whole.state("names").items() if content is not None}
     assert found.keys() == there.keys()
@@ -93,34 +66,34 @@ def test_the_disk_keeps_what_was_synced(training):
         {}, {"a": None, "a/b": b""}, {}, {"a": None, "a/b": b"12"}, {"a": None, "a/b": b"\0" * 4}]
 
 
-def test_a_finished_run_is_on_the_disk(training):
+def test_a_finished_run_is_on_the_disk(tiny_training):
     "At its end nothing of a run is left that a loss of power could take; its cache is none of it."
-    there = {f"run/{file.relative_to(training.whole / 'run')}": file.read_bytes()
-             for file in (training.whole / "run").rglob("*") if file.is_file() and file.suffix != ".log"}
+    there = {f"run/{file.relative_to(tiny_training.whole / 'run')}": file.read_bytes()
+             for file in (tiny_training.whole / "run").rglob("*") if file.is_file() and file.suffix != ".log"}
     whole = disk.Disk()
-    for step in training.steps:
+    for step in tiny_training.steps:
         whole.do(step)
     kept = {name: content for name, content in whole.state("synced").items() if content is not None and
             name.startswith("run/")}
     assert kept == there
 
 
-def test_power_lost_at_a_few_steps(training, tmp_path):
-    check(training, random.Random(1).sample(late(disk.states(training.steps)), SAMPLE), tmp_path)
+def test_power_lost_at_a_few_steps(tiny_training, tmp_path):
+    check(tiny_training, random.Random(1).sample(late(disk.states(tiny_training.steps)), SAMPLE), tmp_path)
 
 
 @pytest.mark.slow
-def test_power_lost_at_every_sync_and_rename(training, tmp_path):
-    found = disk.states(training.steps)
+def test_power_lost_at_every_sync_and_rename(tiny_training, tmp_path):
+    found = disk.states(tiny_training.steps)
     assert len(found) > 100
-    check(training, [*found[::4], *late(found)[::3]][:70], tmp_path)
+    check(tiny_training, [*found[::4], *late(found)[::3]][:70], tmp_path)
 
 
 @pytest.mark.slow
-def test_power_lost_in_an_evaluation(evaluation, tmp_path):
+def test_power_lost_in_an_evaluation(tiny_evaluation, tmp_path):
     "From the disk of a finished run on."
-    root, before = disk.Disk(), {str(file.relative_to(evaluation.before)): file for file in sorted(
-        evaluation.before.rglob("*"))}
+    root, before = disk.Disk(), {str(file.relative_to(tiny_evaluation.before)): file for file in sorted(
+        tiny_evaluation.before.rglob("*"))}
     for name, file in before.items():
         root.do(disk.Step("", 0, "mkdir" if file.is_dir() else "open", name, data=b"new"))
         if file.is_file():
@@ -129,5 +102,5 @@ def test_power_lost_in_an_evaluation(evaluation, tmp_path):
     for name in ["", *(name for name, file in before.items() if file.is_dir())]:
         node = root.find(name)
         node.kept = dict(node.now)
-    found = disk.states(evaluation.steps, root)
-    check(evaluation, found[:: max(1, len(found) // 30)], tmp_path)
+    found = disk.states(tiny_evaluation.steps, root)
+    check(tiny_evaluation, found[:: max(1, len(found) // 30)], tmp_path)

@@ -195,7 +195,27 @@ def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
     finally:
         run_folder.make_folder = makes
     assert found.count(tmp_path / "run") == 1
-    assert sum("another program has just begun a run" in str(words) for words in found) == 7
+    refused = ("another program has just begun a run", "holds a run, which is taken up with resume")
+    assert sum(any(part in str(words) for part in refused) for words in found) == 7
+
+
+def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(settings, trainer, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        "Nothing of the program goes on."
+
+    def stop(path, content):
+        path.with_name(f".{path.name}.{2**22 + 1}.part").write_text("{")  # a number that no process has
+        raise Killed
+
+    trainer(LINES)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(run_folder, "write_json", stop)
+        runs.train(settings, tmp_path / "run")
+    assert len(list((tmp_path / "run").iterdir())) == 2
+    with pytest.raises(InputError, match="`out` must hold the run to resume; in .* there is none"):
+        runs.train(settings, tmp_path / "run", resume=True)
+    assert run_folder.read_run_info(runs.train(settings, tmp_path / "run"))["status"] == "finished"
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)", "note(status='running')", "print('done')",

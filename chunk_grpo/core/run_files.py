@@ -9,7 +9,6 @@ __all__ = ['Count', 'Amount', 'RunFile', 'RunInfo', 'MetricsLine', 'RunProfile',
 
 # %% ../../nbs/02_core/07_run_files.ipynb #a52159f2
 import fcntl
-import os
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
 
@@ -157,20 +156,18 @@ def read_run_lines(path: Path, schema: type[RunFile]) -> list[dict]:
 # %% ../../nbs/02_core/07_run_files.ipynb #8d11885b
 def lock_log(
     log: Path,  # the log of a run
-    new: bool = False,  # whether it must not be there yet
+    new: bool = False,  # whether a run is only being made
 ) -> BinaryIO:  # open to append; closing it gives the lock back, unless a child has inherited it
     "The log, open and locked; InputError where somebody else has it."
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if new else 0)
     try:
-        handle = os.fdopen(os.open(log, how, 0o666), "ab")
-    except FileExistsError:
-        raise InputError(f"`out` must be a new folder; another program has just begun a run in {log.parent}") from None
+        handle = open(log, "ab")
     except OSError as error:
         raise InputError(f"`out` must be a folder that can be written to; {log}: {error.strerror}") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         handle.close()
-        raise InputError(f"the run {log.parent} is being trained by another process; "
-                         f"wait until it has ended") from None
+        begun = f"`out` must be a new folder; another program has just begun a run in {log.parent}"
+        trained = f"the run {log.parent} is being trained by another process; wait until it has ended"
+        raise InputError(begun if new else trained) from None
     return handle

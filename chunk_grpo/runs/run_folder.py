@@ -7,9 +7,9 @@ __all__ = ['ENCODER_FOLDERS', 'MODEL_FOLDERS', 'RUN_FILES', 'OBEYED_FIELDS', 'co
            'estimate_disk_bytes', 'estimate_cache_bytes', 'check_disk_space', 'file_of_run', 'find_run', 'is_training',
            'read_run_info', 'update_run_json', 'read_run_settings', 'read_metrics_lines', 'read_metrics',
            'read_run_profile', 'read_evaluation_summary', 'read_evaluation_records', 'read_evaluation_scores',
-           'next_run_folder', 'check_new_folder', 'make_folder', 'new_run_info', 'write_new_run', 'discard_run',
-           'has_final_weights', 'check_same_content', 'resume_run', 'own_runs_file', 'own_run_line', 'is_own_run',
-           'remember_own_run', 'create_run']
+           'next_run_folder', 'is_beginning', 'check_new_folder', 'make_folder', 'new_run_info', 'write_new_run',
+           'discard_run', 'has_final_weights', 'check_same_content', 'resume_run', 'own_runs_file', 'own_run_line',
+           'is_own_run', 'remember_own_run', 'create_run']
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9918e5c8
 import fcntl
@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -219,14 +220,23 @@ def next_run_folder(
     "The first run folder of this name that does not exist yet, in the working directory."
     return next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1)) if not p.exists())
 
+# %% ../../nbs/08_runs/00_run_folder.ipynb #f413f44a
+def is_beginning(
+    file: Path,  # in a folder without run.json
+) -> bool:
+    "Whether a file is what a kill leaves of a run that was only being made: an empty log, a part of run.json."
+    log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
+    return log or bool(re.fullmatch(r"\.run\.json\.\d+\.part", file.name))
+
 
 def check_new_folder(
     out: Path,  # the folder to be
+    run: bool = False,  # whether it is to be a run's, where its beginning may lie
 ) -> None:
     "InputError where a new run would spoil what lies there."
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and all(run and is_beginning(file) for file in out.iterdir())):
         wrong = "is not empty" if out.is_dir() else "is a file"
         raise InputError(f"`out` must be a new or an empty folder; {out} {wrong}")
 
@@ -256,12 +266,14 @@ def new_run_info(s: Settings, processes: int, nodes: int) -> dict:
 
 def write_new_run(s: Settings, out: Path, processes: int, nodes: int = 1) -> Path:
     "Make the folder of a new run; InputError where something is in the way, and then nothing is written."
-    check_new_folder(out)
+    check_new_folder(out, run=True)
     note = new_run_info(s, processes, nodes)
     check_disk_space(s, out)
     open_prompt_cache()
     made = make_folder(out)
-    with lock_log(out / "train.log", new=True):  # which only one can make
+    with lock_log(out / "train.log", new=True):
+        check_new_folder(out, run=True)  # another may have made the run meanwhile
+        remove_abandoned(out)
         write_json(out / "run.json", note | {"made_folder": made})
     return out
 
