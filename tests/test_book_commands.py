@@ -79,7 +79,8 @@ DAY = {  # commands of README, in the order of a day -> words that make them sho
     "plan": [], "train pocket/demo seed=0": [*SMALL, "--no-report"], "train pocket/demo seed=1": SMALL,
     "evaluate runs/seed-0": [], "evaluate runs/one": [], "sample": [], "compare": [],
     "profile": ["--prompts", "1", "--images", "1"],
-    "speed": ["--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"], "presets": [], "doctor": []}
+    "speed": ["chunks=1,2", "--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"],
+    "presets": [], "doctor": []}
 ELSEWHERE = ("train paper/chunk", "study explain")  # eight GPUs, and days; small in test_gpu_host and test_study
 
 
