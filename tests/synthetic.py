@@ -84,6 +84,7 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
             "steps": s.eval_steps,
             "split": s.hybrid_split,
             "seed": s.eval_seed,
+            "resolution": s.eval_resolution,
             "rewards": summarise_evaluation(records),
         },
     )
@@ -102,7 +103,7 @@ def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: fl
     steps = np.arange(s.steps)
     write_json(folder / "profile.json", {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps,
         "sigmas": np.linspace(1, 0, s.steps + 1).tolist(), "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),
-        "std": [0.04] * s.steps, "chunks": ",".join(map(str, sizes)), "trajectories": 144})
+        "std": [0.04] * s.steps, "chunks": ",".join(map(str, sizes)), "trajectories": 144, "latent_numel": 128})
     write_json(folder / "run.json", {"settings": s.model_dump(mode="json"), "status": status, "error": None,
         "versions": {"python": "3.11.0", "torch": "2.13.0"}, "git_commit": "0" * 40,
         "machine": {"system": "Linux x86_64", "processor": "an invented one", "cores": 2, "memory_gb": 8.0, "gpus": []},

@@ -1,13 +1,16 @@
-"""Commands of README, CONTRIBUTING and the book's prose are understood, and README's Python prints what it says."""
+"""Commands of README, CONTRIBUTING and the book's prose are understood, and those of README do what it says."""
 
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
+import small_study
 import typer.main
-from commands import call_python
+from commands import call_python, run
 from typer.testing import CliRunner
 
 from chunk_grpo.cli import main
@@ -68,3 +71,56 @@ def test_the_python_of_the_readme_prints_what_stands_below_it(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(blocks) == 2 and printed in done.stdout.splitlines()
     assert len((tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()) > 3
+
+
+SMALL = ["iterations=1", "prompts_per_iteration=2", "images_per_prompt=2", "eval_prompts=few.txt", "eval_every=0",
+         "eval_count=1", "eval_steps=2", "hybrid_split=1", "threads=1"]
+DAY = {  # commands of README, in the order of a day -> words that make them shorter
+    "plan": [], "train pocket/demo seed=0": [*SMALL, "--no-report"], "train pocket/demo seed=1": SMALL,
+    "evaluate runs/seed-0": [], "evaluate runs/one": [], "sample": [], "compare": [],
+    "profile": ["--prompts", "1", "--images", "1"],
+    "speed": ["chunks=1,2", "--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"],
+    "presets": [], "doctor": []}
+ELSEWHERE = ("train paper/chunk", "study explain")  # eight GPUs, and days; small in test_gpu_host and test_study
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_readme_run(tmp_path):
+    "As they stand there, in one folder, and those that its comments name on what they left."
+    (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
+    lines = [line.removeprefix("chunk-grpo ") for line in commands_in(README)]
+    assert not [line for line in lines if not line.startswith((*DAY, *ELSEWHERE))], "a command that no test runs"
+    for start, less in DAY.items():
+        (line,) = [line for line in lines if line.startswith(start)]
+        if start == "compare":
+            shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
+        run(*shlex.split(line, comments=True), *less, cwd=tmp_path)
+    for line in ("report runs/one", "tables runs/one", "export runs/one mine", "watch runs/one", "verify runs/one"):
+        run(*line.split(), cwd=tmp_path)
+    made = "runs/one/report.html runs/seed-0/evaluation/report.html compare.html tables.html mine/README.md".split()
+    assert all((tmp_path / name).stat().st_size > 1000 for name in made)
+    assert len(list(tmp_path.glob("samples/*/contact-sheet.png"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
+    "`--tune` judges by prompts of the study's choice, and the study takes what each arm did best with."
+    home = small_study.write(tmp_path / "groups")
+    (tmp_path / "one.txt").write_text("a green star\n")
+    plan = {"title": "t", "question": "q", "outcome": "pocket-clip", "seeds": 1, "reference": "steps",
+            "arms": {"steps": {"chunks": "steps"}, "whole": {"chunks": "whole"}}, "tune_seeds": 1,
+            "tune": {"learning_rate": [1e-5, 1e-4]}, "tune_prompts": "one.txt"}
+    (home / "study.yaml").write_text(json.dumps(plan))
+    page = nbformat.read(ROOT / "nbs/13_cli/06_own_study.ipynb", as_version=4)
+    lines = [line for cell in page.cells if cell.cell_type == "markdown" for line in commands_in(cell.source)]
+    for line in lines:
+        run(*shlex.split(line)[1:], cwd=tmp_path)
+    tried, runs = tmp_path / "runs/studies/groups-tuning/trials", tmp_path / "runs/studies/groups"
+    judged = [json.loads(file.read_text())["n_prompts"] for file in tried.glob("*/evaluation/summary.json")]
+    assert ("--tune" in lines[0], len(lines), judged) == (True, 2, [1] * 4)
+    best = design.read_tuned_settings(home)
+    rows = [json.loads(line) for line in (runs / "results.jsonl").read_text().splitlines()]
+    assert {row["arm"]: row["settings"]["learning_rate"] for row in rows} == {
+        arm: best[arm]["learning_rate"] for arm in plan["arms"]}

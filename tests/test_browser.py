@@ -61,8 +61,10 @@ def test_report_is_a_page_for_people(page, report):
 
 
 def test_report_fits_a_narrow_screen(page, report):
+    "Figures keep a size at which their words can be read, and scroll within the page."
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(report.as_uri())
     width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    shown = page.eval_on_selector_all("img", "found => found.map(i => [i.width, i.parentElement.clientWidth])")
     page.set_viewport_size({"width": 1200, "height": 900})
-    assert width[0] <= width[1]
+    assert width[0] <= width[1] and all(box <= 390 and 600 <= picture for picture, box in shown)

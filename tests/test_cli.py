@@ -12,6 +12,7 @@ import time
 
 import pytest
 import typer
+import yaml
 from commands import call, command, environment
 from tiny_flux import build
 from typer.testing import CliRunner
@@ -53,6 +54,8 @@ from chunk_grpo.reporting import notebooks, reports
     (["serve-reward", "pocket-clip", "--batch-wait-ms", "nan"], ["batch_wait_ms", "nan"]),
     (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
     (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
+    (["train", "pocket/tiny", "reward=pocket-clp"], ["`reward`", "pocket-clip", "'pocket-clp'"]),
+    (["presets", "pocket/demmo"], ["'pocket/demmo'", "pocket/demo"]),
     (["train", "pocket/tiny", "--processes", "0"], ["number of processes", "got 0"]),
     (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
     (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
@@ -241,6 +244,18 @@ def test_what_a_script_reads_is_json():
     assert found["versions"]["chunk-grpo"] == chunk_grpo.__version__ and "reward pocket-clip" in str(found)
 
 
+def test_the_help_says_which_command_lists_the_settings():
+    "What it prints is a settings file, with the meaning of every setting behind it."
+    said = " ".join(CliRunner().invoke(main.app, ["train", "--help"]).output.split())
+    (line,) = re.findall(r"`chunk-grpo ([^`]+)` lists with their meaning", said)
+    said = CliRunner().invoke(main.app, shlex.split(line)).output
+    assert settings.load_settings(yaml.safe_load(said)) == settings.load_settings("pocket/demo")
+    meanings = {text.split(":")[0]: text.split("  # ")[1] for text in said.splitlines()}
+    assert meanings.keys() == settings.Settings.model_fields.keys()
+    assert meanings["eval_steps"] == "Steps of the ODE in evaluation. Unit: transitions."
+    assert json.loads(CliRunner().invoke(main.app, ["presets", "pocket/tiny", "--json"]).output)["model"] == "pocket"
+
+
 def test_every_preset_has_a_line():
     said = CliRunner().invoke(main.app, ["presets"]).output.splitlines()
     assert [line.split()[0] for line in said] == settings.list_presets()
@@ -265,9 +280,10 @@ def test_exit_codes_are_documented():
     assert set(main.EXIT_CODES) == {0, 1, 2, 130, 143}
 
 
-def test_a_mistyped_name_is_said_without_importing_torch(tmp_path):
+@pytest.mark.parametrize("text", ["learnin_rate=1", "reward=pocket-clp"])
+def test_a_mistyped_name_is_said_without_importing_torch(tmp_path, text):
     code = ("import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main\n"
-            "try: main.settings.load_settings('pocket/demo', ['learnin_rate=1'])\n"
+            f"try: main.settings.load_settings('pocket/demo', ['{text}'])\n"
             "except InputError: sys.exit(3 + ('torch' in sys.modules))")
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 

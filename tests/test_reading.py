@@ -104,7 +104,7 @@ def unequal(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     a = synthetic.write(folder / "short", {"learning_rate": 1e-4})
     b = synthetic.write(folder / LONG, {"learning_rate": 2e-4}, gain=0.2)
-    summary = run_folder.read_evaluation_summary(b) | {"steps": 5}
+    summary = run_folder.read_evaluation_summary(b) | {"steps": 5, "resolution": 128}
     (b / "evaluation/summary.json").write_text(json.dumps(summary))
     return a, b
 
@@ -118,7 +118,8 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     figure = comparison_figures.plot_comparison(part, "pocket-clip", colours)
     assert not [text for text in labels(figure) if "lll" in text]
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
-    assert f"steps of the ODE (A1 {steps}, B1 5)" in reports.unequal_evaluations(unequal)
+    said = reports.unequal_evaluations(unequal)
+    assert f"differ in steps of the ODE (A1 {steps}, B1 5); pixels a side (A1 64, B1 128), so" in said
     assert reports.unequal_evaluations(unequal[:1] * 2) == ""
 
 

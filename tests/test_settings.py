@@ -84,6 +84,10 @@ def refused(values: dict, overrides=()) -> str:
     ({"reward": {"hpsv3": "much"}}, ["`reward`", "mapping"]),
     ({"reward": {}}, ["`reward`", "at least one"]),
     ({"reward": 3}, ["`reward`", "got 3"]),
+    ({"reward": "pocket-clp"}, ["`reward`", "package.module:function", "'pocket-clp', did you mean pocket-clip?"]),
+    ({"reward": {"hpsv3": 1, "zzz": 1}}, ["`reward`", "pocket-clip, ", "'zzz'"]),
+    ({"eval_rewards": ["hpsv4"]}, ["`eval_rewards`", "'hpsv4', did you mean hpsv3?"]),
+    ({"reward": "mine", "reward_options": {"mine": {"worker": True}}}, ["`reward`", "`url`", "'mine'"]),
     ({"eval_rewards": "hpsv3"}, ["`eval_rewards`", "list", "'hpsv3'"]),
     ({"eval_rewards": ["a", "a"]}, ["`eval_rewards`", "once", "'a'"]),
     ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
@@ -104,6 +108,11 @@ def test_one_sentence_names_field_and_value(values, parts):
 def test_overrides_are_checked(overrides, parts):
     sentence = refused({}, overrides)
     assert all(part in sentence for part in parts), sentence
+
+
+def test_a_server_and_modules_may_have_rewards_of_any_name():
+    given = {"reward": "mine", "reward_options": {"mine": {"url": "http://host:8000"}}, "eval_rewards": ["a.b:c"]}
+    assert settings.load_settings(given).eval_rewards == ("a.b:c",)
 
 
 def test_exponents_are_numbers_in_every_way_they_are_written():

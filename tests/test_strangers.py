@@ -111,6 +111,8 @@ def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
     done, events = watched(stranger, "report", ".")
     assert done.returncode == 0, done.stderr
     check(stranger, events)
+    assert not [e for e in events if e[0] == "import" and e[1].startswith("diffusers.pipelines.")], "it takes seconds"
+    assert "a mean over 128 latent dimensions" in (stranger / "report.html").read_text()
     assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (not evaluated)
 
 

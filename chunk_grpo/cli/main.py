@@ -44,7 +44,8 @@ def complete_preset(incomplete: str) -> list[str]:
 
 
 SettingsArgument = Annotated[str, typer.Argument(metavar="SETTINGS", autocompletion=complete_preset,
-                                                 help="A YAML file or a preset such as pocket/demo.")]
+                                                 help="A YAML file or a preset such as pocket/demo, whose settings "
+                                                      "`chunk-grpo presets pocket/demo` lists with their meaning.")]
 ProcessesOption = Annotated[int | None, typer.Option(help="Processes that share every iteration and divide its "
                                                      "prompts; what suits run and machine if left out.")]
 
@@ -402,7 +403,7 @@ def study(
     known: Annotated[list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")] = None,
     ray: Annotated[str, typer.Option(metavar="ADDRESS", help="Hand the runs to a Ray cluster that shares the folder: "
                                      "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
-    tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on validation prompts, and "
+    tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on its `tune_prompts`, and "
                                             "keep each arm's best settings in tuned.yaml.")] = False,
 ):
     "Run or continue a study: every arm with every seed."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['reports_app', 'report', 'watch', 'lab', 'check_output_file', 'compare', 'tables', 'parse_step_counts',
            'check_profile_options', 'check_profile_settings', 'profile', 'verify', 'finite_shares', 'gather_prompts',
-           'parse_seeds', 'sample', 'sample_or_exit', 'export', 'preset_line', 'presets']
+           'parse_seeds', 'sample', 'sample_or_exit', 'export', 'preset_line', 'setting_lines', 'presets']
 
 # %% ../../nbs/13_cli/01_reports.ipynb #ac8a451b
 import itertools
@@ -20,6 +20,7 @@ from .. import InputError
 from .evaluation import OverridesArgument, RunArgument, check_trust, echo_now, ended_code, examples
 from .evaluation import JsonOption, print_json, print_rows, split_commas
 from ..core import settings
+from ..core.fields import dump_yaml
 from ..core.subprocesses import raise_on_sigterm
 
 reports_app = typer.Typer(rich_markup_mode=None)
@@ -301,8 +302,25 @@ def preset_line(
     return re.split(r"(?<=[.!?])\s", " ".join(line.lstrip("# ").strip() for line in comments) + " ")[0]
 
 
-@reports_app.command(epilog=examples("presets", "presets --json"))
-def presets(as_json: JsonOption = False):
-    "List the shipped settings, with a line each."
+def setting_lines(
+    s: settings.Settings,
+) -> list[str]:  # of a settings file
+    "Every setting with its value, and behind it what it means."
+    values, rows = s.model_dump(mode="json"), settings.settings_table(s)
+    texts = [dump_yaml({row["name"]: values[row["name"]]}, 10**6, flow=True).strip()[1:-1] for row in rows]
+    return [f"{text:30}  # {row['meaning']}" + f" Unit: {row['unit']}." * bool(row["unit"])
+            for text, row in zip(texts, rows, strict=True)]
+
+# %% ../../nbs/13_cli/01_reports.ipynb #06dfe718
+@reports_app.command(epilog=examples("presets", "presets pocket/demo", "presets --json"))
+def presets(
+    source: Annotated[str | None, typer.Argument(metavar="[SETTINGS]", help="A preset or YAML file: all its settings, "
+                                                 "each with its meaning.")] = None,
+    as_json: JsonOption = False,
+):
+    "List the shipped settings, or what one of them sets."
+    if source:
+        s = settings.load_settings(source)
+        return print_json(s.model_dump(mode="json")) if as_json else typer.echo("\n".join(setting_lines(s)))
     found = {name: preset_line(name) for name in settings.list_presets()}
     print_json(found) if as_json else print_rows(list(found.items()))

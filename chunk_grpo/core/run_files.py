@@ -62,6 +62,7 @@ class RunProfile(RunFile):
     "profile.json."
     chunks: str
     mean: list[float]
+    latent_numel: Count = 0  # numbers in the latents of one image; 0: not written
 
 
 class CheckpointState(RunFile):

@@ -228,7 +228,7 @@ def finish_evaluation(
     summary = {"n_prompts": len(prompts), "images_per_prompt": s.eval_images, "steps": s.eval_steps}
     summary |= {"split": arms.get("hybrid", s.hybrid_split), "arms": dict(arms), "seed": s.eval_seed}
     summary |= {"as_trained": as_trained_sampling(s)} if AS_TRAINED_ARMS.keys() <= arms.keys() else {}
-    summary |= {"rewards": summarise_evaluation(records)}
+    summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
     write_json(folder / "summary.json", summary)
     move_into_place(folder, Path(run) / "evaluation")
     return summary

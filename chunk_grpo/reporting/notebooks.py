@@ -163,7 +163,8 @@ code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size:
 details summary { cursor: pointer; color: #0a5b8c; margin: .5rem 0; } .prompt, .anchor-link { display: none; }
 .swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
 @media print { body { background: #fff; } main { border: 0; margin: 0; max-width: none; } }
-@media (max-width: 50rem) { main { margin: 0; padding: 1rem; border: 0; } }
+@media (max-width: 50rem) { main { margin: 0; padding: 1rem; border: 0; }
+     .output_png { overflow-x: auto; } .output_png img { max-width: max(100%, 40rem); } }
 """
 
 # %% ../../nbs/11_reporting/04_notebooks.ipynb #eea31283

@@ -79,7 +79,7 @@ def group_letters(
 
 # %% ../../nbs/11_reporting/05_reports.ipynb #d3e561c6
 EVALUATION_TERMS = {"n_prompts": "prompts", "images_per_prompt": "images of each", "steps": "steps of the ODE",
-                    "split": "step at which the base takes over", "seed": "seed"}
+                    "resolution": "pixels a side", "split": "step at which the base takes over", "seed": "seed"}
 
 
 def unequal_evaluations(

@@ -251,6 +251,7 @@ def measure_profile(
     if state.accelerator.is_main_process:
         content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": state.grid.tolist()}
         content |= {"mean": mean.tolist(), "std": std.tolist(), "chunks": str(chunks), "trajectories": len(distance)}
+        content |= {"latent_numel": latents[0, 0].numel()}
         write_json(state.run / "profile.json", content)
     return chunks
 
