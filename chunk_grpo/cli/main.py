@@ -177,8 +177,7 @@ def plan_json(
 # %% ../../nbs/13_cli/02_main.ipynb #38d9e720
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
 def plan(
-    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; may be left out with --run.")]
-    = None,
+    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")] = None,
     overrides: OverridesArgument = None,
     processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
@@ -226,10 +225,11 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also three other orders.")] = True,
+    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the orders of DanceGRPO, GCPO's "
+                                            "chunks and Flow-GRPO.")] = True,
     out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
 ):
-    "Measure the speed and memory of an iteration, beside the orders of DanceGRPO, GCPO's chunks and Flow-GRPO."
+    "Measure the speed and memory of an iteration."
     if out and (out.suffix != ".json" or not out.absolute().parent.is_dir() or out.is_dir()):
         what = "the folder " if out.is_dir() else ""
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {what}{out}")
