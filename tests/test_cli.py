@@ -377,7 +377,7 @@ def test_a_run_is_reported_and_profiled(small, trained):
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path):
-    words = command("train", small / "s.yaml", "iterations=500", "--processes", "1")  # else as many as the machine has cores
+    words = command("train", small / "s.yaml", "iterations=500", "--processes", "1")  # else it depends on the cores
     child = subprocess.Popen(
         words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment())
     metrics = tmp_path / "runs/s-001/metrics.jsonl"
