@@ -119,8 +119,8 @@ def test_outputs_are_those_of_the_code(page):
         assert not outputs, "run `make prepare`"
         return
     outputs_tool = tool("outputs")
-    assert notebook.metadata.get("outputs_of") == outputs_tool.code_hash(notebook), (
-        f"the code of {page.relative_to(ROOT)} changed after its outputs were made; run `make prepare`")
+    changed = outputs_tool.stale_because(page)
+    assert not changed, f"{page.relative_to(ROOT)}: {changed} changed after its outputs were made; run `make prepare`"
     assert page.stat().st_size < outputs_tool.LIMIT
     assert not [output for output in outputs if output.output_type == "error"]
     assert not {kind for output in outputs for kind in output.get("data", {})} - set(outputs_tool.KEPT)
@@ -282,7 +282,7 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
     home = "chunk_grpo/presets/pocket/studies"
     studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
-    assert len(studies) == 8
+    assert len(studies) == 9
     expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names

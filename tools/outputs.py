@@ -3,7 +3,8 @@
     python tools/outputs.py [--all] [PAGE ...]      run what is stale (or all, or these pages) and keep text and figures
     python tools/outputs.py --check                 write nothing; name the stale pages and exit with 1 if there are any
 
-A page's metadata hold `outputs_of`, the hash of the code that its outputs came from. Cells marked `#| hide`,
+A page's metadata hold `outputs_of`, the hash of the code that its outputs came from, and, where a page reads kept
+results (files under runs/results), `outputs_read`, the hash of each. A page is stale when any of them changed. Cells marked `#| hide`,
 `#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none; warnings and widgets are not kept.
 """
 
@@ -45,10 +46,19 @@ def code_hash(notebook: NotebookNode) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
-def is_stale(page: Path) -> bool:
-    "Whether a page's code is not the code that its outputs came from."
+def file_hash(path: str) -> str | None:
+    "The hash of a file, named from the root; None where there is none."
+    file = ROOT / path
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
+
+
+def stale_because(page: Path) -> str:
+    "What changed since a page's outputs were made: its code, or results that it reads; empty where nothing did."
     notebook = nbformat.read(page, as_version=4)
-    return notebook.metadata.get("outputs_of") != code_hash(notebook)
+    if notebook.metadata.get("outputs_of") != code_hash(notebook):
+        return "its code"
+    read = notebook.metadata.get("outputs_read", {})
+    return ", ".join(path for path, kept in read.items() if file_hash(path) != kept)
 
 
 def small_png(encoded: str) -> str:
@@ -89,25 +99,45 @@ def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
     return found
 
 
+# Runs before a page's first cell; the cell after its last one prints what it found.
+WATCH = f"""
+def watch(files):
+    import os, sys
+    def opened(event, args):
+        path = os.path.abspath(os.fsdecode(args[0])) if event == "open" and isinstance(args[0], (str, bytes)) else ""
+        if path.startswith({str(ROOT / "runs/results")!r} + os.sep):
+            files.add(os.path.relpath(path, {str(ROOT)!r}))
+    sys.addaudithook(opened)
+watched_files = set()
+watch(watched_files)
+del watch
+"""
+
+
 def renew(page: Path) -> None:
     "Run a page in a kernel of its own and keep what its cells show."
     notebook = nbformat.read(page, as_version=4)
     run = nbformat.v4.new_notebook()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not SKIPPED & directives(cell)]
-    run.cells = [nbformat.v4.new_code_cell(cell.source) for cell in cells]
+    sources = [WATCH, *(cell.source for cell in cells), 'print("\\n".join(sorted(watched_files)))']
+    run.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     resources = {"metadata": {"path": str(page.parent)}}
     quiet = ["--log-level=40"]
     NotebookClient(run, timeout=900, kernel_name="python3", resources=resources, extra_arguments=quiet).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    for cell, done in zip(cells, run.cells, strict=True):
+    for cell, done in zip(cells, run.cells[1:-1], strict=True):
         if "hide" not in directives(cell):
             cell.outputs = joined([output for output in map(kept_output, done.outputs) if output is not None])
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = None
     notebook.metadata["outputs_of"] = code_hash(notebook)
+    read = "".join(output.text for output in run.cells[-1].outputs).split()
+    notebook.metadata.pop("outputs_read", None)
+    if read:
+        notebook.metadata["outputs_read"] = {path: file_hash(path) for path in read}
     text = nbformat.writes(notebook)
     if len(text.encode()) > LIMIT:
         raise SystemExit(f"{page.relative_to(ROOT)} has {len(text.encode()):,} bytes with its outputs; "
@@ -123,10 +153,10 @@ def main() -> int:
     if len(named) == 1 and "--one" in words:
         renew(named[0])
         return 0
-    pages = named or [page for page in book() if "--all" in words or is_stale(page)]
+    pages = named or [page for page in book() if "--all" in words or stale_because(page)]
     if "--check" in words:
         for page in pages:
-            print(f"{page.relative_to(ROOT)}: its code changed after its outputs were made")
+            print(f"{page.relative_to(ROOT)}: {stale_because(page) or 'nothing'} changed after its outputs were made")
         return int(bool(pages))
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
     command = [sys.executable, __file__, "--one"]
