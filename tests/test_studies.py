@@ -48,7 +48,10 @@ def kept(tmp_path, monkeypatch):
 
 
 def test_every_study_has_a_page():
-    assert set(NAMES) < {page.stem for page in PAGES}
+    beside = {"instability": "single-chunk"}  # asked again, on the page of the study that left it open
+    assert {beside.get(name, name) for name in NAMES} < {page.stem for page in PAGES}
+    assert all(f'"{name}"' in (ROOT / f"nbs/findings/{beside.get(name, name)}.ipynb").read_text().replace("\\", "")
+               for name in NAMES)
 
 
 def test_pages_run_without_rows(tmp_path):

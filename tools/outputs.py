@@ -4,8 +4,9 @@
     python tools/outputs.py --check                 write nothing; name the stale pages and exit with 1 if there are any
 
 A page's metadata hold `outputs_of`, the hash of the code that its outputs came from, and, where a page reads kept
-results (files under runs/results), `outputs_read`, the hash of each. A page is stale when any of them changed. Cells marked `#| hide`,
-`#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none; warnings and widgets are not kept.
+results (files under runs/results), `outputs_read`, the hash of each. A page is stale when any of them changed.
+Cells marked `#| hide`, `#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none.
+Warnings and widgets are not kept.
 """
 
 import base64

@@ -91,7 +91,7 @@ def single_chunk_arm(
 # %% ../../nbs/12_studies/07_measures.ipynb #e02ef730
 def noise_chunk_instability() -> dict | None:
     "How far the chunk nearest to the noise ends below its peak, minus the same of the one nearest to the image."
-    rows = analysis.load_study_rows("single-chunk")
+    rows = analysis.load_study_rows("instability")
     if not rows:
         return None
     reward = analysis.training_rewards(rows[0])[0]
@@ -102,8 +102,8 @@ def noise_chunk_instability() -> dict | None:
 
     gain = float(analysis.gains_by_seed(rows, reward).mean(axis=None))
     sides = single_chunk_arm(0)(rows), single_chunk_arm(-1)(rows)
-    share = smallest_share("single-chunk")
-    return paired_effect(analysis.pivot_by_seed(rows, drop), *sides, reward, gain, "single-chunk", share)
+    share = smallest_share("instability")
+    return paired_effect(analysis.pivot_by_seed(rows, drop), *sides, reward, gain, "instability", share)
 
 # %% ../../nbs/12_studies/07_measures.ipynb #8eb776aa
 def reward_transfer(
