@@ -105,7 +105,7 @@ WATCH = f"""
 def watch(files):
     import os, sys
     def opened(event, args):
-        path = os.path.abspath(os.fsdecode(args[0])) if event == "open" and isinstance(args[0], (str, bytes)) else ""
+        path = os.path.realpath(os.fsdecode(args[0])) if event == "open" and isinstance(args[0], (str, bytes)) else ""
         if path.startswith({str(ROOT / "runs/results")!r} + os.sep):
             files.add(os.path.relpath(path, {str(ROOT)!r}))
     sys.addaudithook(opened)
