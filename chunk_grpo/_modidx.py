@@ -2462,6 +2462,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'chunk_grpo/runs/run_images.py'),
                                             'chunk_grpo.runs.run_images.sample_arm_images': ( '08_runs/run_images.html#sample_arm_images',
                                                                                               'chunk_grpo/runs/run_images.py'),
+                                            'chunk_grpo.runs.run_images.share_environment': ( '08_runs/run_images.html#share_environment',
+                                                                                              'chunk_grpo/runs/run_images.py'),
                                             'chunk_grpo.runs.run_images.share_out': ( '08_runs/run_images.html#share_out',
                                                                                       'chunk_grpo/runs/run_images.py'),
                                             'chunk_grpo.runs.run_images.shares_ended': ( '08_runs/run_images.html#shares_ended',

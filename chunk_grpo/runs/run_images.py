@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POLICY_FIELDS', 'AS_TRAINED_ARMS', 'find_trained_weights', 'load_trained_policy', 'hash_trained_weights',
-           'sample_arm_images', 'start_share', 'last_error_line', 'shares_ended', 'share_out', 'drawing_processes',
-           'image_cost', 'progress_text']
+           'sample_arm_images', 'share_environment', 'start_share', 'last_error_line', 'shares_ended', 'share_out',
+           'drawing_processes', 'image_cost', 'progress_text']
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #562474c4
 import contextlib
@@ -94,6 +94,16 @@ def sample_arm_images(
     return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #5ee51ca8
+def share_environment(
+    number: int,  # of the share
+    count: int,  # of shares
+) -> dict[str, str]:
+    "The environment of a share's process: a GPU of its own and, unless OMP_NUM_THREADS is set, its part of the cores."
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    own = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // count))} | os.environ | own
+
+
 def start_share(
     module: str,  # a program: words, then its number and how many there are
     words: Sequence[str],
@@ -102,11 +112,10 @@ def start_share(
     errors,  # an open file for its error stream
 ) -> subprocess.Popen:
     "One of several processes of a program."
-    gpus = torch.cuda.device_count()
-    own = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
     with defer_signals():
-        return subprocess.Popen([sys.executable, "-m", module, *words, str(number), str(count)], env=os.environ | own,
-                                stderr=errors, start_new_session=True, preexec_fn=die_with_parent(os.getpid()))
+        return subprocess.Popen([sys.executable, "-m", module, *words, str(number), str(count)],
+                                env=share_environment(number, count), stderr=errors, start_new_session=True,
+                                preexec_fn=die_with_parent(os.getpid()))
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #814646ac
 def last_error_line(
