@@ -136,10 +136,12 @@ def score_given_images(
     tools: dict,  # detector and judge
 ) -> Path:  # the folder of the scores
     "Score images that somebody else drew."
+    from chunk_grpo.core.files import check_place
     from chunk_grpo.evaluation import benchmark_images, benchmark_scores  # here, since they import torch
     from chunk_grpo.reward_serving import placement
 
     task, place = benchmark_images.load_benchmark_task(*benchmark), out or Path("benchmarks") / Path(benchmark[0]).stem
+    check_place(place / "scores.jsonl", "`--out`", file=True)
     scorers = {name: placement.load_placed_reward(name) for name in names}
     benchmark_scores.score_benchmark(task, parse_arm_folders(images), place, benchmark[1], scorers, tools, echo_now)
     return place
