@@ -90,8 +90,8 @@ def test_power_lost_at_every_sync_and_rename(tiny_training, tmp_path):
     check(tiny_training, [*found[::4], *late(found)[::3]][:70], tmp_path)
 
 
-def evaluation_states(session: Session) -> list:
-    "What the disk may hold in an evaluation, from that of a finished run on."
+def finished_run(session: Session) -> disk.Disk:
+    "A disk that holds what was there before a session, all of it for good."
     root, before = disk.Disk(), {str(file.relative_to(session.before)): file for file in sorted(
         session.before.rglob("*"))}
     for name, file in before.items():
@@ -102,7 +102,7 @@ def evaluation_states(session: Session) -> list:
     for name in ["", *(name for name, file in before.items() if file.is_dir())]:
         node = root.find(name)
         node.kept = dict(node.now)
-    return disk.states(session.steps, root)
+    return root
 
 
 def counted_pictures(state: dict) -> dict[str, bytes | None]:
@@ -118,7 +118,8 @@ def counted_pictures(state: dict) -> dict[str, bytes | None]:
 def test_what_counts_as_drawn_is_on_the_disk(tiny_evaluation):
     "In every state, not only in those that are gone on with below."
     theirs = tiny_evaluation.result(tiny_evaluation.whole)["pictures"]
-    found = [(name, counted_pictures(state)) for name, state in evaluation_states(tiny_evaluation)]
+    found = [(name, counted_pictures(state))
+             for name, state in disk.every_state(tiny_evaluation.steps, finished_run(tiny_evaluation))]
     wrong = [f"{name}: {file}" for name, files in found for file, content in files.items() if content != theirs[file]]
     assert not wrong, "\n".join(wrong)
     assert max(len(files) for _, files in found) == len(theirs)
@@ -126,5 +127,5 @@ def test_what_counts_as_drawn_is_on_the_disk(tiny_evaluation):
 
 @pytest.mark.slow
 def test_power_lost_in_an_evaluation(tiny_evaluation, tmp_path):
-    found = evaluation_states(tiny_evaluation)
+    found = disk.states(tiny_evaluation.steps, finished_run(tiny_evaluation))
     check(tiny_evaluation, found[:: max(1, len(found) // 30)], tmp_path)
