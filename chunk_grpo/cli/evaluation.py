@@ -26,6 +26,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError, __version__
+from ..core.files import check_place
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -136,7 +137,6 @@ def score_given_images(
     tools: dict,  # detector and judge
 ) -> Path:  # the folder of the scores
     "Score images that somebody else drew."
-    from chunk_grpo.core.files import check_place
     from chunk_grpo.evaluation import benchmark_images, benchmark_scores  # here, since they import torch
     from chunk_grpo.reward_serving import placement
 

@@ -32,7 +32,7 @@ class RunMachine(RunFile):
     gpus: list[str]
     cores: Count
 
-
+# %% ../../nbs/02_core/07_run_files.ipynb #dcf472f8
 class RunInfo(RunFile):
     "run.json."
     settings: dict = {}

@@ -28,13 +28,12 @@ def write_report(
     **parameters,  # of the report
 ) -> Path:  # the page
     "Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."
-    # here, since nbformat takes seconds to import
-    from chunk_grpo.reporting.notebooks import execute_report, notebook_to_html
+    from chunk_grpo.reporting.notebooks import execute_report, notebook_to_html  # here: nbformat takes seconds
 
-    out = Path(out)
-    check_place(out, file=True)
-    check_place(out.with_suffix(".ipynb"), file=True)
-    return notebook_to_html(execute_report(name, out.with_suffix(".ipynb"), **parameters), out)
+    out, notebook = Path(out), Path(out).with_suffix(".ipynb")
+    for file in (out, notebook):
+        check_place(file, file=True)
+    return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
 def write_run_report(
