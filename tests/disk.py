@@ -99,21 +99,26 @@ def content(file: Node, kind: str) -> bytes:
     return file.kept
 
 
-def states(steps: list[Step], disk: Disk | None = None) -> list[tuple[str, dict]]:
-    "Every state that differs from the others, before and after each fsync and rename and at the end, by its name."
-    disk, seen, out = disk or Disk(), set(), []
+def every_state(steps: list[Step], disk: Disk):
+    "The states before and after each fsync and rename and at the end, each with its name."
     for i, step in enumerate([*steps, None]):
         last = steps[i - 1] if i else None
         if step is None or step.op in ("fsync", "rename") or (last and last.op in ("fsync", "rename")):
             for kind in KINDS:
-                state = disk.state(kind)
-                key = hashlib.sha256(repr(sorted(state.items())).encode()).digest()
-                if key not in seen:
-                    seen.add(key)
-                    out.append((f"{kind} at step {i}, {step.op + ' ' + (step.to or step.path) if step else 'the end'}",
-                                state))
+                yield (f"{kind} at step {i}, {step.op + ' ' + (step.to or step.path) if step else 'the end'}",
+                       disk.state(kind))
         if step:
             disk.do(step)
+
+
+def states(steps: list[Step], disk: Disk | None = None) -> list[tuple[str, dict]]:
+    "Every state that differs from the others, by its name."
+    seen, out = set(), []
+    for name, state in every_state(steps, disk or Disk()):
+        key = hashlib.sha256(repr(sorted(state.items())).encode()).digest()
+        if key not in seen:
+            seen.add(key)
+            out.append((name, state))
     return out
 
 

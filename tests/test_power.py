@@ -3,6 +3,7 @@
 What a disk may hold stands in the module disk: nothing but what was synced is sure.
 """
 
+import json
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -89,11 +90,10 @@ def test_power_lost_at_every_sync_and_rename(tiny_training, tmp_path):
     check(tiny_training, [*found[::4], *late(found)[::3]][:70], tmp_path)
 
 
-@pytest.mark.slow
-def test_power_lost_in_an_evaluation(tiny_evaluation, tmp_path):
-    "From the disk of a finished run on."
-    root, before = disk.Disk(), {str(file.relative_to(tiny_evaluation.before)): file for file in sorted(
-        tiny_evaluation.before.rglob("*"))}
+def finished_run(session: Session) -> disk.Disk:
+    "A disk that holds what was there before a session, all of it for good."
+    root, before = disk.Disk(), {str(file.relative_to(session.before)): file for file in sorted(
+        session.before.rglob("*"))}
     for name, file in before.items():
         root.do(disk.Step("", 0, "mkdir" if file.is_dir() else "open", name, data=b"new"))
         if file.is_file():
@@ -102,5 +102,30 @@ def test_power_lost_in_an_evaluation(tiny_evaluation, tmp_path):
     for name in ["", *(name for name, file in before.items() if file.is_dir())]:
         node = root.find(name)
         node.kept = dict(node.now)
-    found = disk.states(tiny_evaluation.steps, root)
+    return root
+
+
+def counted_pictures(state: dict) -> dict[str, bytes | None]:
+    "The pictures that finished lines of a state count as drawn, by arm and name; None where one is gone."
+    out = {}
+    for name in [name for name in state if "/parts-" in name]:
+        for line in state[name].rpartition(b"\n")[0].split(b"\n") if b"\n" in state[name] else []:
+            files = [record["file"] for record in json.loads(line)["records"]]
+            out |= {file: state.get(f"{name.rpartition('/')[0]}/{file}") for file in files}
+    return out
+
+
+def test_what_counts_as_drawn_is_on_the_disk(tiny_evaluation):
+    "In every state, not only in those that are gone on with below."
+    theirs = tiny_evaluation.result(tiny_evaluation.whole)["pictures"]
+    found = [(name, counted_pictures(state))
+             for name, state in disk.every_state(tiny_evaluation.steps, finished_run(tiny_evaluation))]
+    wrong = [f"{name}: {file}" for name, files in found for file, content in files.items() if content != theirs[file]]
+    assert not wrong, "\n".join(wrong)
+    assert max(len(files) for _, files in found) == len(theirs)
+
+
+@pytest.mark.slow
+def test_power_lost_in_an_evaluation(tiny_evaluation, tmp_path):
+    found = disk.states(tiny_evaluation.steps, finished_run(tiny_evaluation))
     check(tiny_evaluation, found[:: max(1, len(found) // 30)], tmp_path)

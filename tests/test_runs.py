@@ -236,7 +236,8 @@ def test_warnings_of_the_log_are_seen(settings, trainer, tmp_path, capsys):
 
 @pytest.mark.parametrize("text, words", [
     ("[]", "it holds a list"), ("{}", "has no `settings`"), ("\xff", "cannot be read"),
-    ('{"settings": {}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
+    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "has no `settings`"),
+    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
     ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: input should be")])
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")

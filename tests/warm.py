@@ -34,7 +34,7 @@ def server(environment: dict[str, str]):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
-    os.environ |= environment | {"TRANSFORMERS_VERBOSITY": "error"}  # as the command line sets it
+    os.environ |= environment | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}  # as the command line sets it
     try:
         forkserver.ensure_running()
     finally:

@@ -26,6 +26,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError, __version__
+from ..core.files import check_place
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -140,6 +141,7 @@ def score_given_images(
     from chunk_grpo.reward_serving import placement
 
     task, place = benchmark_images.load_benchmark_task(*benchmark), out or Path("benchmarks") / Path(benchmark[0]).stem
+    check_place(place / "scores.jsonl", "`--out`", file=True)
     scorers = {name: placement.load_placed_reward(name) for name in names}
     benchmark_scores.score_benchmark(task, parse_arm_folders(images), place, benchmark[1], scorers, tools, echo_now)
     return place

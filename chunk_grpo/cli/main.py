@@ -26,7 +26,7 @@ import typer
 from .. import InputError, __version__
 from .evaluation import JsonOption, OverridesArgument, echo_now, ended_code, evaluate_with_progress
 from .evaluation import evaluation_app, examples, print_json, print_rows, split_commas
-from .reports import reports_app
+from .reports import output_file, reports_app
 from ..core import output, settings
 from ..runs.hosts import load_hosts
 
@@ -84,7 +84,7 @@ def run_and_metrics(
         return {}, [], processes
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-    note = run_folder.read_run_info(run_folder.find_run(run))
+    note = run_folder.read_run_info(run_folder.find_run(run), ("settings", "processes", "machine"))
     return note, run_folder.read_metrics_lines(run), note["processes"]
 
 
@@ -227,15 +227,15 @@ def speed(
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
     reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the orders of DanceGRPO, GCPO's "
                                             "chunks and Flow-GRPO.")] = True,
-    out: Annotated[Path | None, typer.Option(help="A .json file for the numbers.")] = None,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."
-    if out and (out.suffix != ".json" or not out.absolute().parent.is_dir() or out.is_dir()):
-        what = "the folder " if out.is_dir() else ""
-        raise InputError(f"`--out` must be a .json file in a folder that exists; got {what}{out}")
+    file = None if out is None else output_file("out", out)
+    if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
+        raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
-    measure_and_print(model, changes, repeats, reference, out)
+    measure_and_print(model, changes, repeats, reference, file)
 
 # %% ../../nbs/13_cli/02_main.ipynb #b0cc239f
 def run_name(
@@ -397,7 +397,8 @@ def study(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A study such as explain, or a folder with study.yaml.")],
     processes: Annotated[int | None, typer.Option(max=10_000, help="Runs at once; one a GPU or one a core "
                                                                "if left out.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of its runs, runs/studies/NAME if left out.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of its runs, runs/studies/NAME if left out; rows of the "
+                                             "folders beside it, in their results.jsonl, are taken too.")] = None,
     arms: Annotated[str, typer.Option(help="Only these arms, such as steps,chunks.")] = "",
     seeds: Annotated[str, typer.Option(help="Only these seeds, such as 0,1.")] = "",
     known: Annotated[list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")] = None,

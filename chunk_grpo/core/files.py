@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WRITE_PROBLEMS', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'is_abandoned', 'remove_abandoned',
-           'clean_run_folder', 'move_into_place', 'atomic_write', 'write_json', 'read_json', 'append_json_line',
-           'read_json_lines', 'drop_partial_line']
+           'clean_run_folder', 'move_into_place', 'atomic_write', 'check_place', 'write_json', 'read_json',
+           'append_json_line', 'read_json_lines', 'drop_partial_line']
 
 # %% ../../nbs/02_core/00_files.ipynb #ced17733
 import contextlib
@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,25 @@ def atomic_write(
         with contextlib.suppress(OSError):  # it is gone, or its name was never possible
             shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
 
+# %% ../../nbs/02_core/00_files.ipynb #316f11ee
+def check_place(
+    path: Path,  # of a file or folder to be, or of a folder that is there
+    name: str = "`out`",  # what the sentence calls it
+    file: bool = False,  # whether it is to be a file
+) -> None:
+    "InputError where nothing could be written there; nothing is made."
+    whole = Path(path).absolute()
+    if file and os.path.isdir(whole):
+        raise InputError(f"{name} must be a file; {path} is a folder")
+    there = whole if os.path.isdir(whole) else next(one for one in whole.parents if os.path.lexists(one))
+    try:
+        for part in whole.relative_to(there).parts:  # too long, or a link that leads to itself
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(there / part)
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise InputError(f"{name} must be a place that can be written to; {path}: {error.strerror}") from None
+
 # %% ../../nbs/02_core/00_files.ipynb #c2463015
 def write_json(path: Path, content: dict) -> None:
     "A JSON file, whole or not at all."
@@ -175,9 +195,12 @@ def append_json_line(path: Path, content: dict) -> None:
 
 def read_json_lines(path: Path) -> list[dict]:
     "The lines of a JSON-lines file; a last line that was cut off is left out. InputError where another is damaged."
-    if not Path(path).exists():
+    try:
+        found, whole = [], Path(path).read_bytes().rpartition(b"\n")[0]
+    except FileNotFoundError:
         return []
-    found, whole = [], Path(path).read_bytes().rpartition(b"\n")[0]
+    except OSError as error:
+        raise InputError(f"run: {path} cannot be read ({error.strerror}).") from None
     for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
         try:
             found.append(json.loads(line))

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
 from .. import InputError
-from ..core.files import atomic_write, read_json, write_json
+from ..core.files import atomic_write, check_place, read_json, write_json
 
 # %% ../../nbs/09_evaluation/01_mask2former.ipynb #6d666787
 OFFICIAL_CHECKPOINTS = {"743b7d99": "mmdet 2.x", "c9d0c4f2": "mmdet 3.x"}  # start of the sha256: where from
@@ -261,6 +261,7 @@ def convert_mmdet_checkpoint(
         raise InputError(f"source: {source} is no file; the checkpoint that mmdet published is needed.")
     if out.exists():
         raise InputError(f"out: {out} exists already; a new folder is needed.")
+    check_place(out)
     with open(source, "rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     weights = read_mmdet_checkpoint(source)

@@ -219,7 +219,7 @@ def read_prompts(
     try:
         prompts = parse_prompts(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
         "".join(map(str, prompts)).encode()  # JSON can name half of a letter
-    except (ValueError, RecursionError, KeyError, TypeError, csv.Error) as error:  # no UTF-8, no JSON: a ValueError
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, csv.Error) as error:  # no JSON: a ValueError
         wanted = PROMPT_FILES.get(path.suffix.lower(), PROMPT_FILES[".txt"])
         raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
     if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import nbformat
 
 from .. import InputError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, check_place
 from ..runs import run_folder
 
 # %% ../../nbs/11_reporting/11_lab.ipynb #2013b8de
@@ -70,6 +70,7 @@ def write_lab_notebook(
     if folder.resolve().is_relative_to(run.resolve()):
         raise InputError(f"`--folder` must lie outside the run's folder, which is data; got {folder}")
     if not file.exists():
+        check_place(file, "`--folder`")
         with atomic_write(file) as temporary:
             nbformat.write(lab_notebook(run), temporary)
     return file

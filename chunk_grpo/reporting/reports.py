@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import InputError
-from ..core.files import remove_abandoned
+from ..core.files import check_place, remove_abandoned
 from ..core import settings as setting
 from ..core.settings import Settings, training_method
 from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, read_evaluation_summary
@@ -27,12 +27,13 @@ def write_report(
     /,
     **parameters,  # of the report
 ) -> Path:  # the page
-    "Execute a report and render it; InputError where a parameter is wrong."
-    # here, since nbformat takes seconds to import
-    from chunk_grpo.reporting.notebooks import execute_report, notebook_to_html
+    "Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."
+    from chunk_grpo.reporting.notebooks import execute_report, notebook_to_html  # here: nbformat takes seconds
 
-    out = Path(out)
-    return notebook_to_html(execute_report(name, out.with_suffix(".ipynb"), **parameters), out)
+    out, notebook = Path(out), Path(out).with_suffix(".ipynb")
+    for file in (out, notebook):
+        check_place(file, file=True)
+    return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
 def write_run_report(

@@ -74,7 +74,8 @@ def draw_part(
         record = {"arm": arm, "prompt_index": p, "image_index": i, "prompt": prompts[p], "seed": s.eval_seed}
         records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
         VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(folder / records[-1]["file"])
-        sync_to_disk(folder / records[-1]["file"])  # the line that says so comes later
+        sync_to_disk(folder / records[-1]["file"])
+    sync_to_disk(folder / arm)  # the names too: the line that says so comes later
     return records
 
 # %% ../../nbs/08_runs/06_drawing.ipynb #cb623460

@@ -21,13 +21,15 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
 from .. import InputError
-from ..core.files import clean_run_folder, make_folders, read_json, remove_abandoned, sync_to_disk, write_json
+from ..core.files import check_place, clean_run_folder, make_folders, read_json, remove_abandoned
+from ..core.files import sync_to_disk, write_json
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.run_files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log, read_run_file, read_run_lines)
@@ -148,9 +150,10 @@ def is_training(
 # %% ../../nbs/08_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
     run: str | Path,
+    needed: Sequence[str] = (),  # further fields that the reader cannot do without
 ) -> dict:  # run.json, with status created, running, finished, failed or interrupted
     "What a run says about itself; a run whose process is gone reads `interrupted`."
-    note = read_run_file(file_of_run(find_run(run), "run.json"), RunInfo, ("status",))
+    note = read_run_file(file_of_run(find_run(run), "run.json"), RunInfo, ("status", *needed))
     gone = note["status"] == "running" and file_of_run(run, "train.log").is_file() and not is_training(run)
     return note | ({"status": "interrupted"} if gone else {})
 
@@ -233,12 +236,13 @@ def check_new_folder(
     out: Path,  # the folder to be
     run: bool = False,  # whether it is to be a run's, where its beginning may lie
 ) -> None:
-    "InputError where a new run would spoil what lies there."
+    "InputError where a new run would spoil what lies there, or could not be written."
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
     if out.exists() and not (out.is_dir() and all(run and is_beginning(file) for file in out.iterdir())):
         wrong = "is not empty" if out.is_dir() else "is a file"
         raise InputError(f"`out` must be a new or an empty folder; {out} {wrong}")
+    check_place(out)
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #bd685d5a
 def make_folder(
