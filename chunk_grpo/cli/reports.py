@@ -85,6 +85,8 @@ def output_file(
 def output_page(text: str) -> Path:  # beside which the executed notebook lies
     "The page that `--out` names; InputError where it or its notebook cannot be written."
     page = output_file("out", text)
+    if page.suffix == ".ipynb":
+        raise InputError(f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}")
     check_place(page.with_suffix(".ipynb"), "`--out`", file=True)
     return page
 
