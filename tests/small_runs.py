@@ -55,7 +55,7 @@ def trained(folder):
 def wait_for(folder, iteration, child):
     "Wait until the metrics of an iteration are there."
     log = folder / "metrics.jsonl"
-    for _ in range(1200):
+    for _ in range(12_000):  # ten minutes: two machines on a busy one are slow to meet
         if log.exists() and any(f'"iteration": {iteration},' in line for line in log.read_text().splitlines()):
             return
         assert child.poll() is None, "training ended before it could be killed"

@@ -49,6 +49,7 @@ def until_gone(out):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_kills_change_nothing(home, through, cluster, tmp_path):
     out = tmp_path / "small"
     child = begin(home, out, "--ray", cluster)  # once the command itself, without warning
@@ -62,13 +63,13 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     child = begin(home, out, "--ray", cluster)  # once a trial; the others go on
     wait_for(out / "longer-0" / "metrics.jsonl", 5, child)  # whole-0, which it is a copy of, had four
     trainers(out)[0].send_signal(signal.SIGKILL)
-    said, _ = child.communicate(timeout=120)
+    said, _ = child.communicate(timeout=600)
     assert child.returncode == 1 and "longer-0 failed" in said and "killed by SIGKILL" in said, said
     assert [row["arm"] for row in rows(out)] == ["steps", "whole"]
     child = begin(home, out, "--ray", cluster)  # once politely
     wait_for(out / "longer-0" / "metrics.jsonl", 6, child)
     child.terminate()
-    said, _ = child.communicate(timeout=60)
+    said, _ = child.communicate(timeout=600)
     assert child.returncode == 143 and "the same command goes on" in said and not trainers(out), said
     said = run("study", home, "--ray", cluster, "--out", out)
     assert "3 of 3" in said and rows(out) == rows(through)
