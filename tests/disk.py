@@ -51,6 +51,8 @@ class Disk:
     def do(self, step: Step) -> None:
         "One operation."
         folder, name = self.parent(step.path)
+        if step.op == "open" and (step.path in ("", ".") or name in folder.now and folder.now[name].folder):
+            return  # a file without a name in that folder: it is gone with its process
         if step.op in ("open", "mkdir") and name not in folder.now:
             folder.now[name] = Node(step.op == "mkdir")
         elif step.op == "open" and step.data == b"cut":
