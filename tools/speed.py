@@ -5,7 +5,8 @@
         [--repeats 5] [--parts profile,iteration,levers,growth,ranks] [NAME=VALUE ...]
 
 Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings
-of the workload, as in `chunk-grpo speed`. Takes some minutes, and a machine that does nothing else.
+of the workload, as in `chunk-grpo speed`. Takes some ten minutes, and a machine that does nothing else; each part is
+written when it is done.
 """
 
 import argparse
@@ -278,27 +279,32 @@ def main():
     result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": machine.machine_info(),
               "threads": torch.get_num_threads(), "versions": machine.library_versions(),
               "git_commit": machine.current_git_commit()}
+
+    def keep(**found):
+        "Write what is measured so far: a program that is ended keeps what came before."
+        result.update(found)
+        if a.out:
+            write_json(Path(a.out), result)
+
+    middle = workload.load_workload_settings("flux-size", AT_256)
     if "profile" in parts:
         say("profile")
-        result["profile"] = {a.model: profiled(workload.prepare_workload(s))}
+        shares = {a.model: profiled(workload.prepare_workload(s))}
         if a.model == "pocket":
-            middle = workload.prepare_workload(workload.load_workload_settings("flux-size", AT_256), MIDDLE, FEW)
-            result["profile"]["a FLUX of middle size"] = profiled(middle)
+            shares["a FLUX of middle size"] = profiled(workload.prepare_workload(middle, MIDDLE, FEW))
+        keep(profile=shares)
     if "iteration" in parts:
-        result["iteration"] = speed.measure_iteration(s, a.repeats, say=say)
+        keep(iteration=speed.measure_iteration(s, a.repeats, say=say))
     if "growth" in parts:
-        result["growth"] = grown(a.model, a.repeats, a.changes)
+        keep(growth=grown(a.model, a.repeats, a.changes))
     if "ranks" in parts and a.model == "pocket":
-        result["ranks"] = ranks(2 + a.repeats)
+        keep(ranks=ranks(2 + a.repeats))
     if "levers" in parts:  # the last, since they leave the policy compiled
-        b = workload.prepare_workload(s)
-        result["levers"] = levers(b, a.repeats)
+        keep(levers=levers(workload.prepare_workload(s), a.repeats))
         if a.model == "pocket":
             say("a FLUX of middle size")
-            b = workload.prepare_workload(workload.load_workload_settings("flux-size", AT_256), MIDDLE, FEW)
-            result["levers of a middle size"] = levers(b, a.repeats)
+            keep(**{"levers of a middle size": levers(workload.prepare_workload(middle, MIDDLE, FEW), a.repeats)})
     if a.out:
-        write_json(Path(a.out), result)
         say(f"numbers: {a.out}")
 
 
