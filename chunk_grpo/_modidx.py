@@ -2453,6 +2453,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'chunk_grpo/runs/run_folder.py')},
             'chunk_grpo.runs.run_images': { 'chunk_grpo.runs.run_images.drawing_processes': ( '08_runs/run_images.html#drawing_processes',
                                                                                               'chunk_grpo/runs/run_images.py'),
+                                            'chunk_grpo.runs.run_images.drawing_threads': ( '08_runs/run_images.html#drawing_threads',
+                                                                                            'chunk_grpo/runs/run_images.py'),
                                             'chunk_grpo.runs.run_images.find_trained_weights': ( '08_runs/run_images.html#find_trained_weights',
                                                                                                  'chunk_grpo/runs/run_images.py'),
                                             'chunk_grpo.runs.run_images.hash_trained_weights': ( '08_runs/run_images.html#hash_trained_weights',

@@ -134,6 +134,18 @@ def test_two_processes_killed_twice_give_the_same(run, tmp_path):
     assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 2 * 3
 
 
+def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(2)  # what a process finds where nobody chose
+    by_two, changes = shutil.copytree(run, tmp_path / "two"), ["threads=0", "eval_rewards=[pocket-clip]"]
+    for place, processes in ((run, 1), (by_two, 2)):
+        evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes)
+    assert torch.get_num_threads() == 2 and scores(run) == scores(by_two)
+    images = sorted(file.relative_to(run) for file in (run / "evaluation").rglob("*.png"))
+    assert len(images) == 2 * 4 * 2
+    assert [(run / image).read_bytes() for image in images] == [(by_two / image).read_bytes() for image in images]
+
+
 def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
     summary = evaluate.evaluate(run)
     assert summary["arms"] == {"base": 0, "plain": None, "hybrid": 2, "base-as-trained": 0, "as-trained": None}

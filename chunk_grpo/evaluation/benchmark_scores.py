@@ -24,7 +24,7 @@ from . import benchmark_images, dpg, evaluate, geneval_score, paired_scores, wis
 from .benchmark_images import BenchmarkTask
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..runs.run_images import drawing_processes, load_trained_policy, share_out
+from ..runs.run_images import drawing_processes, drawing_threads, load_trained_policy, share_out
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #f423f940
 def score_image_batch(
@@ -235,7 +235,8 @@ def draw_benchmark(
         if processes > 1:
             share_out("benchmark", "chunk_grpo.evaluation.benchmark_images", words, processes)
         else:
-            benchmark_images.sample_missing_images(load_trained_policy(folder, s), s, what, arms, out, say=say)
+            with drawing_threads(s.threads):
+                benchmark_images.sample_missing_images(load_trained_policy(folder, s), s, what, arms, out, say=say)
     return list(arms)
 
 # %% ../../nbs/09_evaluation/11_benchmark_scores.ipynb #3fe35bd4

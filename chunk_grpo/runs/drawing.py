@@ -28,7 +28,7 @@ from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
 from .run_images import hash_trained_weights, image_cost, load_trained_policy, progress_text
-from .run_images import sample_arm_images
+from .run_images import drawing_threads, sample_arm_images
 
 # %% ../../nbs/08_runs/06_drawing.ipynb #ae0ef414
 def score_prompt_images(
@@ -120,13 +120,12 @@ def draw_share(
     "Draw the parts that are missing and this process' own."
     prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
     todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
-    if s.threads:
-        torch.set_num_threads(s.threads)
     scorers, model, file = load_scorers(s), load_trained_policy(run, s), folder / f"parts-{uuid.uuid4().hex}.jsonl"
-    for part in todo:
-        records = draw_part(model, s, prompts, scorers, part, arms[part[0]], folder)
-        append_json_line(file, {"part": part, "records": records})
-        watch()
+    with drawing_threads(s.threads):
+        for part in todo:
+            records = draw_part(model, s, prompts, scorers, part, arms[part[0]], folder)
+            append_json_line(file, {"part": part, "records": records})
+            watch()
 
 # %% ../../nbs/08_runs/06_drawing.ipynb #08284b7c
 def progress_watcher(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POLICY_FIELDS', 'AS_TRAINED_ARMS', 'find_trained_weights', 'load_trained_policy', 'hash_trained_weights',
-           'sample_arm_images', 'share_environment', 'start_share', 'last_error_line', 'shares_ended', 'share_out',
-           'drawing_processes', 'image_cost', 'progress_text']
+           'sample_arm_images', 'share_environment', 'start_share', 'drawing_threads', 'last_error_line',
+           'shares_ended', 'share_out', 'drawing_processes', 'image_cost', 'progress_text']
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #562474c4
 import contextlib
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -98,10 +98,10 @@ def share_environment(
     number: int,  # of the share
     count: int,  # of shares
 ) -> dict[str, str]:
-    "The environment of a share's process: a GPU of its own and, unless OMP_NUM_THREADS is set, its part of the cores."
+    "The environment of a share's process: a GPU of its own and its part of the cores, or else one thread."
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     own = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // count))} | os.environ | own
+    return {"OMP_NUM_THREADS": str(max(1, cores // count) if gpus else 1)} | os.environ | own
 
 
 def start_share(
@@ -116,6 +116,20 @@ def start_share(
         return subprocess.Popen([sys.executable, "-m", module, *words, str(number), str(count)],
                                 env=share_environment(number, count), stderr=errors, start_new_session=True,
                                 preexec_fn=die_with_parent(os.getpid()))
+
+# %% ../../nbs/08_runs/05_run_images.ipynb #425be5a7
+@contextlib.contextmanager
+def drawing_threads(
+    threads: int = 0,  # of the settings
+) -> Iterator[None]:
+    "While images are drawn, torch has `threads`; where that is 0 and there is neither GPU nor OMP_NUM_THREADS, one."
+    before = torch.get_num_threads()
+    free = torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ
+    torch.set_num_threads(threads or (before if free else 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 # %% ../../nbs/08_runs/05_run_images.ipynb #814646ac
 def last_error_line(
