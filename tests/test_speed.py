@@ -208,6 +208,7 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # four minutes by itself, beside other slow tests more than ten
 def test_the_program_measures_and_the_page_shows_it(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     out, few = tmp_path / "benchmarks/speed.json", ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
