@@ -136,8 +136,9 @@ def lost_and_gained(
 ) -> dict[str, dict]:  # lost and gained, each as `bootstrap_ratio`
     "The two shares, with prompts as what is drawn again."
     prompt, was, now = rows.T
-    lost, gained = ([np.bincount(prompt, mask) for mask in ((was == x) & (now != x), was == x)] for x in (1, 0))
-    return {"lost": bootstrap_ratio(*lost), "gained": bootstrap_ratio(*gained)}
+    counts = {x: [np.bincount(prompt, mask) for mask in ((was == x) & (now != x), was == x)] for x in (1, 0)}
+    (lost, had), (gained, missed) = counts[1], counts[0]
+    return {"lost": bootstrap_ratio(lost, had), "gained": bootstrap_ratio(gained, missed)}
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #e4257351
 def preservation_rates(
@@ -173,11 +174,11 @@ def summarise_reward(
     "One reward of an evaluation."
     arms, kinds = list(dict.fromkeys(r["arm"] for r in records)), prompt_kinds(records, name)
     scores = {arm: image_scores(records, arm, name) for arm in arms}
-    row = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
-    against = {arm: reference_arm(arm) for arm in arms if reference_arm(arm) in arms}
+    row: dict[str, dict | None] = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
+    against = {arm: base for arm in arms if (base := reference_arm(arm)) and base in arms}
     row |= {f"{arm}-base": bootstrap_images(scores[arm] - scores[base], kinds) for arm, base in against.items()}
     row["categories"] = {arm: category_means(records, arm, name) for arm in arms} if kinds else None
-    row["overall"] = {arm: row[arm]["mean"] for arm in arms} if kinds else None
+    row["overall"] = {arm: found["mean"] for arm in arms if (found := row[arm])} if kinds else None
     seen = any(name in r.get("objects", {}) for r in records)
     kept = {arm: preservation_rates(records, arm, name, base) for arm, base in against.items()} if seen else None
     return row | {"preserved": kept}

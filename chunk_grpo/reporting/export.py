@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -100,7 +101,7 @@ def card_head(
 ) -> str:  # YAML between two lines of hyphens
     "What the hub reads of a card."
     base = s.model if is_hub_id(s.model) else None
-    given = {"license": "other", "license_name": "that-of-the-base-model"}
+    given: dict[str, Any] = {"license": "other", "license_name": "that-of-the-base-model"}
     given = {"license": "apache-2.0"} if s.model == "pocket" else given
     given |= {"license_link": f"https://huggingface.co/{base}"} if base else {}
     tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching", *["lora"] * bool(s.lora_rank)]

@@ -89,7 +89,7 @@ def unequal_evaluations(
     "A sentence: in what evaluations differ."
     found, labels = [], group_letters(run_group_names([read_run_settings(run) for run in runs]))[1]
     for run in runs:
-        summary, records = read_evaluation_summary(run), read_evaluation_records(run)
+        summary, records = read_evaluation_summary(run) or {}, read_evaluation_records(run)
         terms = {words: summary.get(key) for key, words in EVALUATION_TERMS.items()}
         prompts = list(dict.fromkeys((r["prompt_index"], r["prompt"]) for r in records))
         found.append(terms | {"list of prompts": prompts})

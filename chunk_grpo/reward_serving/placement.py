@@ -58,7 +58,8 @@ def load_placed_reward(
     if where != "here" and name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
         rest.setdefault("pixels", "bytes")
     if where == "server":
-        return client.load_remote_reward(rest.pop("url"), **({"reward": name} | rest))
+        rest.setdefault("reward", name)
+        return client.load_remote_reward(rest.pop("url"), **rest)
     check_backend(name, options)
     if where == "worker":
         return load_in_child(name, rest)

@@ -134,7 +134,7 @@ def find_run(
 
 
 def is_training(
-    run: Path,
+    run: Path | str,
 ) -> bool:
     "Whether a process is training the run now."
     log = file_of_run(run, "train.log")

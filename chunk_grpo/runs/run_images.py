@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -80,7 +80,7 @@ AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for th
 def sample_arm_images(
     model: Policy,  # trained; its resolution is set
     s: Settings,
-    prompts: list[str],  # the whole list
+    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     arm: str,
     split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these

@@ -94,8 +94,8 @@ def train_run_folder(
     with raise_on_sigterm():
         child = start_training(run, hosts=h)
         try:
-            ended = {"ended_elsewhere": lambda: bool(own) and has_peer_ended(own)}
-            code = wait_for_training(child, run, s, on_log, offset=before, **ended)
+            code = wait_for_training(child, run, s, on_log, offset=before,
+                                     ended_elsewhere=lambda: bool(own) and has_peer_ended(own))
         except BaseException as error:
             record_interrupt(run, child, error, own)
             raise
@@ -115,7 +115,7 @@ def train(
     "Train in a process of its own; InputError for bad input, TrainingFailed for a crash."
     h = resolve_hosts(hosts, out, processes) if hosts else Hosts(nodes=1, processes=processes)
     launch_variables(os.environ, h.world_size)  # refused before a folder is made
-    if h.node:
+    if out is not None and h.node:  # without a folder there are no further machines
         return join_training(s, out, h)
     run = create_run(s, out, resume, h.world_size, name, h.nodes)
     if on_made:

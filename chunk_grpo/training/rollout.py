@@ -10,7 +10,7 @@ __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'st
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,7 +185,7 @@ def place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dict
 
 def sample_images(
     policy: Policy,
-    prompts: list[str],  # the whole list
+    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     seed: int,  # of the evaluation
     steps: int = 50,  # Euler steps
@@ -201,7 +201,7 @@ def sample_images(
 @torch.no_grad()
 def sample_sde_images(
     policy: Policy,  # at the resolution of the training
-    prompts: list[str],  # the whole list
+    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     seed: int,  # of the evaluation
     grid: Tensor,  # (T+1,) sigmas of the training
