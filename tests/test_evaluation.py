@@ -22,7 +22,7 @@ from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate
 from chunk_grpo.models import trainable
 from chunk_grpo.planning import plan_table
-from chunk_grpo.runs import run_folder
+from chunk_grpo.runs import drawing, run_folder
 
 SMALL = {"eval_images": 2, "eval_steps": 4, "hybrid_split": 2, "rollout_batch": 3, "threads": 1, "steps": 5,
          "chunks": "2,2", "eval_rewards": ["tiny_rewards:counted_red", "pocket-geneval"]}
@@ -54,8 +54,10 @@ def run(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tests = Path(__file__).parent  # for the rewards of the tests, in processes too
     monkeypatch.setenv("PYTHONPATH", f"{tests}{os.pathsep}{tests.parent}")
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    return shutil.copytree(finished, tmp_path / "run")
+    yield shutil.copytree(finished, tmp_path / "run")
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +140,11 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)  # what a process finds where nobody chose
     by_two, changes = shutil.copytree(run, tmp_path / "two"), ["threads=0", "eval_rewards=[pocket-clip]"]
+    seen, load = [], drawing.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
+    monkeypatch.setattr(drawing, "load_scorers", lambda s: seen.append(torch.get_num_threads()) or load(s))
     for place, processes in ((run, 1), (by_two, 2)):
         evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes)
-    assert torch.get_num_threads() == 2 and scores(run) == scores(by_two)
+    assert (seen, torch.get_num_threads()) == ([1], 2) and scores(run) == scores(by_two)
     images = sorted(file.relative_to(run) for file in (run / "evaluation").rglob("*.png"))
     assert len(images) == 2 * 4 * 2
     assert [(run / image).read_bytes() for image in images] == [(by_two / image).read_bytes() for image in images]

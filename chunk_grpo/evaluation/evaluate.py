@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -174,11 +175,11 @@ def summarise_reward(
     "One reward of an evaluation."
     arms, kinds = list(dict.fromkeys(r["arm"] for r in records)), prompt_kinds(records, name)
     scores = {arm: image_scores(records, arm, name) for arm in arms}
-    row: dict[str, dict | None] = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
+    row: dict[str, Any] = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
     against = {arm: base for arm in arms if (base := reference_arm(arm)) and base in arms}
     row |= {f"{arm}-base": bootstrap_images(scores[arm] - scores[base], kinds) for arm, base in against.items()}
     row["categories"] = {arm: category_means(records, arm, name) for arm in arms} if kinds else None
-    row["overall"] = {arm: found["mean"] for arm in arms if (found := row[arm])} if kinds else None
+    row["overall"] = {arm: row[arm]["mean"] for arm in arms} if kinds else None
     seen = any(name in r.get("objects", {}) for r in records)
     kept = {arm: preservation_rates(records, arm, name, base) for arm, base in against.items()} if seen else None
     return row | {"preserved": kept}

@@ -120,8 +120,8 @@ def draw_share(
     "Draw the parts that are missing and this process' own."
     prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
     todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
-    scorers, model, file = load_scorers(s), load_trained_policy(run, s), folder / f"parts-{uuid.uuid4().hex}.jsonl"
-    with drawing_threads(s.threads):
+    with drawing_threads(s.threads):  # scorers too: a worker gets as many threads as are here when it starts
+        scorers, model, file = load_scorers(s), load_trained_policy(run, s), folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
             records = draw_part(model, s, prompts, scorers, part, arms[part[0]], folder)
             append_json_line(file, {"part": part, "records": records})
