@@ -25,7 +25,7 @@ def prepare(model, accelerator):
     keys, rows = [(0, 0, rank, g) for g in range(2)], model.encode(PROMPTS[rank : rank + 1])
     paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, Sampler(grid))
     chunks = chunks_from_setting("1,2", 3)
-    work = build_update_batch(torch.arange(2), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=3)
+    work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
     return ReplayContext(model, rows, paths), work
 
 

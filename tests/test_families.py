@@ -178,7 +178,7 @@ def drawn(model):
     rows = model.encode(PROMPTS)
     paths = sample_trajectories(model, rows, row, keys, Sampler(grid))
     chunks = chunks_from_setting("2,3", 5)
-    work = build_update_batch(torch.arange(4), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=20)
+    work = build_update_batch(torch.arange(4), sample_chunks(paths, chunks, 1.0), chunks, limit=20)
     return ReplayContext(model, rows, paths), work
 
 
