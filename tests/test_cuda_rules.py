@@ -15,13 +15,12 @@ from chunk_grpo.models import policy, trainable
 from chunk_grpo.reward_serving import worker
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
+from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import (
-    ReplayContext,
     accumulate_gradients,
     build_update_batch,
     ratio_floor,
-    sample_chunks,
 )
 
 EVERYTHING = ["eval_every=1", "eval_count=2", "checkpoint_every=1", "images_per_prompt=2", "prompts_per_iteration=2",
@@ -87,7 +86,8 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
         chunks = chunks_from_setting("1,2", 3)
         work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
-        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), 1.0, beta=0.1)
+        method = Method(settings.Settings(clip_range=1.0, kl=0.1))
+        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), method)
 
 
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():

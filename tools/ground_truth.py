@@ -45,8 +45,8 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.rewards import rewards
+from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import decode_latents, make_generator, sample_trajectories
-from chunk_grpo.training.update import ReplayContext
 
 ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
 TRAINED = STEPS - 1

@@ -28,8 +28,9 @@ from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
 from chunk_grpo.runs import run_folder, runs
+from chunk_grpo.training.methods import Method
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_log_probs, build_update_batch
+from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
 PARTS = ("profile", "iteration", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
@@ -110,7 +111,7 @@ def levers(b, repeats):
 
     def forward_backward(which=work, **given):
         b.policy.transformer.zero_grad()
-        accumulate_gradients(what, which, b.advantage, b.s.clip_range, **given)
+        accumulate_gradients(what, which, b.advantage, Method(b.s), **given)
 
     one_image, no_chunk = with_settings(b, rollout_batch=1), with_settings(b, update_batch=1)
     row("rollout: batches of images, not one", "several times as fast; a row of FLUX.1-dev fills a GPU alone",
@@ -123,7 +124,7 @@ def levers(b, repeats):
         with_settings(b, shared_noise=False).rollout, with_settings(b, shared_noise=True).rollout)
     share = 1 / 4 if not b.s.lora_rank else 1 / 3
     row("update: the old log-probability is the new one, detached", f"{share:.0%} less, a forward of its own",
-        lambda: forward_backward(old=all_log_probs(what, work)), forward_backward)
+        lambda: forward_backward(old=all_evidence(what, work, Method(b.s))), forward_backward)
     half = build_update_batch(every[: images // 2], chosen, b.chunks, b.s.update_batch)
     row("update: half of the groups have no spread and are dropped", "50% less",
         forward_backward, lambda: forward_backward(half), "the share of such groups is the reward's")
