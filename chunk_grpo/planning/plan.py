@@ -96,7 +96,8 @@ def iteration_flops(
     forward, n = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1)), counts
     n = n or iteration_counts(s)
     phases = {"rollout": n.rollout} | ({"baseline": n.baseline} if n.baseline else {})
-    return {k: count * forward for k, count in (phases | {"update": n.trained * backward_forwards(s) + n.extra}).items()}
+    phases["update"] = n.trained * backward_forwards(s) + n.extra
+    return {k: count * forward for k, count in phases.items()}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #bd5c12ae
 def evaluation_flops(
