@@ -193,6 +193,7 @@ def foreign_demands(
 
     names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
     found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
+    found += [f"the code {code}" for code in setting.named_code(s)]
     given = {} if "reward_options" in changed else s.reward_options
     return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
 

@@ -10,6 +10,7 @@ __all__ = ['LARGEST', 'LARGEST_OF', 'NEUTRAL_WEIGHTING', 'REWARD_NAMES', 'amount
 # %% ../../nbs/02_core/04_rules.ipynb #47890791
 import difflib
 import math
+import re
 
 from .. import InputError
 
@@ -60,7 +61,7 @@ def parse_train_chunks(
     from chunk_grpo.method.chunks import ChunkRule, parse_chunk_numbers
     from chunk_grpo.method.dynamics import DEFAULT_CHUNKS
 
-    rule = ChunkRule.parse(s.chunks, s.transitions)
+    rule = ChunkRule.parse(s.chunks, s.transitions, ":" not in s.method)
     if s.train_chunks == "all":
         return None
     if rule.kind == "adaptive":
@@ -76,6 +77,11 @@ def method_problem(
     "What is wrong with the sampler or the chunks, or nothing."
     from chunk_grpo.method.sampler import MAX_ETA
 
+    known = ("chunk", "steps", "whole", "reweighted", "dance", "cps")
+    for name, value, words in (("method", s.method, known), ("surrogate", s.surrogate, ("clip",))):
+        if value not in words and not re.fullmatch(r".+:[A-Za-z_]\w*", value):
+            return (f"`{name}` must be {'one of ' if words[1:] else ''}{', '.join(words)}, or code as file.py:name or "
+                    f"package.module:name; got {value[:80]!r}")
     most = MAX_ETA[s.sampler]
     if s.eta > most:
         return f"`eta` must be above 0 and at most {most:.4g} with the sampler {s.sampler}; got {s.eta:g}"

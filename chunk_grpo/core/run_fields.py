@@ -88,8 +88,12 @@ class SamplingFields(ModelFields):
 # %% ../../nbs/02_core/05_run_fields.ipynb #66a98562
 class ChunkFields(SamplingFields):
     "Which transitions share a ratio, and which of them are trained."
+    method: str = setting("chunk", "", "paper",
+        'What is trained: "chunk", the name of a preset of these settings (steps, whole, reweighted, dance, cps), or a '
+        "class as file.py:Class or package.module:Class.", min_length=1)
     chunks: SizesText = setting("2,3,4,7", "transitions", "paper, appendix B.1",
-        'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile", "adaptive:SIZE".',
+        'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile", "adaptive:SIZE", or a '
+        "chunker as file.py:function.",
         min_length=1)
     chunk_fraction: Number = setting(0.5, "fraction", TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
@@ -125,6 +129,8 @@ class OptimizerFields(BatchFields):
     learning_rate: Number = setting(1e-5, "", TABLE_6, "Step size of AdamW.", gt=0)
     weight_decay: Number = setting(1e-4, "", TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
     clip_range: Number = setting(5e-5, "", TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0)
+    surrogate: str = setting("clip", "", "clip: the paper, equation 13",
+        'What is maximised of ratio and advantage: "clip", or a function as file.py:function.', min_length=1)
     advantage_clamp: Number = setting(5.0, "standard deviations", DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: Number = setting(0.01, "", TABLE_6, "The gradient is scaled down to this norm.", gt=0)
     kl: Number = setting(0.0, "", DANCE + ": off", "Weight of the KL divergence to the base model; 0: off.", ge=0)

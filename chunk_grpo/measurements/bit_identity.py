@@ -9,6 +9,7 @@ __all__ = ['iteration_tensors', 'relative_difference', 'difference_words']
 import torch
 from torch import Tensor
 
+from ..method.dynamics import relative_distance
 from ..training.iteration import TrainingState, build_update_batches, sample_groups, step_optimizer
 from ..training.update import accumulate_gradients
 
@@ -18,9 +19,10 @@ def iteration_tensors(
 ) -> dict[str, Tensor]:
     "What an iteration computes up to its first update."
     context, advantage, _ = sample_groups(state)
+    state.profile = relative_distance(context.trajectories.latents.float()).double().mean(0)
     (work, *_), _ = build_update_batches(state, context, advantage)
     state.optimizer.zero_grad()
-    accumulate_gradients(context, work, advantage, state.s.clip_range)
+    accumulate_gradients(context, work, advantage, state.method)
     trained, paths = state.policy.trained, context.trajectories
     gradient = torch.cat([p.grad.flatten() for p in trained]).clone()
     step_optimizer(state)

@@ -21,7 +21,7 @@ from ..method.chunks import Chunks, Partition
 from ..method.sampler import Sampler
 from ..method.schedule import gaussian_velocity
 from ..training.rollout import make_generator
-from ..training.update import ReplayContext
+from ..training.methods import ReplayContext
 
 # %% ../../nbs/10_measurements/02_credit_assignment.ipynb #c07663af
 @dataclass

@@ -14,7 +14,7 @@ from .. import InputError
 from ..core.statistics import jackknife_error
 from .gradient_noise import block_gradient
 from ..method.chunks import Partition
-from ..training.update import ReplayContext
+from ..training.methods import ReplayContext
 
 # %% ../../nbs/10_measurements/03_gradient_bias.ipynb #0468c36c
 def coefficient_gradients(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..training.update import ReplayContext, UpdateBatch, transition_log_probs
+from ..training.methods import ReplayContext, replay_transitions
 
 # %% ../../nbs/10_measurements/01_gradient_noise.ipynb #4eeea305
 def signal_to_noise(
@@ -49,10 +49,10 @@ def block_gradient(
 ) -> list[Tensor]:  # one for each trained parameter
     "The gradient (a) of one block and transition."
     trained, item = what.policy.trained, torch.arange(len(images))
-    work = UpdateBatch(images, torch.full_like(images, index), item, torch.zeros_like(images), images, [], True)
     total = [torch.zeros_like(p) for p in trained]
     for part in item.split(limit):
-        logp, _ = transition_log_probs(what, work, part)
+        then, mean, std, _ = replay_transitions(what, images[part], torch.full_like(part, index))
+        logp = what.trajectories.sampler.log_prob(then, mean, std)
         value = (logp * advantage[images[part]].to(logp)).sum() / len(images)
         found = torch.autograd.grad(value, trained, materialize_grads=True)
         total = [a + b for a, b in zip(total, found, strict=True)]

@@ -25,6 +25,7 @@ from ..method.chunks import Chunks
 from ..planning import plan
 from ..rewards import rewards
 from ..core import machine
+from ..training.methods import Method
 from ..training.rollout import Trajectories, decode_latents
 from ..training.update import accumulate_gradients, build_update_batch
 
@@ -132,12 +133,12 @@ def update_peak_bytes(
 ) -> int | None:  # None: it does not fit
     "The most memory of an update of two images, with old log-probabilities."
     work = build_update_batch(torch.arange(min(2, len(b.keys))), chosen, chunks, limit)
-    old = paths.logp[work.sample, work.index].to(b.device)
+    old, method = paths.logp[work.sample, work.index].to(b.device), Method(b.s)
     for p in b.policy.trained:  # gradients are there before, and the same in all ways
         p.grad = torch.zeros_like(p)
     try:
         return timing.measure_peak_bytes(
-            lambda: accumulate_gradients(b.replay(paths), work, b.advantage, 1e9, old), b.device)
+            lambda: accumulate_gradients(b.replay(paths), work, b.advantage, method, (old,)), b.device)
     except torch.OutOfMemoryError:
         return None
 

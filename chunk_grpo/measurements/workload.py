@@ -28,8 +28,9 @@ from ..models.flux import FluxPolicy
 from ..models.inputs import import_class, read_prompts
 from ..models.policy import TORCH_DTYPES, Policy, told_sigma
 from ..reward_serving import placement
+from ..training.methods import Method, ReplayContext, sample_chunks
 from ..training.rollout import Trajectories, initial_noise, make_generator, sample_sde, sample_trajectories
-from ..training.update import ReplayContext, accumulate_gradients, build_update_batch, sample_chunks
+from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #f5a5e7c1
 FLUX_TRANSFORMER_CONFIG = {"guidance_embeds": True}
@@ -159,7 +160,7 @@ class Workload(IterationData):
         "Leave the gradient in the weights; the number of transitions."
         self.policy.transformer.zero_grad()
         work = build_update_batch(torch.arange(len(self.keys)), self.chosen(paths), self.chunks, self.s.update_batch)
-        accumulate_gradients(self.replay(paths), work, self.advantage, self.s.clip_range)
+        accumulate_gradients(self.replay(paths), work, self.advantage, Method(self.s))
         return len(work.segment)
 
     def gradient(self) -> Tensor:

@@ -14,6 +14,7 @@ import functools
 import html as markup
 import io
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -28,8 +29,9 @@ from matplotlib.ticker import MaxNLocator
 from ..core.statistics import NORMAL_QUANTILE
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #f2fecdd6
-METHOD_COLOURS = {"steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73",
-                  "as-trained": "#56B4E9", "base-as-trained": "#B8B8B8"}
+METHOD_COLOURS = defaultdict(lambda: "#332288", {  # other methods have one colour
+    "steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73",
+    "as-trained": "#56B4E9", "base-as-trained": "#B8B8B8"})
 ARM_LABELS = {"base": "base", "plain": "trained", "hybrid": "hybrid", "base-as-trained": "base as trained",
               "as-trained": "as trained"}  # of an evaluation, as a reader sees them
 LONGEST_NAME = 44  # letters, in a title or beside an axis
@@ -227,7 +229,9 @@ def chunk_column_array(
     metrics: pd.DataFrame,
     column: str,  # clip_fraction or ratio_dev
 ) -> np.ndarray:  # (iterations, K), nan where a chunk was not drawn
-    "A per-chunk column as an array."
+    "A per-chunk column as an array; no columns where the method has no such metric."
+    if column not in metrics:
+        return np.empty((len(metrics), 0))
     return np.array([[np.nan if v is None else v for v in row] for row in metrics[column]], dtype=float)
 
 

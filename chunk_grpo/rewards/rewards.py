@@ -10,10 +10,14 @@ __all__ = ['REWARD_LOADERS', 'PLACEMENT_OPTIONS', 'incompressibility', 'compress
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
 import functools
 import importlib
+import importlib.util
 import inspect
 import io
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,14 +42,22 @@ REWARD_LOADERS = {  # name: where its loader stands; imported only when asked fo
 
 
 def import_callable(
-    path: str,  # "package.module:name"
+    path: str,  # "package.module:name" or "file.py:name"
     field: str = "reward",  # the setting's name, for the error's sentence
 ) -> Callable:
-    "What an import path names; InputError where the module or the name is missing."
-    module, _, name = path.partition(":")
+    "What an import path names, also one in the working directory; InputError where file, module or name is missing."
+    module, _, name = path.rpartition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # an installed script has its own folder there instead
     try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
+        if module.endswith(".py"):
+            spec: Any = importlib.util.spec_from_file_location(f"{Path(module).stem}_of_{field}", module)
+            found = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = found  # dataclasses and pickles look there
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
         raise InputError(f"{field}: {path!r} cannot be imported ({error}).") from None
     if not name or not callable(getattr(found, name, None)):
         raise InputError(f"{field}: {path!r} names no function; allowed is package.module:function.")

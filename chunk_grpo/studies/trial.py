@@ -45,8 +45,9 @@ def metric_curves(
     trained = [line for line in lines if "reward_mean" in line]
     held = [line for line in lines if any(name.startswith("eval_") for name in line)]
     on = {"iteration": [line["iteration"] for line in trained]}
-    on |= {name: [round_significant(line[name]) for line in trained] for name in SCALAR_METRICS}
-    on |= {name: [round_significant(mean_over_chunks(line[name])) for line in trained] for name in CHUNK_METRICS}
+    on |= {name: [round_significant(line.get(name)) for line in trained] for name in SCALAR_METRICS}
+    on |= {name: [round_significant(mean_over_chunks(line.get(name) or [])) for line in trained]
+           for name in CHUNK_METRICS}
     rewards = [name for name in (trained[-1] if trained else {}) if name.startswith("reward_") and name not in
                ("reward_mean", "reward_std", "reward_se")]
     on |= {name.removeprefix("reward_"): [round_significant(line[name]) for line in trained] for name in rewards}
