@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PRESETS_DIR', 'METHODS', 'RESUME_CHANGEABLE_FIELDS', 'training_method', 'Settings', 'list_presets',
-           'find_settings_file', 'read_settings_file', 'split_reward_options', 'named_code', 'expand_method',
+           'find_settings_file', 'named_code', 'expand_method', 'read_settings_file', 'split_reward_options',
            'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'reward_weights',
            'evaluated_rewards', 'check_processes']
 
@@ -87,33 +87,7 @@ def find_settings_file(
     hint = f"did you mean {near[0]}?" if near else f"the presets are {', '.join(names) or 'none'}"
     raise InputError(f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither, {hint}")
 
-# %% ../../nbs/02_core/06_settings.ipynb #89ac8384
-def read_settings_file(
-    source: str | Path,  # a YAML file or the name of a preset
-) -> dict:  # the values that stand there
-    "The values of a settings file; InputError where there is none or it holds no settings."
-    path = find_settings_file(source)
-    values = expand_method(read_yaml_file(path, "the settings file"), path.parent)
-    if "like" not in values:
-        return values
-    base = values.pop("like")
-    if base not in list_presets() or path == PRESETS_DIR / f"{base}.yaml":
-        raise InputError(f"`like` in {path} must name another preset, such as paper/chunk; got {format_value(base)}")
-    return read_settings_file(base) | values
-
-# %% ../../nbs/02_core/06_settings.ipynb #327bb3b4
-def split_reward_options(
-    values: dict, # whatever stood in the settings
-) -> dict:
-    "`reward: {name: hpsv3, backend: package}` as `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`."
-    reward, given = values.get("reward"), values.get("reward_options") or {}
-    if not isinstance(reward, dict) or not isinstance(reward.get("name"), str) or not isinstance(given, dict):
-        return values
-    options = {key: value for key, value in reward.items() if key != "name"}
-    options = {reward["name"]: {**given.get(reward["name"], {}), **options}} if options else {}
-    return {**values, "reward": reward["name"], "reward_options": {**given, **options}}
-
-# %% ../../nbs/02_core/06_settings.ipynb #e8c660c0
+# %% ../../nbs/02_core/06_settings.ipynb #c0de0002
 METHODS = {  # name -> settings of the axes, source, meaning; `chunk` is what the settings are without one
     "chunk": ({}, "Chunk-GRPO, 2510.21583", "one ratio for a chunk of transitions"),
     "steps": ({"chunks": "steps"}, "Flow-GRPO, 2505.05470", "one ratio for each transition"),
@@ -149,7 +123,33 @@ def expand_method(
             found[name] = f"{places[0].resolve()}:{made}" if places else values[name]
     return values | found
 
+# %% ../../nbs/02_core/06_settings.ipynb #89ac8384
+def read_settings_file(
+    source: str | Path,  # a YAML file or the name of a preset
+) -> dict:  # the values that stand there
+    "The values of a settings file; InputError where there is none or it holds no settings."
+    path = find_settings_file(source)
+    values = expand_method(read_yaml_file(path, "the settings file"), path.parent)
+    if "like" not in values:
+        return values
+    base = values.pop("like")
+    if base not in list_presets() or path == PRESETS_DIR / f"{base}.yaml":
+        raise InputError(f"`like` in {path} must name another preset, such as paper/chunk; got {format_value(base)}")
+    return read_settings_file(base) | values
 
+# %% ../../nbs/02_core/06_settings.ipynb #327bb3b4
+def split_reward_options(
+    values: dict, # whatever stood in the settings
+) -> dict:
+    "`reward: {name: hpsv3, backend: package}` as `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`."
+    reward, given = values.get("reward"), values.get("reward_options") or {}
+    if not isinstance(reward, dict) or not isinstance(reward.get("name"), str) or not isinstance(given, dict):
+        return values
+    options = {key: value for key, value in reward.items() if key != "name"}
+    options = {reward["name"]: {**given.get(reward["name"], {}), **options}} if options else {}
+    return {**values, "reward": reward["name"], "reward_options": {**given, **options}}
+
+# %% ../../nbs/02_core/06_settings.ipynb #e8c660c0
 def load_settings(
     source: str | Path | Mapping | Settings = MappingProxyType({}), # YAML file, name of a preset, mapping, or settings
     overrides: Mapping | Sequence[str] = (), # values that stand above: a mapping, or texts `name=value`
