@@ -325,8 +325,8 @@ def training_processes(
 ) -> int:  # on each machine
     "As many processes as were said, as the run had that goes on, or as planned."
     if processes is not None or nodes > 1:
-        settings.check_processes(s, (processes or 1) * nodes)
-        return processes or 1
+        settings.check_processes(s, (1 if processes is None else processes) * nodes)
+        return 1 if processes is None else processes
     from chunk_grpo.runs import launch, run_images  # here, since they import torch
 
     launch.check_launcher(os.environ)
