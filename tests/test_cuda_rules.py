@@ -15,6 +15,7 @@ from chunk_grpo.models import policy, trainable
 from chunk_grpo.reward_serving import worker
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
+from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import (
@@ -43,6 +44,13 @@ def small(tmp_path_factory):
     return write(tmp_path_factory.mktemp("small"))
 
 
+class OnCUDA(Callback):
+    "Looks where the run is."
+
+    def on_train_begin(self, state):
+        assert state.accelerator.device.type == "cuda"
+
+
 def train(folder, out, words, current):
     "Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."
     s = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
@@ -56,8 +64,7 @@ def train(folder, out, words, current):
 
         patch.setattr(rewards, "score_images", in_a_thread)
         AcceleratorState._reset_state(reset_partial_state=True)  # other tests of this process have a CPU
-        accelerator = trainer.train_run(s, out)
-        assert accelerator.device.type == "cuda"
+        trainer.train_run(s, out, [OnCUDA()])
         AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.core import fields, settings
 from chunk_grpo.evaluation import paired_scores
-from chunk_grpo.runs.hosts import load_hosts
 from chunk_grpo.studies import replication
 from chunk_grpo.studies.design import load_study
 
@@ -152,10 +151,10 @@ ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]
 
 @pytest.mark.parametrize("case", ODD)
 def test_yaml_that_is_no_settings_is_one_sentence_everywhere(tmp_path, case):
-    "In a settings file, in study.yaml, in a file of machines and in an override; the file is named."
+    "In a settings file, in study.yaml and in an override; the file is named."
     text, part = ODD[case]
     (tmp_path / "base.yaml").write_text("steps: 9\n")
-    readers = {tmp_path / "mine.yaml": settings.load_settings, tmp_path / "hosts.yaml": load_hosts,
+    readers = {tmp_path / "mine.yaml": settings.load_settings,
                tmp_path / "study.yaml": lambda file: load_study(file.parent)}
     for file, read in readers.items():
         file.write_text(text)

@@ -27,7 +27,7 @@ from chunk_grpo.measurements import speed, timing, workload
 from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
-from chunk_grpo.runs import run_folder, runs
+from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training.methods import Method
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
@@ -259,7 +259,7 @@ def ranks(iterations):
             "iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 2, "eval_steps": 1,
             "hybrid_split": 0, "checkpoint_every": iterations})
         with tempfile.TemporaryDirectory() as tmp:
-            lines = run_folder.read_metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
+            lines = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
         phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
         found.append({"processes": processes, "threads": threads, "seconds": phases})
         say(f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration")

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from ..core.settings import Settings, reward_weights, training_method
 from .figures import (
     METHOD_COLOURS, chunk_column_array, create_subplots, draw_heldout, draw_reward, figure_to_png, with_house_style)
-from ..runs.launch import MetricsFollower
-from ..runs.run_folder import read_run_info, read_run_settings
+from ..runs.run_folder import read_metrics_lines, read_run_info, read_run_settings
 
 # %% ../../nbs/11_reporting/08_live_figure.ipynb #4731c90e
 @with_house_style
@@ -91,11 +90,15 @@ def watch_run(
 ) -> str:  # finished, failed or interrupted
     "Follow a run through its folder until it has ended."
     s = read_run_settings(run)
-    follower = MetricsFollower(Path(run), s, on_log or LiveFigure(s, watched_reward(s)))
-    follower.last = -1  # what is there already is new to who begins to watch
+    show, last = on_log or LiveFigure(s, watched_reward(s)), -1
     while True:
         status = read_run_info(run)["status"]  # before the look, so that what was written before the end is seen
-        follower.poll()
+        lines = read_metrics_lines(run)
+        last = min(last, max([line["iteration"] for line in lines], default=-1))  # a resumed run goes back
+        for line in lines:
+            if line["iteration"] > last:
+                last = line["iteration"]
+                show(line, s)
         if status not in ("created", "running"):
             return status
         time.sleep(every)
