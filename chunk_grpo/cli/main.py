@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'root_callback',
-           'run_and_metrics', 'check_plan_words', 'check_run_model', 'estimate_rows', 'planned_processes',
-           'measured_rows', 'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name', 'resume_command',
-           'training_processes', 'train', 'check_study_words', 'study', 'describe_error', 'main']
+           'run_and_metrics', 'check_plan_words', 'check_run_model', 'method_counts', 'estimate_rows',
+           'planned_processes', 'measured_rows', 'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name',
+           'resume_command', 'training_processes', 'train', 'check_study_words', 'study', 'describe_error', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import contextlib
@@ -131,6 +131,18 @@ def check_run_model(run: Path, s: settings.Settings) -> None:
     if s.model not in ("pocket", *model_cost.known_model_configs()) and not run_folder.is_own_run(run):
         raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and its model "
                          f"{s.model!r} is not one that chunk-grpo knows")
+    if settings.named_code(s) and not run_folder.is_own_run(run):
+        raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and it names the code "
+                         f"{settings.named_code(s)[0]}")
+
+
+def method_counts(s: settings.Settings):
+    "What an iteration of a method computes that settings name by its code; None for the others, which a plan knows."
+    if not settings.named_code(s):
+        return None
+    from chunk_grpo.training.methods import load_method  # here, since it imports torch
+
+    return load_method(s).counts()
 
 # %% ../../nbs/13_cli/02_main.ipynb #f107d6e9
 def estimate_rows(
@@ -139,19 +151,21 @@ def estimate_rows(
     rate: float,  # FLOP/s of one process; 0: measured here
     device: str,
     share: float | None,  # of the device's rate that is reached
+    counts=None,  # of a method's own; None: those of Chunk-GRPO
 ) -> tuple[dict[str, list], float]:  # words above -> rows of name and text; the rate that was used, FLOP/s
     "What a run draws and trains, and what it holds in memory and takes."
     from chunk_grpo.planning import memory_budget, model_cost, plan_table, whole_run  # here, since they import torch
     from chunk_grpo.planning import plan as planning
 
     where = memory_budget.find_device(device) if device else None
-    table, known = plan_table.describe_counts(s, processes), model_cost.find_model_config(s.model) is not None
+    table, known = plan_table.describe_counts(s, processes, counts), model_cost.find_model_config(s.model) is not None
     speed = getattr(where, s.dtype) * 1e12 if where else rate
     given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    estimated = plan_table.describe_estimates(s, speed, processes)
+    estimated = plan_table.describe_estimates(s, speed, processes, counts)
     if where:
         estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
-        estimated += plan_table.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes)
+        estimated += plan_table.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes,
+                                                   counts)
     words = "estimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate")
     return {"counted": table, words: [*estimated, *whole_run.describe_whole_run(s, processes)]}, speed
 
@@ -191,12 +205,13 @@ def plan_json(
     s: settings.Settings,
     speed: float,  # FLOP/s of one process
     processes: int,
+    counts=None,  # of a method's own
 ) -> dict:
     "The rows of a plan and their numbers, for a script."
     from chunk_grpo.planning import plan as planning  # here, since it imports torch
 
     rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
-    return {"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes)}
+    return {"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)}
 
 # %% ../../nbs/13_cli/02_main.ipynb #38d9e720
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
@@ -217,10 +232,11 @@ def plan(
     if not source:
         check_run_model(run, s)
     processes = planned_processes(s, processes, device)
-    parts, speed = estimate_rows(s, processes, rate * 1e12, device, share)
+    counts = method_counts(s)
+    parts, speed = estimate_rows(s, processes, rate * 1e12, device, share, counts)
     parts |= measured_rows(run, note, lines, s, speed) if run else {}
     if as_json:
-        return print_json(plan_json(parts, s, speed, processes))
+        return print_json(plan_json(parts, s, speed, processes, counts))
     for words, rows in parts.items():
         typer.echo("" if words == "counted" else f"\n{words}", nl=words != "counted")
         print_rows(rows)

@@ -110,7 +110,7 @@ def weighting_problem(
             if getattr(s, name) != default:
                 return (f"`{name}` must stay {default:g} unless `chunk_weighting` is dynamics or profile; "
                         f"got {getattr(s, name):g}")
-    if s.step_weights not in ("one", "noise"):
+    if s.step_weights not in ("one", "noise") and ":" not in s.method:
         try:
             chunks_from_setting(s.step_weights, s.transitions)
         except InputError as error:

@@ -182,10 +182,11 @@ def iteration_bytes(
     s: Settings,
     config: ModelConfig,
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
     weights = count_parameters(config) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
-    prompts, n = s.prompts_per_iteration / processes, iteration_counts(s)
+    prompts, n = s.prompts_per_iteration / processes, counts or iteration_counts(s)
     passes = -(-n.trained / processes // s.update_batch) * (backward_forwards(s) + n.extra / n.trained)
     drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
     moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
@@ -200,26 +201,29 @@ def iteration_seconds(
     where: DeviceSpec,
     share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # phase -> seconds
     "Time of an iteration's phases on a device: the longer of arithmetic and memory."
     rate = getattr(where, s.dtype) * 1e12 * share * processes
-    moved = iteration_bytes(s, config, processes)
-    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in iteration_flops(s, config).items()}
+    moved = iteration_bytes(s, config, processes, counts)
+    work = iteration_flops(s, config, counts)
+    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in work.items()}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #a9a0fbf4
 def estimate_numbers(
     s: Settings,
     rate: float,  # operations a second that one process's device multiplies matrices with
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
     "The numbers of the tables."
-    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
+    images, trained = images_per_iteration(s), counts.trained if counts else transitions_per_iteration(s)[1]
     out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
     config = find_model_config(s.model)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
     s = fit_update_batch(config, s)
-    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    flops, (evaluation, times) = iteration_flops(s, config, counts), evaluation_flops(s, config)
     speed, iteration = rate * processes, sum(flops.values())
     seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
                "evaluation": final_evaluation_flops(s, config) / speed}

@@ -14,9 +14,9 @@ from ..models.policy import ModelConfig
 from .activation_memory import fit_update_batch
 from .memory_budget import DeviceSpec, fits_on_device, peak_memory, training_memory
 from .model_cost import count_parameters, count_trained_parameters, find_model_config, forward_flops
-from .plan import ASSUMED_MFU, encoded_prompts, evaluation_flops, evaluation_forwards
-from .plan import final_evaluation_flops, held_out_count, images_per_iteration, iteration_flops
-from .plan import iteration_seconds, prompt_embeds_bytes, transitions_per_iteration
+from .plan import ASSUMED_MFU, IterationCounts, encoded_prompts, evaluation_flops
+from .plan import evaluation_forwards, final_evaluation_flops, held_out_count, images_per_iteration
+from .plan import iteration_flops, iteration_seconds, prompt_embeds_bytes, transitions_per_iteration
 
 # %% ../../nbs/06_planning/05_plan_table.ipynb #9fffac19
 def _amount(
@@ -63,10 +63,13 @@ def describe_evaluation(
 def describe_counts(
     s: Settings,
     processes: int = 1,  # that share an iteration
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "What an iteration and the run draw and train; InputError where the processes cannot share it."
     check_processes(s, processes)
     images, (low, mean, high) = images_per_iteration(s), transitions_per_iteration(s)
+    if counts:
+        low = mean = high = counts.trained
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
     updates = s.updates_per_iteration
     return [
@@ -75,7 +78,8 @@ def describe_counts(
         ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
         ("updates an iteration", f"{updates}, each on {images // updates:,} images"
                                  + (", the first on-policy" if updates > 1 else ", on-policy")),
-        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}"),
+        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}" if not counts else
+                                 f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}"),
         ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
         ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
                              f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
@@ -86,10 +90,11 @@ def describe_counts(
 def describe_model(
     s: Settings,
     config: ModelConfig,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "What is trained, and what a forward, an iteration and an evaluation take."
     trained = count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    work, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    work, (evaluation, times) = iteration_flops(s, config, counts), evaluation_flops(s, config)
     fitting = [("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")]
     encoded = encoded_prompts(s)
     return [
@@ -107,18 +112,20 @@ def describe_estimates(
     s: Settings,
     rate: float,  # operations a second that one process's device multiplies matrices with
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "Parameters, operations, memory and the least time of a run: estimated, not measured."
     config = find_model_config(s.model)
     if config is None:
         return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
     s = fit_update_batch(config, s)
-    iteration, (evaluation, times) = sum(iteration_flops(s, config).values()), evaluation_flops(s, config)
+    iteration = sum(iteration_flops(s, config, counts).values())
+    evaluation, times = evaluation_flops(s, config)
     total, speed = iteration * s.iterations + evaluation * times, rate * processes
     held = training_memory(s, config, processes)
     parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
     return [
-        *describe_model(s, config),
+        *describe_model(s, config, counts),
         ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
         ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
@@ -132,13 +139,15 @@ def describe_on_device(
     where: DeviceSpec,
     share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "Memory by part against a device's, and the time of an iteration: estimated, not measured."
     if (config := find_model_config(s.model)) is None:
         return []
     s = fit_update_batch(config, s)
     total, parts = peak_memory(s, config, processes)
-    phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
+    phases = iteration_seconds(s, config, where, share, processes, counts)
+    evaluation, times = evaluation_flops(s, config)
     iteration, rate = sum(phases.values()), getattr(where, s.dtype)
     run = iteration * s.iterations + evaluation * times / (speed := rate * 1e12 * share * processes)  # seconds
     spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())

@@ -186,6 +186,7 @@ class _Accounts:
                                  "prompt are the same")
             if self.s.chunk_rule.kind == "fixed":
                 self.chunks(torch.ones(len(places)))
+            self.weights(sampler)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class Method(_Accounts):
