@@ -65,7 +65,7 @@ class BenchmarkTask:
         "Prompt and number of every image."
         return [(p, n) for p in range(len(self.prompts)) for n in range(self.samples)]
 
-
+# %% ../../nbs/09_evaluation/06_benchmarks.ipynb #ab0abdbd
 def _prompt_list(file: Path) -> list[str]:
     "The prompts of a file: a .json list of texts or of objects with `prompt`, else as `prompts` in settings."
     if Path(file).suffix != ".json":
@@ -145,7 +145,7 @@ def missing_images(
     mine = what.places()[share[0] :: share[1]]
     return [place for place in mine if not (Path(out) / arm / what.file(*place)).is_file()]
 
-
+# %% ../../nbs/09_evaluation/06_benchmarks.ipynb #ff30d0dc
 def draw_missing_images(
     run: Path,  # a finished run
     what: BenchmarkTask,
@@ -344,7 +344,7 @@ def score_benchmark(
     write_json(Path(out) / "summary.json", found)
     return found
 
-
+# %% ../../nbs/09_evaluation/06_benchmarks.ipynb #6ecd368c
 def benchmark_table(
     summary: Mapping,  # of `score_benchmark`
 ) -> pd.DataFrame:

@@ -150,7 +150,7 @@ def _ask_once(client, judge: Judge, question: ImageQuestion) -> dict:
                     "finish": getattr(choice, "finish_reason", None), "usage": usage}
     raise _Unanswered("a reply that is not of the protocol")
 
-
+# %% ../../nbs/09_evaluation/03_judge.ipynb #aabc796d
 def openai_client(
     judge: Judge,
     http: httpx.Client | None = None,  # with proxies or certificates of your own; None: a plain one
@@ -244,7 +244,7 @@ def _stored_answers(file: Path, known: Mapping[str, Mapping]) -> dict[str, list[
             found[record["id"]].append(record)
     return found
 
-
+# %% ../../nbs/09_evaluation/03_judge.ipynb #dbad3726
 def ask_judge(
     judge: Judge,
     questions: Sequence[ImageQuestion],
