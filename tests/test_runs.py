@@ -17,7 +17,7 @@ import pytest
 import synthetic
 
 from chunk_grpo import InputError
-from chunk_grpo.core import run_files
+from chunk_grpo.core import files
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.subprocesses import terminate_process_group
 from chunk_grpo.reporting import notebooks
@@ -292,7 +292,7 @@ def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.2)
     out = run_folder.create_run(settings, tmp_path / "run")
     trainer("time.sleep(60)")
     child = launch.start_training(out)
@@ -308,7 +308,7 @@ def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer,
     "A process that was killed keeps the log's lock until its memory is given back; a second one waits for that."
     out = run_folder.create_run(settings, tmp_path / "run")
     trainer(LINES)
-    dying = subprocess.Popen(["sleep", "1"], stdout=(log := run_files.lock_log(out / "train.log")))
+    dying = subprocess.Popen(["sleep", "1"], stdout=(log := files.lock_log(out / "train.log")))
     log.close()
     assert run_folder.read_run_info(runs.train(settings, out, resume=True))["status"] == "finished"
     assert dying.wait() == 0
