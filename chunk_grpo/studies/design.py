@@ -19,8 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.validation import Number, format_value, parse_exponent, read_yaml_file, validation_message
-from ..core.validation import setting as field
+from ..core.validation import (
+    Number, format_value, parse_exponent, read_yaml_file, setting as field, validation_message)
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..runs import run_folder
