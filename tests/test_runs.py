@@ -236,10 +236,10 @@ def test_warnings_of_the_log_are_seen(settings, trainer, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[]", "it holds a list"), ("{}", "has no `settings`"), ("\xff", "cannot be read"),
-    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "has no `settings`"),
-    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
-    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: input should be")])
+    ("[]", "it holds a list"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
+    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
+    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: must be"),
+    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: must be")])
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")
     (out / "run.json").write_text(text, encoding="latin-1")
@@ -248,7 +248,7 @@ def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("damage, words", [("{}", "no `settings`"), ("[]", "damaged"), ("", "damaged")])
+@pytest.mark.parametrize("damage, words", [("{}", "`settings`"), ("[]", "damaged"), ("", "damaged")])
 def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp_path):
     out = tmp_path / "run"
     out.mkdir()

@@ -93,6 +93,9 @@ def refused(values: dict, overrides=()) -> str:
     ({"eval_rewards": ["a", "a"]}, ["`eval_rewards`", "once", '["a", "a"]']),
     ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
     ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
+    ({"shift": 1e12}, ["`shift`", "above 0 and at most 100", "1000000000000"]),
+    ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
+    ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
 ])
 def test_one_sentence_names_field_and_value(values, parts):
     sentence = refused(values)
@@ -104,6 +107,8 @@ def test_one_sentence_names_field_and_value(values, parts):
     (["=3"], ["name=value"]),
     (["eta=[1"], ["`eta`", "YAML"]),
     (["iterations="], ["`iterations`", "nothing"]),
+    (["iterations=010"], ["`iterations`", "whole number", "'010'"]),  # 8 in YAML 1.1
+    (["iterations=1:30"], ["`iterations`", "whole number", "'1:30'"]),  # 90 in YAML 1.1
     ({"iterations": "3"}, ["`iterations`", "'3'"]),
 ])
 def test_overrides_are_checked(overrides, parts):
@@ -148,6 +153,8 @@ ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]
        "int": ("a: !!int x", "a tag"), "set": ("!!set {a, b}", "a tag"), "brackets": ("[" * 500, "20 levels"),
        "braces": ("{a: " * 300, "20 levels"), "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
        "digits": ("a: " + "1" * 10_000, "cannot be read"), "hexadecimal": ("a: 0x_", "cannot be read"),
+       "many keys": ("".join(f"key{i}: 1\n" for i in range(800_000)), "at most 200000 characters"),
+       "long key": (f"{'k' * 10**7}: 1", "at most 200000 characters"),
        "key": ("? [a]\n: 1", "cannot be read in line 1"), "control": ("a: \x01", "cannot be read")}
 
 

@@ -137,8 +137,8 @@ def atomic_write(
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.ENOSPC or "No space left" in str(error):
             free = shutil.disk_usage(path.parent).free / 1e6
-            raise InputError(f"`out` must have disk space for {path}; {free:.0f} MB are free. Free some, then resume "
-                             "the run") from None
+            raise InputError(f"`out` has no disk space for {path} ({free:.0f} MB free); free some and resume the "
+                             "run") from None
         if isinstance(error, OSError) and number in _REFUSED:
             raise InputError(f"`out` must be a place that can be written to; {path}: {error.strerror}") from None
         raise
