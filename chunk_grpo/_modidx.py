@@ -351,8 +351,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'chunk_grpo/core/validation.py'),
                                             'chunk_grpo.core.validation.dump_yaml': ( '02_core/validation.html#dump_yaml',
                                                                                       'chunk_grpo/core/validation.py'),
-                                            'chunk_grpo.core.validation.format_name': ( '02_core/validation.html#format_name',
-                                                                                        'chunk_grpo/core/validation.py'),
                                             'chunk_grpo.core.validation.format_value': ( '02_core/validation.html#format_value',
                                                                                          'chunk_grpo/core/validation.py'),
                                             'chunk_grpo.core.validation.parse_exponent': ( '02_core/validation.html#parse_exponent',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Number', 'Names', 'LONGEST_YAML', 'DEEPEST_YAML', 'parse_exponent', 'as_tuple', 'setting', 'describe_field',
-           'format_value', 'validation_message', 'format_name', 'parse_yaml', 'read_yaml_file', 'dump_yaml']
+           'format_value', 'validation_message', 'parse_yaml', 'read_yaml_file', 'dump_yaml']
 
 # %% ../../nbs/02_core/00_validation.ipynb #5e04ac18
 import difflib
@@ -112,7 +112,7 @@ def validation_message(
     if model and name not in model.model_fields:
         near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"the settings are {', '.join(model.model_fields)}"
-        return f"`{format_name(name)}` is no setting; {hint}"
+        return f"`{name if len(name) <= 60 else name[:57] + '...'}` is no setting; {hint}"
     if first["type"] == "missing":
         return f"`{name}` is missing"
     words = re.sub(r"^\w+ should ", "", first["msg"])
@@ -121,13 +121,6 @@ def validation_message(
         if first["type"] == "less_than_equal" and "at most" not in words:
             words += f"{' and' * ('above' in words or 'at least' in words)} at most {first['ctx']['le']}"
     return f"`{name}` must {raised or words}; got {came}"
-
-
-def format_name(
-    name: str,
-) -> str:  # at most 60 characters
-    "A name as an error shows it."
-    return name if len(name) <= 60 else name[:57] + "..."
 
 # %% ../../nbs/02_core/00_validation.ipynb #a7fbd880
 LONGEST_YAML = 200_000  # characters
@@ -162,7 +155,7 @@ class _StrictLoader(yaml.SafeLoader):
             seen = set()
             for key, line in [(self.construct_object(key), key.start_mark.line + 1) for key, _ in node.value]:
                 if key in seen:
-                    raise InputError(f"`{key}` must stand once; it stands again in line {line}")
+                    raise InputError(f"`{str(key)[:60]}` must stand once; it stands again in line {line}")
                 seen.add(key)
         return values
 
