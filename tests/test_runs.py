@@ -238,8 +238,8 @@ def test_warnings_of_the_log_are_seen(settings, trainer, tmp_path, capsys):
 @pytest.mark.parametrize("text, words", [
     ("[]", "it holds a list"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
     ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
-    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: must be"),
-    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: must be")])
+    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status` must be"),
+    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` must be")])
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")
     (out / "run.json").write_text(text, encoding="latin-1")
