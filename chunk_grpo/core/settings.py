@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TABLE_6', 'SETUP', 'HYBRID', 'DANCE', 'OURS', 'SizesText', 'REWARD_LOADERS', 'ALARMS', 'METHODS', 'PRESETS_DIR',
            'RESUME_CHANGEABLE_FIELDS', 'DrawingSettings', 'ChunkSettings', 'OptimizerSettings', 'RewardSettings',
-           'reward_weights', 'evaluated_rewards', 'training_method', 'Settings', 'named_code', 'expand_method',
+           'reward_weights', 'evaluated_rewards', 'named_code', 'expand_method', 'training_method', 'Settings',
            'list_presets', 'find_settings_file', 'read_settings_file', 'split_reward_options', 'load_settings',
            'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'check_processes']
 
@@ -243,6 +243,42 @@ def _check_rewards(s: "Settings") -> None:
             raise InputError(f"`{field}` must be among {', '.join(REWARD_LOADERS)}, be package.module:function, or "
                              f"have a `url` in `reward_options`; got {name[:80]!r}{hint}")
 
+# %% ../../nbs/02_core/04_settings.ipynb #c0de0002
+METHODS = {  # name -> settings of the axes, source, meaning; `chunk` is what the settings are without one
+    "chunk": ({}, "Chunk-GRPO, 2510.21583", "one ratio for a chunk of transitions"),
+    "steps": ({"chunks": "steps"}, "Flow-GRPO, 2505.05470", "one ratio for each transition"),
+    "whole": ({"chunks": "whole"}, "as GSPO", "one ratio for the whole trajectory"),
+    "reweighted": ({"chunks": "steps", "step_weights": "2,3,4,7"}, "our choice", "steps with the chunks' weights"),
+    "dance": ({"chunks": "steps", "sampler": "dance", "eta": 0.3, "clip_range": 1e-4, "chunk_fraction": 0.6},
+              "DanceGRPO, 2505.07818", "steps with constant noise"),
+    "cps": ({"sampler": "cps"}, "Flow-CPS, 2509.05952", "coefficients-preserving noise"),
+}
+
+
+def named_code(
+    s,  # the settings
+) -> list[str]:
+    "The code of a method, a chunker and a clip that settings name."
+    given = (s.method, s.chunks, s.surrogate)
+    return [name for name in given if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
+
+
+def expand_method(
+    values: dict,  # of one source of settings
+    folder: Path | None = None,  # where files that it names are looked for first
+) -> dict:
+    "The values with a preset of METHODS written out, and with files of code named from the root."
+    method = values.get("method")
+    if isinstance(method, str) and method in METHODS:
+        values = METHODS[method][0] | values | {"method": "chunk"}
+    found = {}
+    for name in ("method", "chunks", "surrogate"):
+        file, _, made = str(values.get(name, "")).rpartition(":")
+        if file.endswith(".py"):
+            places = [Path(base) / file for base in (folder, Path.cwd()) if base and (Path(base) / file).is_file()]
+            found[name] = f"{places[0].resolve()}:{made}" if places else values[name]
+    return values | found
+
 # %% ../../nbs/02_core/04_settings.ipynb #097b4249
 def _check_memory(s: "Settings") -> None:
     if s.sharding != "none":
@@ -324,42 +360,6 @@ class Settings(RewardSettings, OptimizerSettings, ChunkSettings, DrawingSettings
         for rule in (_check_counts, _check_rewards, _check_memory, _check_method):
             rule(self)
         return self
-
-# %% ../../nbs/02_core/04_settings.ipynb #c0de0002
-METHODS = {  # name -> settings of the axes, source, meaning; `chunk` is what the settings are without one
-    "chunk": ({}, "Chunk-GRPO, 2510.21583", "one ratio for a chunk of transitions"),
-    "steps": ({"chunks": "steps"}, "Flow-GRPO, 2505.05470", "one ratio for each transition"),
-    "whole": ({"chunks": "whole"}, "as GSPO", "one ratio for the whole trajectory"),
-    "reweighted": ({"chunks": "steps", "step_weights": "2,3,4,7"}, "our choice", "steps with the chunks' weights"),
-    "dance": ({"chunks": "steps", "sampler": "dance", "eta": 0.3, "clip_range": 1e-4, "chunk_fraction": 0.6},
-              "DanceGRPO, 2505.07818", "steps with constant noise"),
-    "cps": ({"sampler": "cps"}, "Flow-CPS, 2509.05952", "coefficients-preserving noise"),
-}
-
-
-def named_code(
-    s,  # the settings
-) -> list[str]:
-    "The code of a method, a chunker and a clip that settings name."
-    given = (s.method, s.chunks, s.surrogate)
-    return [name for name in given if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
-
-
-def expand_method(
-    values: dict,  # of one source of settings
-    folder: Path | None = None,  # where files that it names are looked for first
-) -> dict:
-    "The values with a preset of METHODS written out, and with files of code named from the root."
-    method = values.get("method")
-    if isinstance(method, str) and method in METHODS:
-        values = METHODS[method][0] | values | {"method": "chunk"}
-    found = {}
-    for name in ("method", "chunks", "surrogate"):
-        file, _, made = str(values.get(name, "")).rpartition(":")
-        if file.endswith(".py"):
-            places = [Path(base) / file for base in (folder, Path.cwd()) if base and (Path(base) / file).is_file()]
-            found[name] = f"{places[0].resolve()}:{made}" if places else values[name]
-    return values | found
 
 # %% ../../nbs/02_core/04_settings.ipynb #22e10569
 PRESETS_DIR = Path(chunk_grpo.__file__).parent / "presets"
