@@ -132,6 +132,8 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     new.metadata.tags = ["export"] if "export" in directives else []
     if "echo: false" in directives:
         new.metadata.tags.append("remove-input")
+    if re.search(r"^#\|\s*code-fold: true", cell.source, re.MULTILINE):
+        new.metadata.tags.append("hide-input")
     code = [] if "echo: false" in directives and not outputs else [new]
     return code + [nbformat.v4.new_markdown_cell(text) for text in texts]
 
