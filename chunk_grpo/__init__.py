@@ -14,9 +14,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; a program imports each
     from .method.objective import chunk_ratio as chunk_ratio
     from .method.objective import clipped_objective as clipped_objective
     from .method.objective import group_advantages as group_advantages
-    from .method.sampler import log_prob as log_prob
-    from .method.sampler import sampler_step as sampler_step
-    from .method.sampler import transition_mean_std as transition_mean_std
+    from .method.sampler import Sampler as Sampler
     from .method.schedule import sigmas as sigmas
     from .models.policy import load_policy as load_policy
     from .reporting.export import export_run as export_run
@@ -46,9 +44,7 @@ MODULE_OF = {
     "sample_images": "training.rollout",
     "load_placed_reward": "reward_serving.placement",
     "sigmas": "method.schedule",
-    "sampler_step": "method.sampler",
-    "transition_mean_std": "method.sampler",
-    "log_prob": "method.sampler",
+    "Sampler": "method.sampler",
     "Chunks": "method.chunks",
     "chunk_ratio": "method.objective",
     "clipped_objective": "method.objective",

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.training.iteration import refuse_silent_weights
 from chunk_grpo.training.rollout import sample_trajectories
@@ -22,10 +23,10 @@ def prepare(model, accelerator):
     model.module = accelerator.prepare(model.transformer)
     rank, grid = accelerator.process_index, policy.sigmas(4, 3.0)
     keys, rows = [(0, 0, rank, g) for g in range(2)], model.encode(PROMPTS[rank : rank + 1])
-    paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, grid)
+    paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, Sampler(grid))
     chunks = chunks_from_setting("1,2", 3)
-    work = build_update_batch(torch.arange(2), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=3)
-    return ReplayContext(model, rows, paths, grid), work
+    work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
+    return ReplayContext(model, rows, paths), work
 
 
 def updates(model, accelerator):

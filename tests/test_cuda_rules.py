@@ -10,6 +10,7 @@ from small_runs import metrics, write
 
 from chunk_grpo.core import settings
 from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.reward_serving import worker
 from chunk_grpo.rewards import rewards
@@ -81,19 +82,17 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
         words = {"resolution": 64, "max_tokens": 16, "true_cfg_scale": 2.0, "lora_rank": 2, "device": "cuda"}
         model = trainable.load_trainable_policy(folder, **words)
         rows, keys, grid = model.encode(["a red star", "two cats"]), [(0, 0, 0, 0), (0, 0, 1, 0)], policy.sigmas(4, 3.0)
-        paths = sample_trajectories(model, rows, torch.arange(2), keys, grid)
+        paths = sample_trajectories(model, rows, torch.arange(2), keys, Sampler(grid))
         assert paths.latents.device == torch.device("cuda:1")
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
         chunks = chunks_from_setting("1,2", 3)
-        work = build_update_batch(torch.arange(2), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=3)
-        accumulate_gradients(ReplayContext(model, rows, paths, grid), work, torch.tensor([1.0, -1.0]), 1.0, beta=0.1)
+        work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
+        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), 1.0, beta=0.1)
 
 
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
     "Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."
-    chunks, latents = chunks_from_setting("1,2", 3), torch.rand(2, 5, 4, 4)
-    chosen = sample_chunks(latents, [(0, 0, 0, 0), (0, 0, 0, 1)], chunks, 1.0)
-    work = build_update_batch(torch.arange(2), chosen, chunks, limit=4)
+    work = build_update_batch(torch.arange(2), torch.tensor([[0, 1]] * 2), chunks_from_setting("1,2", 3), limit=4)
     with pretended_cuda():
         logp = torch.zeros(len(work.segment), device="cuda")
         assert ratio_floor(logp, logp, work) == 0.0

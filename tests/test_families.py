@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline
 
 from chunk_grpo import InputError
 from chunk_grpo.method.chunks import chunks_from_setting
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.models.sd3 import latents_to_tokens
 from chunk_grpo.training.rollout import sample_ode, sample_trajectories
@@ -175,10 +176,10 @@ def drawn(model):
     keys = [(0, 0, p, g) for p in range(2) for g in range(2)]
     grid, row = policy.sigmas(6, 3.0), torch.tensor([0, 0, 1, 1])
     rows = model.encode(PROMPTS)
-    paths = sample_trajectories(model, rows, row, keys, grid, "flow", 0.7)
+    paths = sample_trajectories(model, rows, row, keys, Sampler(grid))
     chunks = chunks_from_setting("2,3", 5)
-    work = build_update_batch(torch.arange(4), sample_chunks(paths.latents, keys, chunks, 1.0), chunks, limit=20)
-    return ReplayContext(model, rows, paths, grid), work
+    work = build_update_batch(torch.arange(4), sample_chunks(paths, chunks, 1.0), chunks, limit=20)
+    return ReplayContext(model, rows, paths), work
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])

@@ -17,6 +17,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.measurements import speed, workload
 from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.training.iteration import measure_ratio_floor
@@ -158,15 +159,15 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
 
     keys, row, grid, chunks = [(0, 0, 0, g) for g in range(4)], torch.zeros(4, dtype=torch.long), sigmas(6, 3.0), "2,3"
     given = pair[0].encode(["a red star"])
-    paths = sample_trajectories(pair[0], given, row, keys, grid, batch=4)
+    paths = sample_trajectories(pair[0], given, row, keys, Sampler(grid), batch=4)
     chosen = torch.tensor([[0], [1], [1], [1]])
     work = build_update_batch(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
     assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert measure_ratio_floor(ReplayContext(pair[1], given, paths, grid), work)[0] == 0.0
+    assert measure_ratio_floor(ReplayContext(pair[1], given, paths), work)[0] == 0.0
     gradients, advantage = [], torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:
-        accumulate_gradients(ReplayContext(policy, given, paths, grid), work, advantage, 1e-3)
+        accumulate_gradients(ReplayContext(policy, given, paths), work, advantage, 1e-3)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before  # nothing was compiled again

@@ -21,11 +21,7 @@ from chunk_grpo.method.dynamics import (
 from chunk_grpo.method.sampler import (
     MAX_ETA,
     SAMPLER_KINDS,
-    log_prob,
-    sampler_step,
-    transition_coefficients,
-    transition_kl,
-    transition_mean_std,
+    Sampler,
 )
 from chunk_grpo.method.schedule import (
     add_noise,
@@ -108,10 +104,11 @@ def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
     levels = sigmas(steps, shift, torch.float64)
     index = torch.randint(0, steps, (5,), generator=torch.Generator().manual_seed(seed))
     x, v = normal(seed, 5, 2, 3), normal(seed + 1, 5, 2, 3)
-    mean, std = transition_mean_std(v, x, levels, index, kind, eta)
+    sampler = Sampler(levels, kind, eta)
+    mean, std = sampler.mean_std(v, x, index)
     assert mean.shape == x.shape and std.shape == (5, 1, 1)
     for i, one in enumerate(index.tolist()):
-        one_mean, one_std = transition_mean_std(v[i : i + 1], x[i : i + 1], levels, one, kind, eta)
+        one_mean, one_std = sampler.mean_std(v[i : i + 1], x[i : i + 1], one)
         assert one_std.ndim == 0 and torch.equal(one_mean[0], mean[i]) and torch.equal(one_std, std[i, 0, 0])
 
 
@@ -120,28 +117,28 @@ def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
 def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
     levels = sigmas(steps, shift, torch.float64)
     x, v, noise = (normal(seed + k, 3, *shape) for k in range(3))
-    mean, std = transition_mean_std(v, x, levels, seed % (steps - 1), kind, eta)
-    after = sampler_step(v, x, levels, seed % (steps - 1), noise, kind, eta)
+    sampler = Sampler(levels, kind, eta)
+    mean, std = sampler.mean_std(v, x, seed % (steps - 1))
+    after = sampler.step(v, x, seed % (steps - 1), noise)
     wide = torch.full_like(std, math.sqrt(0.5)) if kind == "cps" else std
     expected = torch.distributions.Normal(mean, wide).log_prob(after).flatten(1).mean(1)
     expected = expected + 0.5 * math.log(math.pi) * (kind == "cps")
-    torch.testing.assert_close(log_prob(after, mean, std, kind), expected)
-    assert (log_prob(mean, mean, std, kind) >= log_prob(after, mean, std, kind)).all()
+    torch.testing.assert_close(sampler.log_prob(after, mean, std), expected)
+    assert (sampler.log_prob(mean, mean, std) >= sampler.log_prob(after, mean, std)).all()
 
 
 @quick
 @given(st.sampled_from(SAMPLER_KINDS), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), eta_, seed_)
 def test_low_precision_comes_out_as_float32(kind, dtype, eta, seed):
     x, v = normal(seed, 2, 3, dtype=dtype), normal(seed + 1, 2, 3, dtype=dtype)
-    mean, std = transition_mean_std(v, x, sigmas(9), 2, kind, eta)
+    sampler = Sampler(sigmas(9), kind, eta)
+    mean, std = sampler.mean_std(v, x, 2)
     assert mean.dtype == std.dtype == torch.float32
-    torch.testing.assert_close(
-        mean, transition_mean_std(v.float(), x.float(), sigmas(9), 2, kind, eta)[0], rtol=0, atol=0
-    )
-    assert sampler_step(v, x, sigmas(9), 2, x, kind, eta).dtype == torch.float32
-    assert transition_mean_std(v.double(), x, sigmas(9), 2, kind, eta)[0].dtype == torch.float64
+    torch.testing.assert_close(mean, sampler.mean_std(v.float(), x.float(), 2)[0], rtol=0, atol=0)
+    assert sampler.step(v, x, 2, x).dtype == torch.float32
+    assert sampler.mean_std(v.double(), x, 2)[0].dtype == torch.float64
     if kind != "ode":
-        assert log_prob(x, mean, std, kind).dtype == transition_kl(mean, mean, std, kind).dtype == torch.float32
+        assert sampler.log_prob(x, mean, std).dtype == sampler.kl(mean, mean, std).dtype == torch.float32
 
 
 @quick
@@ -150,7 +147,7 @@ def test_without_noise_every_sampler_is_the_ode(steps, shift, kind):
     levels = sigmas(steps, shift, torch.float64)
     index = torch.arange(steps)
     torch.testing.assert_close(
-        transition_coefficients(levels, index, kind, 0.0), transition_coefficients(levels, index, "ode", 0.0)
+        Sampler(levels, kind, 0.0).coefficients(index), Sampler(levels, "ode").coefficients(index)
     )
 
 
@@ -158,14 +155,29 @@ def test_without_noise_every_sampler_is_the_ode(steps, shift, kind):
 @given(steps_, shift_, eta_, st.sampled_from(SAMPLER_KINDS))
 def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, shift, eta, kind):
     levels = sigmas(steps, shift, torch.float64)
-    a, b, std = transition_coefficients(levels, torch.arange(steps), kind, eta)
+    sampler = Sampler(levels, kind, eta)
+    a, b, std = sampler.coefficients(torch.arange(steps))
+    assert sampler.stochastic.tolist() == ([] if kind == "ode" else list(range(steps - 1)))
     assert (a[-1], b[-1], std[-1]) == (1, -levels[-2], 0)
     assert (std[:-1] > 0).all() if kind != "ode" else (std == 0).all()
     if kind == "flow":
         torch.testing.assert_close(std[0], torch.tensor(eta, dtype=torch.float64))  # whatever the schedule
     if kind != "ode":
-        with pytest.raises(InputError, match="deterministic transition"):
-            log_prob(torch.zeros(1, 2), torch.zeros(1, 2), std[-1], kind)
+        with pytest.raises(InputError, match="`sampler` must have noise"):
+            sampler.log_prob(torch.zeros(1, 2), torch.zeros(1, 2), std[-1])
+
+
+@quick
+@given(steps_, shift_, eta_, st.sampled_from(RANDOM_KINDS), seed_)
+def test_a_window_is_the_sampler_inside_and_the_ode_outside(steps, shift, eta, kind, seed):
+    levels = sigmas(steps, shift, torch.float64)
+    inside = torch.rand(steps, generator=torch.Generator().manual_seed(seed)) < 0.5
+    inside[-1] = False
+    window = Sampler(levels, kind, [eta if noisy else 0.0 for noisy in inside.tolist()])
+    assert window.stochastic.tolist() == inside.nonzero()[:, 0].tolist()
+    full, ode = Sampler(levels, kind, eta), Sampler(levels, "ode")
+    for i in range(steps):
+        assert window.coefficients(i) == (full if inside[i] else ode).coefficients(i)
 
 
 @pytest.mark.parametrize("kind", ["flow", "dance", "ode"])
@@ -173,7 +185,7 @@ def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, sh
 def test_many_steps_keep_the_variance_of_gaussian_data(kind, scale):
     """x_{i+1} = g x_i + std eps on Gaussian data, so the final variance follows exactly; it must be the data's."""
     levels = sigmas(4000, 3.0, torch.float64)
-    a, b, std = transition_coefficients(levels, torch.arange(4000), kind, 0.5)
+    a, b, std = Sampler(levels, kind, 0.5).coefficients(torch.arange(4000))
     gain = a + b * gaussian_velocity(torch.ones(4000, dtype=torch.float64), levels[:-1], 0.0, scale)
     variance = 1.0
     for g, s in zip(gain.tolist(), std.tolist(), strict=True):
@@ -185,37 +197,39 @@ def test_many_steps_keep_the_variance_of_gaussian_data(kind, scale):
 @given(seed_, st.floats(0.01, 2.0), st.sampled_from(RANDOM_KINDS))
 def test_kl_is_symmetric_and_zero_only_for_equal_means(seed, std, kind):
     p, q, std = normal(seed, 3, 4), normal(seed + 1, 3, 4), torch.tensor(std)
-    torch.testing.assert_close(transition_kl(p, q, std, kind), transition_kl(q, p, std, kind))
-    assert (transition_kl(p, q, std, kind) > 0).all() and (transition_kl(p, p, std, kind) == 0).all()
+    kl = Sampler(sigmas(17), kind, 0.3).kl
+    torch.testing.assert_close(kl(p, q, std), kl(q, p, std))
+    assert (kl(p, q, std) > 0).all() and (kl(p, p, std) == 0).all()
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replaying_a_stored_step_gives_ratio_one(kind, dtype):
     x, v = normal(1, 4, 64, dtype=dtype), normal(2, 4, 64, dtype=dtype)
-    stored = sampler_step(v, x, sigmas(17), 3, normal(3, 4, 64), kind, 0.3).to(dtype)
-    old, new = (log_prob(stored, *transition_mean_std(v, x, sigmas(17), 3, kind, 0.3), kind) for _ in range(2))
+    sampler = Sampler(sigmas(17), kind, 0.3)
+    stored = sampler.step(v, x, 3, normal(3, 4, 64)).to(dtype)
+    old, new = (sampler.log_prob(stored, *sampler.mean_std(v, x, 3)) for _ in range(2))
     assert torch.equal((new - old).exp(), torch.ones(4))
 
 
 @pytest.mark.parametrize("kind", SAMPLER_KINDS)
 @pytest.mark.parametrize("index", [-1, 9, torch.tensor([0, 9]), torch.tensor([0.5]), torch.tensor([[1]])])
 def test_transitions_outside_of_the_schedule_are_refused(kind, index):
-    with pytest.raises(InputError, match="index: got"):
-        transition_coefficients(sigmas(9), index, kind, 0.3)
+    with pytest.raises(InputError, match="`index` must be"):
+        Sampler(sigmas(9), kind, 0.3).coefficients(index)
 
 
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
 @pytest.mark.parametrize("eta", [-0.1, 1.5, math.inf, math.nan])
 def test_eta_out_of_range_is_refused(kind, eta):
     assert eta != 1.5 or MAX_ETA[kind] < 1.5
-    with pytest.raises(InputError, match=f"allowed for sampler {kind}"):
-        transition_coefficients(sigmas(9), 0, kind, eta)
+    with pytest.raises(InputError, match=f"with the sampler {kind}"):
+        Sampler(sigmas(9), kind, eta).coefficients(0)
 
 
 def test_unknown_sampler_is_refused():
-    with pytest.raises(InputError, match="allowed is one of flow, dance, cps, ode"):
-        transition_coefficients(sigmas(9), 0, "euler", 0.3)
+    with pytest.raises(InputError, match="must be one of flow, dance, cps, ode"):
+        Sampler(sigmas(9), "euler", 0.3).coefficients(0)
 
 
 # dynamics
@@ -307,6 +321,6 @@ def test_the_closed_profile_is_the_measured_one(kind):
     x = [normal(0, 8, 20_000)]
     for i in range(9):
         v = gaussian_velocity(x[-1], levels[i], 0.0, 0.6)
-        x.append(sampler_step(v, x[-1], levels, i, normal(i + 1, 8, 20_000), kind, eta))
+        x.append(Sampler(levels, kind, eta).step(v, x[-1], i, normal(i + 1, 8, 20_000)))
     measured = relative_distance(torch.stack(x, 1)).mean(0)
-    torch.testing.assert_close(measured, gaussian_profile(levels, kind, eta, 0.6), rtol=0.01, atol=0)
+    torch.testing.assert_close(measured, gaussian_profile(Sampler(levels, kind, eta), 0.6), rtol=0.01, atol=0)

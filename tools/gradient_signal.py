@@ -17,6 +17,7 @@ from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements.gradient_noise import gradient_gram, signal_to_noise
 from chunk_grpo.method.objective import group_advantages
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
@@ -36,12 +37,12 @@ def table(policy, prompts, images, kind, eta):
     keys = [(0, 0, p, g) for p in chosen for g in range(images)]
     row, grid = torch.arange(len(keys)) // images, sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[p] for p in chosen])
-    paths = sample_trajectories(policy, conditioning, row, keys, grid, kind, eta, 48)
+    paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, eta), 48)
     drawn = decode_latents(policy, paths.latents[:, -1], 48)
     clip, asked = rewards.load_reward("pocket-clip"), [texts[key[2]] for key in keys]
     score = rewards.score_images("pocket-clip", clip, drawn, asked)
     advantage = group_advantages(score.reshape(prompts, images)).flatten()
-    grams = gradient_gram(ReplayContext(policy, conditioning, paths, grid, kind, eta), advantage, BLOCKS)
+    grams = gradient_gram(ReplayContext(policy, conditioning, paths), advantage, BLOCKS)
     grams["all layers"] = sum(grams.values())
     for layers, gram in grams.items():
         for name, count in FIRST.items():

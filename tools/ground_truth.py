@@ -40,6 +40,7 @@ from chunk_grpo.measurements.gradient_bias import (
 from chunk_grpo.method.chunks import Chunks, step_weights
 from chunk_grpo.method.dynamics import chunk_count
 from chunk_grpo.method.objective import group_advantages
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
@@ -62,8 +63,8 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
         return rewards.score_images("pocket-clip", clip, drawn, [texts[prompt]] * len(latents))
 
     row = torch.zeros(images, dtype=torch.long)
-    paths = sample_trajectories(policy, conditioning, row, keys, grid, kind, ETA[kind], 48)
-    what = ReplayContext(policy, conditioning, paths, grid, kind, ETA[kind])
+    paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, ETA[kind]), 48)
+    what = ReplayContext(policy, conditioning, paths)
     drawn = branch_rewards(what, outcome, branches)
     score = drawn[:, -1, 0]
     unit = score.std()

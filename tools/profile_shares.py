@@ -16,6 +16,7 @@ from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements.profiles import DEFAULT_ETAS, measure_distances, variance_shares
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
@@ -42,7 +43,7 @@ def main():
     texts, grid, rows = pocket.read_pocket_prompts("train"), sigmas(17, 3.0), []
     chosen = sample_prompt_indices(len(texts), a.prompts, a.seed, 0)
     for kind, eta in DEFAULT_ETAS.items():
-        found = measure_distances(policy, texts, chosen, a.images, a.seed, grid, kind, eta, a.batch)
+        found = measure_distances(policy, texts, chosen, a.images, a.seed, Sampler(grid, kind, eta), a.batch)
         for name, distance in found.items():
             row = shares(distance[..., :16])
             rows.append({"sampler": kind, "eta": eta, "distance": name} | row)

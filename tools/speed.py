@@ -202,8 +202,7 @@ def with_reward(b, repeats):
         s = b.s
         with ThreadPoolExecutor(1) as executor:
             arriving = StreamingScores(executor, scorers, texts, s.rollout_batch)
-            sample_trajectories(b.policy, b.conditioning, b.row, b.keys, b.grid, s.sampler, s.eta, s.rollout_batch,
-                                s.shared_noise,
+            sample_trajectories(b.policy, b.conditioning, b.row, b.keys, b.sampler, s.rollout_batch, s.shared_noise,
                                 ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)))
             arriving.scores()
 

@@ -37,7 +37,7 @@ def two_updates(
 ) -> list[UpdateBatch]:  # of the two updates of an iteration, as training makes them
     "The work of both updates."
     paths = what.trajectories
-    chosen = sample_chunks(paths.latents, paths.keys, chunks, fraction)
+    chosen = sample_chunks(paths, chunks, fraction)
     return [build_update_batch(part, chosen, chunks, limit) for part in split_updates(paths.keys, group, 2)]
 
 # %% ../../nbs/10_measurements/07_clip_alignment.ipynb #9054fd2b

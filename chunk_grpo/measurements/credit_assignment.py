@@ -10,7 +10,7 @@ __all__ = ['GaussianWorld', 'gaussian_value', 'branch_noise', 'continue_from', '
 # %% ../../nbs/10_measurements/02_credit_assignment.ipynb #b41f935d
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import InputError
 from ..core.statistics import jackknife_error
 from ..method.chunks import Chunks, Partition
-from ..method.sampler import transition_coefficients, transition_mean_std
+from ..method.sampler import Sampler
 from ..method.schedule import gaussian_velocity
 from ..training.rollout import make_generator
 from ..training.update import ReplayContext
@@ -53,18 +53,17 @@ def gaussian_value(
     world: GaussianWorld,
     latents: Tensor,  # (..., S, C)
     index: int,  # transition that they stand before
-    grid: Tensor,  # noise levels, (T + 1,)
-    kind: str,  # sampler
-    eta: float,  # strength of its noise
+    sampler: Sampler,
     spread: float = 0.0,  # variance of the latents around the given ones
 ) -> Tensor:  # (...,) float64
     "The exact value (c) of latents before a transition; gradient of the random steps."
     at, spread = latents.double(), torch.full_like(world.mean, spread, dtype=torch.float64)
     ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64) * torch.ones_like(spread)
-    for i in range(index, len(grid) - 1):
-        a, b, std = transition_coefficients(grid.double(), i, kind, eta)
-        with torch.set_grad_enabled(i < len(grid) - 2 and torch.is_grad_enabled()):
-            offset, there = world.velocity(ends, grid[i].double().expand(2), {})
+    exact = replace(sampler, sigmas=sampler.sigmas.double())
+    for i in range(index, len(exact)):
+        a, b, std = exact.coefficients(i)
+        with torch.set_grad_enabled(i < len(exact) - 1 and torch.is_grad_enabled()):
+            offset, there = world.velocity(ends, exact.sigmas[i].expand(2), {})
         gain = a + b * (there - offset)
         at, spread = gain * at + b * offset, gain**2 * spread + std**2
     return -((at - world.target).square() + spread).mean((-2, -1))
@@ -89,16 +88,14 @@ def continue_from(
     latents: Tensor,  # x_index, (B, S, C), in the storage dtype
     index: int,  # first transition to take
     noise: Tensor,  # (B, T - index, S, C)
-    grid: Tensor,  # noise levels, (T + 1,)
-    kind: str = "flow",
-    eta: float = 0.7,
+    sampler: Sampler,
 ) -> Tensor:  # (B, S, C) at sigma 0, in the storage dtype
     "The SDE of `rollout.sample_sde` from a transition on."
     store = latents.dtype
-    for i in range(index, len(grid) - 1):
+    for i in range(index, len(sampler)):
         now = latents.float()
-        velocity = policy.velocity(now, grid[i].expand(len(now)), rows)
-        mean, std = transition_mean_std(velocity, now, grid, i, kind=kind, eta=eta)
+        velocity = policy.velocity(now, sampler.sigmas[i].expand(len(now)), rows)
+        mean, std = sampler.mean_std(velocity, now, i)
         latents = (mean + std * noise[:, i - index].to(mean.device)).to(store)
     return latents
 
@@ -122,7 +119,7 @@ def branch_rewards(
             noise = branch_noise([paths.keys[b] for b in own.tolist()], index, number.tolist(), shape)
             rows = {k: v[paths.row[own]] for k, v in what.conditioning.items()}
             start = paths.latents[own, index].to(what.policy.device)
-            last = continue_from(what.policy, rows, start, index, noise, what.sigmas, what.kind, what.eta)
+            last = continue_from(what.policy, rows, start, index, noise, paths.sampler)
             out[own, index, number] = outcome(last, own).double()
     return out
 

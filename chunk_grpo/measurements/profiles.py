@@ -20,7 +20,7 @@ from .. import InputError
 from ..method.chunk_search import adaptive_chunks, optimal_chunks, paper_rule_chunks
 from ..method.chunks import Chunks
 from ..method.dynamics import DISTANCE_KINDS, relative_distance
-from ..method.sampler import sampler_step
+from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints, sigmas
 from ..models.policy import Policy
 from ..models.trainable import base_weights
@@ -34,18 +34,16 @@ def sample_with_predictions(
     policy: Policy,  # of which the weights of now are used
     rows: dict[str, Tensor],  # conditioning, one row an image
     keys: Sequence[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of every image's noise
-    grid: Tensor,  # (T + 1,) sigmas
-    sampler: str = "flow",  # one of sampler.KINDS
-    eta: float = 0.7,  # strength of the noise
+    sampler: Sampler,
 ) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
     "Latents from noise to image, with the noise of `rollout`, and what they predict."
     x, predicted = initial_noise(policy, keys).to(policy.device), []
-    noise = step_noise(keys, (len(grid) - 1, *x.shape[1:]))
+    noise = step_noise(keys, (len(sampler), *x.shape[1:]))
     latents = [x]
-    for i in range(len(grid) - 1):
-        v = policy.velocity(x, grid[i].expand(len(x)), rows)
-        predicted.append(predict_endpoints(x, v, grid[i])[0])
-        x = sampler_step(v, x, grid, i, noise[i].to(x.device), sampler, eta)
+    for i, sigma in enumerate(sampler.sigmas[:-1]):
+        v = policy.velocity(x, sigma.expand(len(x)), rows)
+        predicted.append(predict_endpoints(x, v, sigma)[0])
+        x = sampler.step(v, x, i, noise[i].to(x.device))
         latents.append(x)
     return torch.stack(latents, dim=1), torch.stack([*predicted, x], dim=1)
 
@@ -81,11 +79,11 @@ def render_frames(
     side: int = 192,  # pixels; larger images are made smaller
 ) -> TrajectoryFrames:
     "Trajectories of every prompt with base and with trained weights, from the same noise, as images."
-    grid, keys = sigmas(steps, shift).to(policy.device), [(seed, -1, p, 0) for p in range(len(prompts))]
-    rows = policy.encode(list(prompts))
+    grid, keys = sigmas(steps, shift), [(seed, -1, p, 0) for p in range(len(prompts))]
+    rows, how = policy.encode(list(prompts)), Sampler(grid, sampler, eta)
     with base_weights(policy):
-        base = sample_with_predictions(policy, rows, keys, grid, sampler, eta)
-    paths = *base, *sample_with_predictions(policy, rows, keys, grid, sampler, eta)
+        base = sample_with_predictions(policy, rows, keys, how)
+    paths = *base, *sample_with_predictions(policy, rows, keys, how)
     images = np.stack([decode_path(policy, one, side) for path in paths for one in path])
     return TrajectoryFrames(tuple(prompts), tuple(grid.tolist()), images.reshape(2, 2, len(prompts), *images.shape[1:]))
 
@@ -96,9 +94,7 @@ def measure_distances(
     chosen: Sequence[int],  # positions in it, P
     images: int,  # G, seeds of each prompt
     seed: int,
-    grid: Tensor,  # noise levels, (T + 1,)
-    kind: str = "flow",  # sampler, one of sampler.KINDS
-    eta: float = 0.7,  # strength of the noise
+    sampler: Sampler,
     batch: int = 16,  # images in one forward
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
     """Relative distances (15) of P prompts times G seeds, in all three measures. InputError as the sampler's."""
@@ -109,7 +105,7 @@ def measure_distances(
     conditioning, parts = policy.encode([prompts[p] for p in chosen]), []
     for low in range(0, len(keys), batch):
         rows = {k: v[row[low : low + batch]] for k, v in conditioning.items()}
-        path, _ = sample_with_predictions(policy, rows, keys[low : low + batch], grid.to(policy.device), kind, eta)
+        path, _ = sample_with_predictions(policy, rows, keys[low : low + batch], sampler)
         parts.append({name: relative_distance(path, name).cpu().double() for name in DISTANCE_KINDS})
     return {name: torch.cat([part[name] for part in parts]).reshape(len(chosen), images, -1) for name in DISTANCE_KINDS}
 

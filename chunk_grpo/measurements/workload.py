@@ -21,7 +21,7 @@ from ..core import settings as setting
 from ..core.settings import Settings
 from ..method.chunks import Chunks
 from ..method.objective import clipped_objective
-from ..method.sampler import log_prob, transition_mean_std
+from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.flux import FluxPolicy
@@ -127,7 +127,7 @@ class IterationData:
     conditioning: dict[str, Tensor]  # one row a prompt
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of each image
     row: Tensor  # (B,) long: which prompt each image has
-    grid: Tensor  # (T+1,) sigmas
+    sampler: Sampler
     chunks: Chunks
     advantage: Tensor  # (B,)
     reward: Callable | None  # None: none is at hand for this model
@@ -139,7 +139,7 @@ class IterationData:
 
     def replay(self, paths: Trajectories) -> ReplayContext:
         "The trajectories as an update wants them."
-        return ReplayContext(self.policy, self.conditioning, paths, self.grid, self.s.sampler, self.s.eta)
+        return ReplayContext(self.policy, self.conditioning, paths)
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #10777756
 class Workload(IterationData):
@@ -148,12 +148,12 @@ class Workload(IterationData):
     def rollout(self) -> Trajectories:
         "The trajectories."
         s = self.s
-        return sample_trajectories(self.policy, self.conditioning, self.row, self.keys, self.grid, s.sampler, s.eta,
-                                   s.rollout_batch, s.shared_noise)
+        return sample_trajectories(self.policy, self.conditioning, self.row, self.keys, self.sampler, s.rollout_batch,
+                                   s.shared_noise)
 
     def chosen(self, paths: Trajectories) -> Tensor:  # (B, k)
         "The chunks that are trained."
-        return sample_chunks(paths.latents, self.keys, self.chunks, self.s.chunk_fraction)
+        return sample_chunks(paths, self.chunks, self.s.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
         "Leave the gradient in the weights; the number of transitions."
@@ -204,7 +204,7 @@ def prepare_workload(
     keys = [(s.seed, 0, p, g) for p in range(len(prompts)) for g in range(s.images_per_prompt)]
     row = torch.arange(len(prompts)).repeat_interleave(s.images_per_prompt)
     advantage = torch.randn(len(keys), generator=torch.Generator().manual_seed(s.seed))
-    rest = sigmas(s.steps, s.shift), s.chunk_rule.chunks, advantage, reward
+    rest = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta), s.chunk_rule.chunks, advantage, reward
     return Workload(s, policy, prompts, policy.encode(prompts), keys, row, *rest)
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #741210f2
@@ -213,12 +213,12 @@ def sample_reference_trajectories(
     b: IterationData,
 ) -> Trajectories:
     "The trajectories of a rollout, image by image."
-    s, start, parts = b.s, initial_noise(b.policy, b.keys, b.s.shared_noise).to(b.device), []
+    start, parts = initial_noise(b.policy, b.keys, b.s.shared_noise).to(b.device), []
     for i in range(len(b.keys)):
         rows, one = {k: v[b.row[i : i + 1]] for k, v in b.conditioning.items()}, slice(i, i + 1)
-        parts.append(sample_sde(b.policy, rows, start[one], b.keys[one], b.grid, s.sampler, s.eta, torch.float32))
+        parts.append(sample_sde(b.policy, rows, start[one], b.keys[one], b.sampler, torch.float32))
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
-    return Trajectories(latents, logp, b.row, b.keys)
+    return Trajectories(latents, logp, b.row, b.keys, b.sampler)
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #ee52778f
 def reference_log_ratio(
@@ -230,9 +230,9 @@ def reference_log_ratio(
     "New less old log-probability of one transition, on-policy: 0, with the gradient of the new one."
     rows = {k: v[paths.row[image : image + 1]] for k, v in b.conditioning.items()}
     now, then = (paths.latents[image : image + 1, j].float().to(b.device) for j in (i, i + 1))
-    velocity = b.policy.velocity(now, told_sigma(b.policy, b.grid[i : i + 1]), rows)
-    mean, std = transition_mean_std(velocity, now, b.grid, i, kind=b.s.sampler, eta=b.s.eta)
-    logp = log_prob(then, mean, std, kind=b.s.sampler)
+    velocity = b.policy.velocity(now, told_sigma(b.policy, b.sampler.sigmas[i : i + 1]), rows)
+    mean, std = b.sampler.mean_std(velocity, now, i)
+    logp = b.sampler.log_prob(then, mean, std)
     return logp - logp.detach()
 
 # %% ../../nbs/10_measurements/05_workload.ipynb #11b0d56e
@@ -272,8 +272,8 @@ def accumulate_batched_gradients(
         image, i, weight = map(torch.tensor, zip(*batch, strict=True))
         rows = {k: v[paths.row[image]] for k, v in b.conditioning.items()}
         now, then = (paths.latents[image, j].float().to(b.device) for j in (i, i + 1))
-        velocity = b.policy.velocity(now, told_sigma(b.policy, b.grid[i]), rows)
-        mean, std = transition_mean_std(velocity, now, b.grid, i, kind=b.s.sampler, eta=b.s.eta)
-        logp = log_prob(then, mean, std, kind=b.s.sampler)
+        velocity = b.policy.velocity(now, told_sigma(b.policy, b.sampler.sigmas[i]), rows)
+        mean, std = b.sampler.mean_std(velocity, now, i)
+        logp = b.sampler.log_prob(then, mean, std)
         ratio = (logp - logp.detach()).exp()
         (-(weight * b.advantage[image]).to(b.device) * ratio).sum().backward()

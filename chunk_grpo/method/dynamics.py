@@ -7,6 +7,8 @@ __all__ = ['DISTANCE_KINDS', 'DEFAULT_CHUNKS', 'relative_distance', 'gaussian_pr
            'chunk_weights', 'tempered_weights', 'chunk_count', 'sample_without_replacement']
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #1b11ddc9
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from .. import InputError
 from .chunks import Chunks
-from .sampler import transition_coefficients
+from .sampler import Sampler
 from .schedule import gaussian_velocity
 
 DISTANCE_KINDS = ("l1", "l2", "cosine")
@@ -46,15 +48,13 @@ def relative_distance(
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #5961debb
 def gaussian_profile(
-    sigmas: Tensor,  # noise levels, (T + 1,)
-    kind: str = "flow",  # sampler, one of SAMPLER_KINDS
-    eta: float = 0.7,  # strength of the noise
+    sampler: Sampler,
     scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
     """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
     spread: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
-    sigmas = sigmas.to(torch.float64)
-    a, b, std = transition_coefficients(sigmas, torch.arange(len(sigmas) - 1), kind, eta)
+    sigmas = sampler.sigmas.to(torch.float64)
+    a, b, std = replace(sampler, sigmas=sigmas).coefficients(torch.arange(len(sampler)))
     variance, profile = torch.ones_like(spread), []
     for i, sigma in enumerate(sigmas[:-1]):
         gain = a[i] + b[i] * gaussian_velocity(torch.ones_like(spread), sigma, 0.0, spread)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SAMPLER_KINDS', 'MAX_ETA', 'score_from_velocity', 'diffusion_coefficient', 'sde_coefficients', 'cps_coefficients',
-           'check_sampler_kind', 'check_transition_index', 'transition_coefficients', 'transition_mean_std',
-           'sampler_step', 'check_stochastic', 'log_prob', 'transition_kl']
+           'Sampler']
 
 # %% ../../nbs/00_method/01_sampler.ipynb #0d54a8cf
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ def score_from_velocity(
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
     second: Tensor,  # noise level sigma_1 of the schedule, (); stands in the denominator where sigma is 1
-    kind: str,  # "flow", "dance" or "ode"
-    eta: float,  # strength of the noise
+    kind: str,  # "flow" or "dance"
+    eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance, 0 for ode."""
+    """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
         return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second, sigma))).sqrt()
-    return torch.full_like(sigma, eta if kind == "dance" else 0.0)
+    return eta * torch.ones_like(sigma)
 
 # %% ../../nbs/00_method/01_sampler.ipynb #2e9af007
 def sde_coefficients(
@@ -55,123 +56,106 @@ def sde_coefficients(
 def cps_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
     after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
-    eta: float,  # share of a quarter turn by which the noise is renewed, 0 ... 1
+    eta: float | Tensor,  # share of a quarter turn by which the noise is renewed, 0 ... 1
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std): mean = a x + b v, and the noise's standard deviation
     """One step of coefficients-preserving sampling, as coefficients of latent and velocity."""
-    angle = eta * math.pi / 2
-    kept = after * math.cos(angle)
-    return 1 - after + kept, (1 - sigma) * kept - sigma * (1 - after), after * math.sin(angle)
+    angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
+    kept = after * angle.cos().to(after)
+    return 1 - after + kept, (1 - sigma) * kept - sigma * (1 - after), after * angle.sin().to(after)
 
 # %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
-def check_sampler_kind(
-    kind: str,  # one of SAMPLER_KINDS
-    eta: float,  # strength of the noise
-) -> None:
-    """Raise InputError unless `kind` is one of SAMPLER_KINDS and `eta` lies in its range."""
-    if kind not in SAMPLER_KINDS:
-        raise InputError(f"sampler: got {kind!r}, allowed is one of {', '.join(SAMPLER_KINDS)}.")
-    if not 0 <= eta <= MAX_ETA[kind]:
-        raise InputError(f"eta: got {eta}, allowed for sampler {kind} is 0 to {MAX_ETA[kind]:.4g}.")
-
-
-def check_transition_index(
-    sigmas: Tensor,  # noise levels, (T + 1,)
-    index: int | Tensor,  # transition, or one a sample (B,), in 0 ... T - 1
-) -> Tensor:  # index as a long tensor on the device of sigmas, () or (B,)
-    """Raise InputError unless `sigmas` is a decreasing schedule and `index` names transitions of it."""
+def _strengths(
+    sigmas: Tensor,  # (T + 1,)
+    kind: str,
+    eta: float | Sequence[float] | Tensor,  # a number, or one a transition
+) -> Tensor:  # (T,) float64, 0 at the last transition
+    """The strength of every transition; InputError on a bad schedule, kind or strength."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or bool((sigmas.diff() >= 0).any()):
-        raise InputError(f"sigmas: got shape {tuple(sigmas.shape)}, allowed is (steps + 1,), strictly decreasing.")
-    index = torch.as_tensor(index, device=sigmas.device)
-    if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
-        raise InputError(f"index: got {index.dtype} of shape {tuple(index.shape)}, allowed is a number or long (B,).")
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(sigmas) - 1:
-        raise InputError(f"index: got {index.tolist()}, allowed is 0 to {len(sigmas) - 2}.")
-    return index.long()
+        raise InputError(f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}")
+    if kind not in SAMPLER_KINDS:
+        raise InputError(f"`sampler` must be one of {', '.join(SAMPLER_KINDS)}; got {kind!r}")
+    steps, given = len(sigmas) - 1, torch.as_tensor(eta, dtype=torch.float64).cpu()
+    if given.ndim == 0:
+        given = torch.cat([given.expand(steps - 1), torch.zeros(1, dtype=torch.float64)])
+    if given.shape != (steps,) or given[-1] != 0:
+        raise InputError(f"`eta` must be a number, or {steps} numbers of which the last is 0; got {eta}")
+    if not bool(((given >= 0) & (given <= MAX_ETA[kind])).all()):
+        raise InputError(f"`eta` must be 0 to {MAX_ETA[kind]:.4g} with the sampler {kind}; got {eta}")
+    return torch.zeros_like(given) if kind == "ode" else given
 
-# %% ../../nbs/00_method/01_sampler.ipynb #155db120
-def transition_coefficients(
-    sigmas: Tensor,  # noise levels, (T + 1,), from schedule.sigmas
-    index: int | Tensor,  # transition, or (B,) of them
-    kind: str = "flow",  # one of SAMPLER_KINDS
-    eta: float = 0.7,  # strength of the noise
-) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), each () or (B,), float32 or better: mean = a x + b v
-    """Coefficients of a transition under any sampler, std 0 at the last index; raises InputError on bad settings."""
-    check_sampler_kind(kind, eta)
-    index = check_transition_index(sigmas, index)
-    sigmas = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
-    sigma, after = sigmas[index], sigmas[index + 1]
+
+def _coefficients(
+    sigmas: Tensor,  # (T + 1,)
+    kind: str,
+    eta: Tensor,  # (T,) float64
+) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
+    """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
+    levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
+    sigma, after, eta = levels[:-1], levels[1:], eta.to(levels.device)
     if kind == "cps":
         a, b, std = cps_coefficients(sigma, after, eta)
     else:
-        a, b, std = sde_coefficients(sigma, after, diffusion_coefficient(sigma, sigmas[1], kind, eta))
-    last = after == 0
-    return torch.where(last, 1.0, a), torch.where(last, after - sigma, b), torch.where(last, 0.0, std)
+        a, b, std = sde_coefficients(sigma, after, diffusion_coefficient(sigma, levels[1], kind, eta.to(levels)))
+    still = eta == 0
+    return torch.where(still, 1.0, a), torch.where(still, after - sigma, b), torch.where(still, 0.0, std)
 
-# %% ../../nbs/00_method/01_sampler.ipynb #fbed2445
-def transition_mean_std(
-    velocity: Tensor,  # v at (x_i, sigma_i), (B, ...)
-    latents: Tensor,  # x_i, (B, ...)
-    sigmas: Tensor,  # noise levels, (T + 1,)
-    index: int | Tensor,  # transition, or one a sample (B,)
-    kind: str = "flow",  # one of SAMPLER_KINDS
-    eta: float = 0.7,  # strength of the noise
-) -> tuple[Tensor, Tensor]:  # mean (B, ...) and std () or (B, 1, ..., 1), float32 or better
-    """Mean and standard deviation of x_{i+1} given x_i; std is 0 for ode and at the last index. Raises InputError."""
-    dtype = torch.promote_types(torch.promote_types(latents.dtype, velocity.dtype), torch.float32)
-    latents, velocity = latents.to(dtype), velocity.to(dtype)
-    a, b, std = (broadcast_sigma(c, latents) for c in transition_coefficients(sigmas, index, kind, eta))
-    return a * latents + b * velocity, std
+# %% ../../nbs/00_method/01_sampler.ipynb #d4e96299
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """How trajectories are drawn: noise levels, the kind of transition, and the strength of the noise in each."""
 
-# %% ../../nbs/00_method/01_sampler.ipynb #39949cfc
-def sampler_step(
-    velocity: Tensor,  # v at (x_i, sigma_i), (B, ...)
-    latents: Tensor,  # x_i, (B, ...)
-    sigmas: Tensor,  # noise levels, (T + 1,)
-    index: int | Tensor,  # transition, or one a sample (B,)
-    noise: Tensor,  # standard normal draw, the shape of latents; without effect where std is 0
-    kind: str = "flow",  # one of SAMPLER_KINDS
-    eta: float = 0.7,  # strength of the noise
-) -> Tensor:  # x_{i+1}, (B, ...), float32 or better
-    """One sampling step: mean + std noise. Raises InputError as `transition_mean_std` does."""
-    mean, std = transition_mean_std(velocity, latents, sigmas, index, kind, eta)
-    return mean + std * noise.to(mean.dtype)
+    sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
+    kind: str = "flow"  # one of SAMPLER_KINDS
+    eta: float | Sequence[float] | Tensor = 0.7  # (T,) strengths, the last 0; a number: of all others
+    stochastic: Tensor = field(init=False)  # transitions that have noise, increasing, (n,) long
+    _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)  # coefficients of all transitions, (T,) each
 
-# %% ../../nbs/00_method/01_sampler.ipynb #ea2bcd49
-def check_stochastic(
-    std: Tensor,  # standard deviation of a transition
-    kind: str,  # one of SAMPLER_KINDS
-) -> None:
-    """Raise InputError for the kind ode and wherever std is 0: a deterministic transition has no density."""
-    check_sampler_kind(kind, 0.0)
-    if kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
-        raise InputError(f"sampler: got a deterministic transition of {kind}, allowed are transitions with noise "
-                         "(flow, dance or cps with eta above 0, before the last index).")
+    def __post_init__(self):
+        eta = _strengths(self.sigmas, self.kind, self.eta)
+        given = {"eta": eta, "stochastic": eta.nonzero()[:, 0], "_table": _coefficients(self.sigmas, self.kind, eta)}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
+    def __len__(self) -> int:
+        return len(self.sigmas) - 1
 
-def log_prob(
-    next_latents: Tensor,  # x_{i+1}, (B, ...), as stored
-    mean: Tensor,  # mean of the transition, (B, ...)
-    std: Tensor,  # its standard deviation, () or (B, 1, ..., 1)
-    kind: str = "flow",  # "flow", "dance" or "cps"
-) -> Tensor:  # (B,), log-density in nats per latent dimension, float32 or better
-    """Log-density of a step averaged over latent dimensions (cps: minus mean square). InputError where std is 0."""
-    check_stochastic(std, kind)
-    dtype = torch.promote_types(torch.promote_types(next_latents.dtype, mean.dtype), torch.float32)
-    square = (next_latents.to(dtype) - mean.to(dtype)).square()
-    if kind == "cps":
-        return -square.flatten(1).mean(1)
-    std = std.to(dtype)
-    return (-square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+    def coefficients(self, index: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v. InputError outside."""
+        index = torch.as_tensor(index, device=self.sigmas.device)
+        if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+            raise InputError(f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}")
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise InputError(f"`index` must be 0 to {len(self) - 1}; got {index.tolist()}")
+        a, b, std = self._table
+        return a[index.long()], b[index.long()], std[index.long()]
 
-# %% ../../nbs/00_method/01_sampler.ipynb #9da3d793
-def transition_kl(
-    mean: Tensor,  # mean of the transition under the policy, (B, ...)
-    other_mean: Tensor,  # mean under the reference, (B, ...)
-    std: Tensor,  # their common standard deviation, () or (B, 1, ..., 1)
-    kind: str = "flow",  # "flow", "dance" or "cps"
-) -> Tensor:  # (B,), nats per latent dimension, float32 or better
-    """KL(N(mean, std^2) || N(other_mean, std^2)) averaged over latent dimensions (cps: mean squared distance)."""
-    check_stochastic(std, kind)
-    dtype = torch.promote_types(torch.promote_types(mean.dtype, other_mean.dtype), torch.float32)
-    square = (mean.to(dtype) - other_mean.to(dtype)).square()
-    return (square if kind == "cps" else square / (2 * std.to(dtype) ** 2)).flatten(1).mean(1)
+    def mean_std(self, velocity: Tensor, latents: Tensor, index: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (B, ...) and deviation, () or (B, 1, ..., 1), of x_{i+1} given x_i and the velocity there, (B, ...)."""
+        dtype = torch.promote_types(torch.promote_types(latents.dtype, velocity.dtype), torch.float32)
+        latents, velocity = latents.to(dtype), velocity.to(dtype)
+        a, b, std = (broadcast_sigma(c, latents) for c in self.coefficients(index))
+        return a * latents + b * velocity, std
+
+    def step(self, velocity: Tensor, latents: Tensor, index: int | Tensor, noise: Tensor) -> Tensor:
+        """x_{i+1} (B, ...): mean + std noise, where the noise is standard normal, (B, ...)."""
+        mean, std = self.mean_std(velocity, latents, index)
+        return mean + std * noise.to(mean.dtype)
+
+    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Log-density (B,) of x_{i+1}, nats a latent dimension (cps: minus mean square). InputError where std is 0."""
+        square, std = self._square(next_latents, mean, std)
+        if self.kind == "cps":
+            return -square.flatten(1).mean(1)
+        return (-square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+
+    def kl(self, mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+        """KL (B,) between two transitions of one deviation, in nats per latent dimension (cps: mean square)."""
+        square, std = self._square(mean, other_mean, std)
+        return (square if self.kind == "cps" else square / (2 * std**2)).flatten(1).mean(1)
+
+    def _square(self, x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Squared distance from the mean, and the deviation, float32 or better. InputError where it is 0."""
+        if self.kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
+            raise InputError(f"`sampler` must have noise where a density is asked for; got {self.kind} with eta 0")
+        dtype = torch.promote_types(torch.promote_types(x.dtype, mean.dtype), torch.float32)
+        return (x.to(dtype) - mean.to(dtype)).square(), std.to(dtype)

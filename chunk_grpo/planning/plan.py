@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['ASSUMED_MFU', 'SHARED_FORWARDS', 'PROCESS_BYTES', 'images_per_iteration', 'transitions_per_image',
-           'transitions_per_iteration', 'iteration_flops', 'forward_equivalents', 'evaluation_flops', 'largest_chunk',
-           'held_out_count', 'evaluation_forwards', 'final_evaluation_flops', 'measure_matmul_rate', 'encoded_prompts',
-           'prompt_embeds_bytes', 'iteration_bytes', 'iteration_seconds', 'estimate_numbers', 'choose_processes',
-           'processes_here']
+           'transitions_per_iteration', 'IterationCounts', 'iteration_counts', 'backward_forwards', 'iteration_flops',
+           'evaluation_flops', 'held_out_count', 'evaluation_forwards', 'final_evaluation_flops', 'measure_matmul_rate',
+           'encoded_prompts', 'prompt_embeds_bytes', 'iteration_bytes', 'iteration_seconds', 'estimate_numbers',
+           'choose_processes', 'processes_here']
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dc7f3757
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,26 +56,48 @@ def transitions_per_iteration(
     return tuple(images_per_iteration(s) * n for n in (low, mean, high))
 
 # %% ../../nbs/06_planning/03_plan.ipynb #4ac2eaf9
+@dataclass(frozen=True)
+class IterationCounts:
+    "What one iteration computes, all processes together; a forward is of one image, and guidance counts once."
+
+    rollout: float  # forwards that draw the images which are trained on
+    trained: float  # transitions that go forward and backward
+    extra: float = 0  # the update's forwards without a backward: old log-probabilities, a penalty's reference
+    baseline: float = 0  # forwards that draw the base's images
+    scored: int = 0  # images that the rewards score
+
+
+def iteration_counts(
+    s: Settings,
+) -> IterationCounts:
+    "The counts of an iteration of Chunk-GRPO."
+    drawn = [s.prompts_per_iteration * (n * (s.steps - 1) + (1 if s.shared_noise else n)) if n else 0
+             for n in (s.images_per_prompt, s.baseline_images)]
+    trained, later = transitions_per_iteration(s)[1], 1 - 1 / s.updates_per_iteration
+    largest = max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions  # of an unknown profile: all
+    again = later * (1 if s.update_batch >= largest else 2) + (s.kl > 0)
+    scored = s.prompts_per_iteration * (s.images_per_prompt + s.baseline_images)
+    return IterationCounts(drawn[0], trained, trained * again, drawn[1], scored)
+
+# %% ../../nbs/06_planning/03_plan.ipynb #fbe15554
+def backward_forwards(
+    s: Settings,
+) -> int:  # in units of a forward
+    "What a transition costs that goes forward and backward."
+    return (2 if s.lora_rank else 3) + s.gradient_checkpointing
+
+
 def iteration_flops(
     s: Settings,
     config: ModelConfig,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # phase -> operations of one iteration, all processes together
     "Operations of an iteration's rollout and updates, and of the base's images where it draws some."
-    forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
-    prompts, trained = s.prompts_per_iteration, transitions_per_iteration(s)[1]
-    drawn = {"rollout": s.images_per_prompt} | ({"baseline": s.baseline_images} if s.baseline_images else {})
-    steps = {name: prompts * (n * (s.steps - 1) + (1 if s.shared_noise else n)) for name, n in drawn.items()}
-    update = {"update": trained * forward_equivalents(s) * forward}
-    return {name: count * forward for name, count in steps.items()} | update
-
-
-def forward_equivalents(
-    s: Settings,
-) -> float:  # in units of a forward
-    "What a trained transition costs in the update."
-    later = 1 - 1 / s.updates_per_iteration
-    return ((2 if s.lora_rank else 3) + s.gradient_checkpointing + (s.kl > 0)
-            + later * (1 if s.update_batch >= largest_chunk(s) else 2))
+    forward, n = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1)), counts
+    n = n or iteration_counts(s)
+    phases = {"rollout": n.rollout} | ({"baseline": n.baseline} if n.baseline else {})
+    phases["update"] = n.trained * backward_forwards(s) + n.extra
+    return {k: count * forward for k, count in phases.items()}
 
 # %% ../../nbs/06_planning/03_plan.ipynb #bd5c12ae
 def evaluation_flops(
@@ -87,13 +110,6 @@ def evaluation_flops(
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
     arms = 2 if 0 < s.hybrid_split < s.eval_steps else 1
     return images * arms * s.eval_steps * forward, times
-
-
-def largest_chunk(
-    s: Settings,
-) -> int:  # transitions
-    "The largest chunk; with chunks from an unknown profile all of the trajectory."
-    return max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions
 
 # %% ../../nbs/06_planning/03_plan.ipynb #dedeeeaf
 def held_out_count(
@@ -169,12 +185,13 @@ def iteration_bytes(
 ) -> dict[str, float]:  # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
     weights = count_parameters(config) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
-    prompts, trained = s.prompts_per_iteration / processes, transitions_per_iteration(s)[1] / processes
+    prompts, n = s.prompts_per_iteration / processes, iteration_counts(s)
+    passes = -(-n.trained / processes // s.update_batch) * (backward_forwards(s) + n.extra / n.trained)
     drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
     moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
     return {
         **{name: -(-images // s.rollout_batch) * s.steps * weights for name, images in drawn.items()},
-        "update": -(-trained // s.update_batch) * forward_equivalents(s) * weights + s.updates_per_iteration * moved}
+        "update": passes * weights + s.updates_per_iteration * moved}
 
 
 def iteration_seconds(

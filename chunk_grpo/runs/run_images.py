@@ -24,6 +24,7 @@ from .. import InputError
 from ..core.run_files import RunInfo, read_run_file
 from ..core.settings import Settings
 from ..core.subprocesses import defer_signals, die_with_parent, terminate_process_group
+from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.policy import TORCH_DTYPES, Policy
@@ -87,8 +88,8 @@ def sample_arm_images(
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "Images of an arm, reproducible image by image."
     if arm in AS_TRAINED_ARMS:
-        grid, base = sigmas(s.steps, s.shift), split == 0
-        given = prompts, places, s.eval_seed, grid, s.sampler, s.eta, base, s.rollout_batch
+        sampler, base = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta), split == 0
+        given = prompts, places, s.eval_seed, sampler, base, s.rollout_batch
         return sample_sde_images(model.set_resolution(s.resolution), *given, TORCH_DTYPES[s.latents_dtype])
     model.set_resolution(s.eval_resolution)
     return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)

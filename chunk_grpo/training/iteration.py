@@ -34,6 +34,7 @@ from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks
 from ..method.dynamics import chunks_from_profile, relative_distance
 from ..method.objective import group_advantages
+from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import fsdp, prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
@@ -75,11 +76,11 @@ class TrainingState:
     reward_weights: dict[str, float]  # of the rewards trained on
     rewards: dict[str, Callable]  # those trained on and those only measured: (images, prompts) -> scores
     chunks: Chunks  # None until the profile is measured
-    profile: Tensor | None = None  # (n,) mean distances of the base, once measured
+    profile: Tensor | None = None  # (T,) mean distances of the base, once measured
     policy: Policy = _LATER
     optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
-    grid: Tensor = _LATER  # (T+1,) sigmas
+    sampler: Sampler = _LATER
     limit: int = 0  # transitions in one forward of an update
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
@@ -168,7 +169,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     trained = state.policy.trained
     state.optimizer = optimizer_class(s)(trained, lr=s.learning_rate, weight_decay=s.weight_decay)
     state.ema = EMAModel(trained, decay=s.ema) if s.ema else None
-    state.grid = sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
+    state.sampler = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta)  # on the CPU: looking there stops no queue
     state.limit = s.update_batch
     if s.update_memory:
         model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
@@ -207,14 +208,14 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
 
     with count_seconds(state.seconds, "rollout"):
         stored = {"store": TORCH_DTYPES[s.latents_dtype], "host": s.latents_on == "host"}
-        how = state.grid, s.sampler, s.eta, s.rollout_batch, s.shared_noise
+        how = state.sampler, s.rollout_batch, s.shared_noise
         paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
     with count_seconds(state.seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     state.looks = torch.cat(looks)
     grouped = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
     advantage = group_advantages(rewards.combine_rewards(grouped, state.reward_weights), s.advantage_clamp).flatten()
-    return ReplayContext(state.policy, conditioning, paths, state.grid, s.sampler, s.eta), advantage, scores
+    return ReplayContext(state.policy, conditioning, paths), advantage, scores
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
 def score_base(
@@ -226,7 +227,7 @@ def score_base(
     keys, row = group_keys(state, s.baseline_images)
     arriving = stream_scores(state, keys)
     with count_seconds(state.seconds, "baseline"), trainable.base_weights(state.policy):
-        how = state.grid, s.sampler, s.eta, s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
+        how = state.sampler, s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
         for path, _ in sde_batches(state.policy, conditioning, row, keys, *how):
             with count_seconds(state.seconds, "decode"):
                 arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
@@ -245,11 +246,13 @@ def measure_profile(
     distance = every.cpu().double()
     mean, std = distance.mean(0), distance.std(0)
     least = s.chunk_rule.min_size
-    found = adaptive_chunks(mean[None, : s.transitions], least)[0] if least else None
-    chunks = state.chunks or found or chunks_from_profile(mean[: s.transitions])
-    state.profile = mean[: s.transitions]
+    trained = mean[state.sampler.stochastic]
+    found = adaptive_chunks(trained[None], least)[0] if least else None
+    chunks = state.chunks or found or chunks_from_profile(trained)
+    state.profile = mean
     if state.accelerator.is_main_process:
-        content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": state.grid.tolist()}
+        content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps}
+        content |= {"sigmas": state.sampler.sigmas.tolist()}
         content |= {"mean": mean.tolist(), "std": std.tolist(), "chunks": str(chunks), "trajectories": len(distance)}
         content |= {"latent_numel": latents[0, 0].numel()}
         write_json(state.run / "profile.json", content)
@@ -261,10 +264,10 @@ def chunk_trajectories(
     latents: Tensor,  # (B, T+1, S, C) of this process
 ) -> Chunks | list[Chunks]:  # the run's chunks; with adaptive chunks those of each trajectory
     "The partition that an update trains."
-    s, least = state.s, state.s.chunk_rule.min_size
+    least = state.s.chunk_rule.min_size
     if least is None:  # they are not adaptive
         return state.chunks
-    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, : s.transitions], least)
+    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, state.sampler.stochastic], least)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(context: ReplayContext, work: UpdateBatch) -> list[float]:
@@ -276,7 +279,8 @@ def measure_ratio_floor(context: ReplayContext, work: UpdateBatch) -> list[float
     for _ in range(work.idle_forwards):
         with torch.enable_grad():
             transition_log_probs(context, work, work.batches[0][:1])
-    in_rollout = context.trajectories.logp[work.sample, work.index]
+    stochastic = context.trajectories.sampler.stochastic
+    in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
     return [ratio_floor(again, now, work), ratio_floor(again, in_rollout.to(again.device), work)]
 
 # %% ../../nbs/07_training/04_iteration.ipynb #669dfb16
@@ -310,14 +314,15 @@ def build_update_batches(
     s, paths, device = state.s, context.trajectories, state.accelerator.device
     chunks, allowed = chunk_trajectories(state, paths.latents), s.train_chunk_numbers
     steady = uniform_mix(s, state.iteration), s.weighting_temperature, state.profile
-    chosen = sample_chunks(paths.latents, paths.keys, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
-    weights = transition_weights(s.step_weights, state.grid, s.sampler, s.eta)
+    chosen = sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
+    weights, stochastic = transition_weights(s.step_weights, paths.sampler), paths.sampler.stochastic
     spread = advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration):
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
-        works.append(build_update_batch(kept if len(kept) else part[:1], chosen, chunks, state.limit, weights))
+        kept = kept if len(kept) else part[:1]
+        works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, stochastic))
         ragged = s.chunk_rule.kind == "adaptive" or s.drop_flat_groups  # else all processes have equally many
         mean: Any = state.accelerator.reduce(items, "mean") if ragged else None  # a tensor, as what is given
         means.append(None if mean is None else float(mean))

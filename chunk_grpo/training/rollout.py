@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..method.sampler import log_prob, transition_mean_std
+from ..method.sampler import Sampler
 from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights
 
@@ -44,9 +44,10 @@ class Trajectories:
     "The trajectories of one iteration on one process, image after image, groups together."
 
     latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    logp: Tensor  # (B, T-1) log-probabilities in the rollout's batch geometry
+    logp: Tensor  # (B, n) of the sampler's n stochastic transitions, in the rollout's batch geometry
     row: Tensor  # (B,) row of the image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of every image
+    sampler: Sampler  # that drew them
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(
@@ -70,20 +71,19 @@ def step_noise(
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9
 @torch.no_grad()
-def sample_sde(policy, rows, latents, keys, grid, kind, eta, store, first=None) -> tuple[Tensor, Tensor]:
-    "One batch of images from noise to image: latents (B, T+1, S, C) and log-probabilities (B, T-1)."
-    steps = len(grid) - 1
-    noise = step_noise(keys, (steps, *latents.shape[1:]))
-    path, logps = [latents.to(store)], []
-    for i in range(steps):
+def sample_sde(policy, rows, latents, keys, sampler, store, first=None) -> tuple[Tensor, Tensor]:
+    "One batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n)."
+    noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:])), set(sampler.stochastic.tolist())
+    path, logps = [latents.to(store)], [torch.zeros(len(keys), 0, device=latents.device)]
+    for i in range(len(sampler)):
         now = path[-1].float()
-        told = told_sigma(policy, grid[i]).expand(len(keys))
+        told = told_sigma(policy, sampler.sigmas[i]).expand(len(keys))
         v = first if i == 0 and first is not None else policy.velocity(now, told, rows)
-        mean, std = transition_mean_std(v, now, grid, i, kind=kind, eta=eta)
+        mean, std = sampler.mean_std(v, now, i)
         path.append((mean + std * noise[i].to(mean.device, non_blocking=True)).to(store))
-        if i < steps - 1:  # the last transition has no noise, so no density: it is never trained
-            logps.append(log_prob(path[-1].float(), mean, std, kind=kind))
-    return torch.stack(path, dim=1), torch.stack(logps, dim=1)
+        if i in noisy:  # the others have no density
+            logps.append(sampler.log_prob(path[-1].float(), mean, std)[:, None])
+    return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #c874f3a8
 @torch.no_grad()
@@ -98,15 +98,15 @@ def first_velocity(policy, conditioning, latents, grid, batch) -> Tensor:
     return torch.cat(out)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, grid, kind, eta, batch, shared, store) -> Iterator[tuple]:
-    "Latents (b, T+1, S, C) and log-probabilities (b, T-1) of batch after batch, as `sample_sde` draws them."
+def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store) -> Iterator[tuple]:
+    "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
     start = initial_noise(policy, keys, shared).to(policy.device)
-    first = first_velocity(policy, conditioning, start[0], grid, batch) if shared else None
+    first = first_velocity(policy, conditioning, start[0], sampler.sigmas, batch) if shared else None
     for low in range(0, len(keys), batch):
         part = slice(low, low + batch)
         given = None if first is None else first[row[part]]
         rows = {k: v[row[part]] for k, v in conditioning.items()}
-        yield sample_sde(policy, rows, start[part], keys[part], grid, kind, eta, store, given)
+        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()
@@ -115,9 +115,7 @@ def sample_trajectories(
     conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
     row: Tensor,  # (B,) long: which row each image has
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
-    grid: Tensor,  # (T+1,) sigmas
-    kind: str = "flow",  # flow, dance or cps
-    eta: float = 0.7,  # strength of the noise
+    sampler: Sampler,
     batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32,  # of the stored latents
@@ -126,18 +124,19 @@ def sample_trajectories(
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     parts = []
-    for latents, logp in sde_batches(policy, conditioning, row, keys, grid, kind, eta, batch, shared, store):
+    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store):
         parts.append((latents.cpu() if host else latents, logp))
         ready(latents[:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
-    return Trajectories(latents, logp, row, keys)
+    return Trajectories(latents, logp, row, keys, sampler)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #0c5f0551
 def euler_steps(policy, rows, latents, grid, indices) -> Tensor:
     "The given Euler steps of the ODE for one batch."
+    sampler = Sampler(grid, "ode")
     for i in indices:
         v = policy.velocity(latents, grid[i].expand(len(latents)), rows)
-        latents, _ = transition_mean_std(v, latents, grid, i, kind="ode")
+        latents, _ = sampler.mean_std(v, latents, i)
     return latents
 
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
@@ -204,9 +203,7 @@ def sample_sde_images(
     prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     seed: int,  # of the evaluation
-    grid: Tensor,  # (T+1,) sigmas of the training
-    kind: str = "flow",  # flow, dance or cps
-    eta: float = 0.7,  # strength of the noise
+    sampler: Sampler,  # of the training
     base: bool = False,  # with the base's weights
     batch: int = 16,  # images in one forward
     store: torch.dtype = torch.float32,  # that the training's latents are rounded to
@@ -215,6 +212,6 @@ def sample_sde_images(
     keys, rows = place_conditioning(policy, prompts, places, seed)
     each = torch.arange(len(keys))
     with base_weights(policy) if base else contextlib.nullcontext():
-        batches = sde_batches(policy, rows, each, keys, grid, kind, eta, batch, False, store)
+        batches = sde_batches(policy, rows, each, keys, sampler, batch, False, store)
         latents = torch.cat([path[:, -1] for path, _ in batches])
     return decode_latents(policy, latents, batch)

@@ -153,7 +153,7 @@ def restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
     state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
     profile = read_run_file(state.run / "profile.json", RunProfile)
     state.chunks = state.chunks or Chunks.parse(profile["chunks"])
-    state.profile = torch.tensor(profile["mean"], dtype=torch.float64)[: state.s.transitions]
+    state.profile = torch.tensor(profile["mean"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/07_trainer.ipynb #64472d24
 def resume(state: TrainingState) -> None:

@@ -10,7 +10,7 @@ __all__ = ['split_updates', 'chunk_sampling_weights', 'sample_chunks', 'transiti
 # %% ../../nbs/07_training/02_update.ipynb #17047d99
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..method.chunks import step_weights
 from ..method.dynamics import chunk_count, chunk_weights, relative_distance, sample_without_replacement
 from ..method.dynamics import tempered_weights
 from ..method.objective import clipped_objective, is_clipped, item_sizes, logp_coefficient, segment_ratio
-from ..method.sampler import log_prob, transition_coefficients, transition_kl, transition_mean_std
+from ..method.sampler import Sampler
 from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights
 from .rollout import Trajectories, make_generator
@@ -42,62 +42,61 @@ def split_updates(
 
 # %% ../../nbs/07_training/02_update.ipynb #974b1a34
 def chunk_sampling_weights(
-    latents: Tensor,  # (B, T+1, S, C) trajectories
-    chunks: Chunks,  # K
+    paths: Trajectories,  # of B images
+    chunks: Chunks,  # K, of their sampler's n stochastic transitions
     weighting: str,  # "uniform"; "dynamics", equation (16) on the image's own latents; or "profile"
     uniform: float = 0.0,  # share of uniform drawing in the weights (16)
     temperature: float = 1.0,  # of the weights (16)
-    profile: Tensor | None = None,  # (n,) mean distances of the base, for the weighting "profile"
+    profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
 ) -> Tensor:  # (B, K), on the CPU
     "The weight of every chunk when the chunks of an image are drawn."
     if weighting == "uniform":
-        return torch.full((len(latents), len(chunks)), 1 / len(chunks))
+        return torch.full((len(paths.keys), len(chunks)), 1 / len(chunks))
     if weighting == "dynamics":
-        distance = relative_distance(latents.float())[:, : chunks.transitions]
+        distance = relative_distance(paths.latents.float())
     else:
         assert profile is not None  # it comes with this weighting
-        distance = profile.expand(len(latents), -1)
+        distance = profile.expand(len(paths.keys), -1)
+    distance = distance[:, paths.sampler.stochastic.to(distance.device)]
     return tempered_weights(chunk_weights(distance, chunks), uniform, temperature).cpu()
 
 # %% ../../nbs/07_training/02_update.ipynb #7a80ad55
 def sample_chunks(
-    latents: Tensor,  # (B, T+1, S, C) trajectories
-    keys: list[tuple[int, int, int, int]],  # of the images
-    chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
+    paths: Trajectories,  # of B images
+    chunks: Chunks | Sequence[Chunks],  # of the stochastic transitions: the same for all, or those of each image
     fraction: float,  # of the chunks to train
     weighting: str = "uniform",  # "uniform"; "dynamics", equation (16) on the image's own latents; or "profile"
     allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
     uniform: float = 0.0,  # share of uniform drawing in the weights (16)
     temperature: float = 1.0,  # of the weights (16)
-    profile: Tensor | None = None,  # (n,) mean distances of the base, for the weighting "profile"
+    profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     "The chunks to train of every image, drawn from the image's own random numbers."
     if not isinstance(chunks, Chunks):
         given = fraction, weighting, None, uniform, temperature, profile
-        rows = [sample_chunks(latents[b : b + 1], keys[b : b + 1], own, *given)[0] for b, own in enumerate(chunks)]
+        alone = [replace(paths, latents=paths.latents[b : b + 1], keys=[key]) for b, key in enumerate(paths.keys)]
+        rows = [sample_chunks(one, own, *given)[0] for one, own in zip(alone, chunks, strict=True)]
         return pad_sequence(rows, batch_first=True, padding_value=-1)
     total = len(chunks)
     may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
     count = chunk_count(int(may.sum()), fraction)
-    weights = chunk_sampling_weights(latents, chunks, weighting, uniform, temperature, profile)
-    uniforms = torch.stack([torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in keys])
+    weights = chunk_sampling_weights(paths, chunks, weighting, uniform, temperature, profile)
+    uniforms = torch.stack([torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys])
     return sample_without_replacement(weights * may, count, uniforms)
 
 # %% ../../nbs/07_training/02_update.ipynb #9103be39
 def transition_weights(
     text: str,  # "one", "noise", or sizes such as "2,3,4,7" for the weights T / (K cs) of these chunks
-    grid: Tensor,  # (T+1,) sigmas
-    kind: str,  # flow, dance or cps
-    eta: float,
-) -> Tensor | None:  # (T-1,) float32, mean 1; None: all are 1
-    "The weight of every trained transition in the objective."
-    count = len(grid) - 2
+    sampler: Sampler,
+) -> Tensor | None:  # (T,) float32, mean 1 over the stochastic transitions, 0 elsewhere; None: all are 1
+    "The weight of every stochastic transition in the objective."
     if text == "one":
         return None
+    places, weights = sampler.stochastic, torch.zeros(len(sampler))
     if text == "noise":
-        std = transition_coefficients(grid.double(), torch.arange(count), kind, eta)[2]
-        return (std / std.mean()).float().cpu()
-    return step_weights(chunks_from_setting(text, count))
+        std = replace(sampler, sigmas=sampler.sigmas.double()).coefficients(places)[2].cpu()
+        return weights.index_put((places,), (std / std.mean()).float())
+    return weights.index_put((places,), step_weights(chunks_from_setting(text, len(places))))
 
 # %% ../../nbs/07_training/02_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class UpdateBatch:
     "All that one update trains, flat over its transitions (M) and items (N)."
 
     sample: Tensor  # (M,) image of each transition
-    index: Tensor  # (M,) its place in the trajectory
+    index: Tensor  # (M,) its place in the whole trajectory, 0 ... T-1
     segment: Tensor  # (M,) its item, 0 ... N-1
     chunk: Tensor  # (N,) chunk number of each item
     owner: Tensor  # (N,) image of each item
@@ -120,12 +119,14 @@ def build_update_batch(
     chosen: Tensor,  # (B, k) chunks of every image of the iteration
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
     limit: int,  # transitions in one forward
-    weights: Tensor | None = None,  # (T-1,) of each transition in the objective
+    weights: Tensor | None = None,  # (T,) of each transition in the objective
+    stochastic: Tensor | None = None,  # (n,) the transitions that the chunks divide; None: the first ones
 ) -> UpdateBatch:
     "The flat work of an update."
     own = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
     drawn = chosen[images]
     sample, index, segment = flatten_chunks(own, drawn)
+    index = index if stochastic is None else stochastic[index]
     owner = images[(drawn >= 0).nonzero()[:, 0]]
     parts, whole = split_into_batches(segment, limit), fits_in_batch(segment, limit)
     mean = None if weights is None else torch.segment_reduce(weights[index], "mean", lengths=item_sizes(segment))
@@ -139,9 +140,6 @@ class ReplayContext:
     policy: Policy
     conditioning: dict[str, Tensor]  # rows, one a prompt
     trajectories: Trajectories
-    sigmas: Tensor  # (T+1,)
-    kind: str = "flow"
-    eta: float = 0.7
 
 # %% ../../nbs/07_training/02_update.ipynb #876bc98a
 def transition_log_probs(
@@ -154,16 +152,17 @@ def transition_log_probs(
     image, index = work.sample[part], work.index[part]
     path, row = context.trajectories.latents, context.trajectories.row[image]
     now, then = (path[image, i].float().to(context.policy.device) for i in (index, index + 1))
-    rows, told = {k: v[row] for k, v in context.conditioning.items()}, told_sigma(context.policy, context.sigmas[index])
+    rows, sampler = {k: v[row] for k, v in context.conditioning.items()}, context.trajectories.sampler
+    told = told_sigma(context.policy, sampler.sigmas[index])
     other = None
     if kl:
         with torch.no_grad(), base_weights(context.policy):
             other = context.policy.velocity(now, told, rows)
-        other, _ = transition_mean_std(other, now, context.sigmas, index, kind=context.kind, eta=context.eta)
+        other, _ = sampler.mean_std(other, now, index)
     v = context.policy.velocity(now, told, rows)
-    mean, std = transition_mean_std(v, now, context.sigmas, index, kind=context.kind, eta=context.eta)
-    logp = log_prob(then, mean, std, kind=context.kind)
-    return logp, None if other is None else transition_kl(mean, other, std, kind=context.kind)
+    mean, std = sampler.mean_std(v, now, index)
+    logp = sampler.log_prob(then, mean, std)
+    return logp, None if other is None else sampler.kl(mean, other, std)
 
 # %% ../../nbs/07_training/02_update.ipynb #e91d279a
 def all_log_probs(context: ReplayContext, work: UpdateBatch) -> Tensor:  # (M,)
