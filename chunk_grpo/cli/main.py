@@ -366,11 +366,12 @@ def check_study_words(seeds: str, known: list[Path] | None) -> list[int] | None:
     return [int(word) for word in words] or None
 
 
-def study_or_exit(ray: str, *words) -> list[dict]:  # a row a trial
+def study_or_exit(ray: str, *words, **marks) -> list[dict]:  # a row a trial
     "Run a study here or on a Ray cluster; where it fails or is interrupted the command ends."
     from chunk_grpo.studies import ray_cluster, scheduler  # here, since they import torch
 
-    return run_or_exit(partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study, *words, echo_now)
+    run = partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study
+    return run_or_exit(partial(run, **marks), *words, echo_now)
 
 
 def tune_or_exit(name: str, out: Path | None, processes: int | None, known: list[dict]) -> None:
@@ -406,6 +407,10 @@ def study(
                                      "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
     tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on its `tune_prompts`, and "
                                             "keep each arm's best settings in tuned.yaml.")] = False,
+    unplanned: Annotated[bool, typer.Option("--unplanned", help="Begin without a committed plan; marks the rows for "
+                                            "ever.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Print gains before the plan's last trial; marks the rows for "
+                                       "ever.")] = False,
 ):
     "Run or continue a study: every arm with every seed."
     chosen = check_study_words(seeds, known)
@@ -414,7 +419,7 @@ def study(
     rows = [row for file in known or [] for row in read_json_lines(file)]
     if tune:
         return tune_or_exit(name, out, processes, rows)
-    found = study_or_exit(ray, name, out, processes, split_commas(arms), chosen, rows)
+    found = study_or_exit(ray, name, out, processes, split_commas(arms), chosen, rows, unplanned=unplanned, peek=peek)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
 

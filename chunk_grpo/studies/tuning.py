@@ -113,7 +113,8 @@ def tune_study(
     "Try the study's grid on validation prompts and keep each arm's best settings beside study.yaml."
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
-    rows = run_study(write_tuning_study(source, out / "study"), out / "trials", processes, known=known, say=say)
+    rows = run_study(write_tuning_study(source, out / "study"), out / "trials", processes, known=known, say=say,
+                     unplanned=True)  # trying decides nothing
     found = choose_settings(load_study(source), rows)
     with atomic_write(home / TUNED_FILE) as temporary:
         text = dump_yaml(found, width=120)
