@@ -82,7 +82,8 @@ def test_pages_run_with_what_is_kept(tmp_path):
 
 def test_what_is_kept_answers_every_claim():
     "A study is whole, or planned and not begun; only its claims are open."
-    said = {name: analysis.missing_runs_note(analysis.load_study_rows(name), analysis.describe_study(name)) for name in NAMES}
+    said = {name: analysis.missing_runs_note(analysis.load_study_rows(name),
+        analysis.describe_study(name)) for name in NAMES}
     planned = {name for name, words in said.items() if words.startswith("No run of this study is kept yet")}
     assert all(words.startswith("Every arm has its") for name, words in said.items() if name not in planned)
     lines = claims.claim_rows(asked := claims.all_claims())
@@ -162,7 +163,8 @@ def test_hybrid_and_transfer_are_on_rewards_that_were_not_trained_on(kept):
 
 
 def test_pages_of_claims_exist():
-    assert not [claim.page for claim in claims.all_claims() if not (ROOT / f"nbs/findings/{claim.page}.ipynb").is_file()]
+    pages = {ROOT / f"nbs/findings/{claim.page}.ipynb" for claim in claims.all_claims()}
+    assert not [page for page in pages if not page.is_file()]
 
 
 def test_runs_of_an_arm_differ_in_the_seed_alone():

@@ -143,7 +143,8 @@ class Instant:
         write_json(out / trial.name / "trial.json", asked)
         scores = {"base": {"pocket-clip": [0.5]}, "plain": {"pocket-clip": [0.625]}}
         write_json(out / trial.name / "row.json", asked | {
-            "settings": trial.settings.model_dump(mode="json"), "scores": scores} | design.run_folder.content_hashes(trial.settings))
+            "settings": trial.settings.model_dump(mode="json"),
+                "scores": scores} | design.run_folder.content_hashes(trial.settings))
         return out / trial.name
 
     def is_queued(self, run):

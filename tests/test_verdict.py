@@ -1,4 +1,4 @@
-"""Every row of the verdict, recomputed from the kept files by other code: numpy and scipy, no function of the package."""
+"""Every row of the verdict, recomputed from kept files by other code: numpy and scipy, no function of the package."""
 
 import json
 import math
@@ -66,7 +66,8 @@ def expected():
     of_both = 0.1 * np.concatenate([first["steps"], fresh["steps"]]).mean()
     hacked = gains("hybrid", "it-36", structure)
     rows = [
-        (entry(truth, "states", "mean_by_share", "mean_by_share_se", sampler="flow", parts="all"), "above", 0.37, 0.037),
+        (entry(truth, "states", "mean_by_share", "mean_by_share_se", sampler="flow", parts="all"), "above", 0.37,
+            0.037),
         (entry(truth, "gradients", "images_of_steps", "images_of_steps_se", sampler="flow", transitions=16,
                estimator="2,3,4,7"), "below", 1.0, 0.1),
         (entry("profile_shares.json", "rows", "prompt_only", "se", sampler="flow", distance="l1"), "equal", 0.0, 0.05),
@@ -85,7 +86,8 @@ def expected():
         (of_table(free["reweighted-free"] - free["chunks"]), "above", 0.0, tenth("chunks")),
         None,  # planned, not run
         (of_table(gains("weighting", "dynamics") - gains("weighting", "uniform")), "above", 0.0, steps * 0.137 / STEPS),
-        (of_table(gains("weighting", "dynamics", structure) - gains("weighting", "uniform", structure)), "below", 0.0, 0.02),
+        (of_table(gains("weighting", "dynamics", structure) - gains("weighting", "uniform", structure)), "below", 0.0,
+         0.02),
         (of_table(gains("single-chunk", "chunk-1") - gains("single-chunk", "chunk-4")), "above", 0.0,
          0.1 * gains("single-chunk", "chunk-4").mean()),
         (of_table(falls("chunk-1") - falls("chunk-4")), "above", 0.0, 0.1 * gains("instability", "chunk-4").mean()),
@@ -123,7 +125,7 @@ def test_every_row_by_other_code():
         assert (found["mean"], found["lo"], found["hi"]) == pytest.approx((mean, mean - half, mean + half), abs=1e-9), i
         assert line["smallest"] == pytest.approx(smallest, rel=1e-6), line["claim"]
         assert line["p"] == pytest.approx(holm[i], abs=1e-9), line["claim"]
-        lo, hi = sorted(((-1 if direction == "below" else 1) * (mean + side * half - bound) for side in (-1, 1)))
+        lo, hi = sorted((-1 if direction == "below" else 1) * (mean + side * half - bound) for side in (-1, 1))
         if direction == "equal":
             word = "does not hold" if lo > smallest or hi < -smallest else \
                 "holds" if -smallest < lo and hi < smallest and holm[i] < 0.05 else "cannot tell"
@@ -142,16 +144,19 @@ def test_does_not_hold_excludes_what_the_paper_reports():
 def test_the_history_says_the_same_of_plans(tmp_path):
     "The kept table of plans is what the history gives, where it is here."
     entries = json.loads((RESULTS / "verdict/plans.json").read_text())["plans"]
-    kept_rows = {(name.stem, row["git_commit"]) for name in (RESULTS / "studies").glob("*.jsonl") for row in kept(name.stem)
+    kept_rows = {(name.stem,
+        row["git_commit"]) for name in (RESULTS / "studies").glob("*.jsonl") for row in kept(name.stem)
                  if "plan" not in row}
     assert kept_rows == {(one["study"], one["code"]) for one in entries}
     for one in entries:
-        known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", one["brought_by"]], capture_output=True, check=False)
+        known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", one["brought_by"]], capture_output=True,
+            check=False)
         if known.returncode:
             pytest.skip("the history is not here")
         for file, state in one["plan_at_code"].items():
             path = f"runs/pocket/studies/{one['study']}/{file}"
-            then, later = (subprocess.run(["git", "-C", ROOT, "show", f"{commit}:{path}"], capture_output=True, check=False)
+            then, later = (subprocess.run(["git", "-C", ROOT, "show", f"{commit}:{path}"], capture_output=True,
+                check=False)
                            for commit in (one["code"], one["brought_by"]))
             assert state == ("absent" if then.returncode else "the same" if then.stdout == later.stdout else "another")
     assert {one["study"] for one in entries if one["shown"]} == {"instability", "samplers"}

@@ -3,8 +3,8 @@
     python tools/plans.py       writes runs/results/verdict/plans.json
 
 A kept row names the commit of the code that made it. For every study and commit this looks up the plan (study.yaml and
-base.yaml) at that commit, and the commit that brought the rows. A plan can be shown to be older than its runs only where
-the runs' own commit already holds it, word for word.
+base.yaml) at that commit, and the commit that brought the rows. A plan can be shown to be older than its runs only
+where the runs' own commit already holds it, word for word.
 """
 
 import hashlib

@@ -48,7 +48,8 @@ def load_study_rows(
 ) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
-    order, found = list(describe_study(name)["arms"]), _read_rows(file, file.stat().st_mtime_ns if file.is_file() else 0)
+    order, found = list(describe_study(name)["arms"]), _read_rows(file,
+        file.stat().st_mtime_ns if file.is_file() else 0)
     keys = [(row["arm"], row["seed"]) for row in found]
     for arm, seed in keys:
         if keys.count((arm, seed)) > 1:

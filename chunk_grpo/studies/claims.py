@@ -251,7 +251,7 @@ def claim_power(
     seeds: int,  # or degrees of freedom and one
     equal: bool = False,
 ) -> float:  # 0 ... 1; nan with one seed
-    "The chance that such runs would have said `holds`, asked alone, were the effect the smallest, or none for equality."
+    "The chance that such runs say `holds`, asked alone, were the effect the smallest, or none for an equality."
     if not error > 0 or seeds < 2:
         return float("nan")
     if equal:
@@ -311,7 +311,8 @@ def chunk_claims() -> list[Claim]:
         Claim("Adaptive chunks beat steps", "chunk-setting", "above",
               partial(contrast_arms, "chunk-setting", "adaptive", "steps"),
               paper_size("v3", "adaptive", t1["steps"], "chunk-setting"), studies=first, since="rival"),
-        Claim("One chunk of the whole trajectory does as well as steps that have twice its images", "confirmation", "equal",
+        Claim("One chunk of the whole trajectory does as well as steps that have twice its images", "confirmation",
+            "equal",
               partial(contrast_arms, ("chunk-setting", "confirmation"), "16-half", "steps"),
               studies=("chunk-setting", "confirmation"), since="new"),
     ]
@@ -341,15 +342,18 @@ def sampling_claims() -> list[Claim]:
     t1, t5, weighted = PAPER_NUMBERS["Table 1"], PAPER_NUMBERS["Table 5"], partial(contrast_arms, "weighting")
     lost = t5["weighted"] - t5["chunks"]
     return [
-        Claim("Weighted drawing raises the reward further", "weighting", "above", partial(weighted, "dynamics", "uniform"),
+        Claim("Weighted drawing raises the reward further", "weighting", "above", partial(weighted, "dynamics",
+            "uniform"),
               paper_size("Table 1", "weighted", t1["chunks"], "confirmation"), studies=("weighting",)),
         Claim("Weighted drawing costs structure", "weighting", "below",
               partial(weighted, "dynamics", "uniform", STRUCTURE_REWARD),
-              Size(number=abs(lost), paper=f"{lost:+.3f} GenEval (Table 5)".replace("-", "\u2212")), studies=("weighting",)),
+              Size(number=abs(lost), paper=f"{lost:+.3f} GenEval (Table 5)".replace("-", "\u2212")),
+                  studies=("weighting",)),
         Claim("The chunk nearest to the noise teaches more than the one nearest to the image", "single-chunk", "above",
               partial(contrast_arms, "single-chunk", "chunk-1", "chunk-4"),
               Size(paper="Figure 6, no number"), studies=("single-chunk",)),
-        Claim("Trained alone, the chunk nearest to the noise ends further below its peak than the one nearest to the image",
+        Claim("Trained alone, the chunk nearest to the noise ends further below its peak than the one nearest to the "
+              "image",
               "single-chunk", "above", peak_drop, Size(paper="unstable after 60 steps (Figure 6)"),
               studies=("instability",), since="fresh seeds, words"),
     ]
@@ -430,7 +434,8 @@ def claim_rows(
             raw[claim.words] = claim_p_value(sign * (found.found.mean - claim.bound), found.found.error(), freedom,
                                              smallest if claim.direction == "equal" else 0.0)
     known = [words for words, p in raw.items() if p == p]
-    holm = dict(zip(known, multipletests([raw[words] for words in known], method="holm")[1], strict=True)) if known else {}
+    holm = dict(zip(known, multipletests([raw[words] for words in known], method="holm")[1],
+        strict=True)) if known else {}
     return [claim_row(claim, every[claim.words], sizes.get(claim.words), holm.get(claim.words)) for claim in asked]
 
 
@@ -455,7 +460,8 @@ def claim_row(
     return row | {
         "verdict": verdict(moved, claim.direction, smallest, 1.0 if p is None else p),
         "measured": f"{format_interval(known, signed=not claim.bound)} {found.unit}{of}",
-        "power": claim_power(smallest, error, 10**6 if found.normal else found.found.freedom + 1, claim.direction == "equal"),
+        "power": claim_power(smallest, error, 10**6 if found.normal else found.found.freedom + 1,
+            claim.direction == "equal"),
         "otherwise": otherwise(claim, half, smallest), "interval": interval,
         "one run": "" if found.first is None else format_number(found.first, signed=True)}
 
@@ -516,7 +522,8 @@ def answer_table(
     def text(row):
         p, smallest = row["p"], "" if row["smallest"] is None else format_number(row["smallest"])
         return {"claim": row["claim"], "verdict": row["verdict"], "measured": row["measured"],
-                "smallest effect": smallest, "p (Holm)": "" if p is None or p != p else "<0.001" if p < 0.001 else f"{p:.3f}",
+                "smallest effect": smallest,
+                    "p (Holm)": "" if p is None or p != p else "<0.001" if p < 0.001 else f"{p:.3f}",
                 "power": "" if row["power"] != row["power"] else f"{row['power']:.2f}", "otherwise": row["otherwise"],
                 "the paper": row["the paper"], "plan": row["plan"]}
 

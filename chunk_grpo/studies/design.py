@@ -204,7 +204,8 @@ def plan_commit(
 ) -> tuple[str | None, str]:  # commit that holds the plan, or why there is none
     "Where version control has a plan."
     def git(*words):
-        return subprocess.run(["git", "-C", os.path.realpath(home), *words], capture_output=True, text=True, check=False)
+        return subprocess.run(["git", "-C", os.path.realpath(home), *words], capture_output=True, text=True,
+            check=False)
 
     names = [name for name in ("study.yaml", "base.yaml", TUNED_FILE) if (home / name).is_file()]
     inside = shutil.which("git") is not None and git("rev-parse", "--is-inside-work-tree").returncode == 0

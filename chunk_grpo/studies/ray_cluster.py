@@ -292,4 +292,5 @@ def run_study_on_ray(
     "Run or continue a study on a Ray cluster; InputError for bad input, TrainingFailed where trials failed."
     expand_trials(source, arms, seeds)
     with ray_connection(address) as ray:
-        return scheduler.run_study(source, out, processes, arms, seeds, *rest, executor=RayExecutor(ray, address), **marks)
+        return scheduler.run_study(source, out, processes, arms, seeds, *rest, executor=RayExecutor(ray, address),
+            **marks)

@@ -23,7 +23,8 @@ from .. import InputError
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, write_json
 from ..core.subprocesses import raise_on_sigterm
 from ..runs import launch, run_folder
-from .design import Trial, check_rows, expand_trials, find_finished_row, find_study_folder, plan_record
+from .design import Trial, check_rows, expand_trials, find_finished_row, find_study_folder
+from .design import plan_record
 from .executor import LocalExecutor, find_source_run
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #f686ef2b
@@ -119,7 +120,7 @@ def with_peeks(row: dict, seen: list[int]) -> dict:
 def show_outcomes(
     state: StudyState,
 ) -> None:
-    "Print the gains of all rows where the plan is through, or where it is looked at before, which is written down first."
+    "Print the gains of all rows once the plan is through; a look before that is written down first."
     finished, whole = len(state.rows), len(state.rows) == len(state.all_trials)
     if not finished or not (whole or state.peek):
         return
@@ -260,8 +261,10 @@ def check_same_plan(
     for file in sorted(out.glob("*/trial.json")):
         begun = read_json(file).get("plan")
         if begun and begun["sha256"] != plan["sha256"] and not plan["unplanned"]:
-            raise InputError(f"the plan of a study must stay as it was when its first trial began; {file.parent.name} began with "
-                             f"{begun['sha256'][:8]}, the plan now is {plan['sha256'][:8]}: give another --out, or --unplanned")
+            raise InputError(f"the plan of a study must stay as it was when its first trial began; {file.parent.name} "
+                             f"began with "
+                             f"{begun['sha256'][:8]}, the plan now is {plan['sha256'][:8]}: give another --out, or "
+                             f"--unplanned")
 
 
 def run_study(
