@@ -2625,6 +2625,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'chunk_grpo/studies/claims.py'),
                                            'chunk_grpo.studies.claims.reward_claims': ( '12_studies/claims.html#reward_claims',
                                                                                         'chunk_grpo/studies/claims.py'),
+                                           'chunk_grpo.studies.claims.rows_markdown': ( '12_studies/claims.html#rows_markdown',
+                                                                                        'chunk_grpo/studies/claims.py'),
                                            'chunk_grpo.studies.claims.sampling_claims': ( '12_studies/claims.html#sampling_claims',
                                                                                           'chunk_grpo/studies/claims.py'),
                                            'chunk_grpo.studies.claims.seeds_needed': ( '12_studies/claims.html#seeds_needed',

@@ -7,7 +7,7 @@ __all__ = ['STRUCTURE_REWARD', 'PAPER_NUMBERS', 'VERDICTS', 'CrossedMean', 'cros
            'contrast_arms', 'peak_drop', 'hybrid_effect', 'kept_evidence', 'read_paper_numbers', 'Size', 'paper_size',
            'verdict', 'claim_p_value', 'claim_power', 'Claim', 'theory_claims', 'chunk_claims', 'explanation_claims',
            'sampling_claims', 'reward_claims', 'all_claims', 'otherwise', 'plan_of', 'claim_rows', 'claim_row',
-           'seeds_needed', 'plot_verdicts', 'answer_table', 'claims_markdown']
+           'seeds_needed', 'plot_verdicts', 'answer_table', 'claims_markdown', 'rows_markdown']
 
 # %% ../../nbs/12_studies/07_claims.ipynb #d5cbdae7
 from collections.abc import Callable, Mapping, Sequence
@@ -535,6 +535,16 @@ def claims_markdown(
     root: str = "",  # the way from the reader's page to nbs/findings/
 ) -> str:
     "The verdicts as markdown, the answer first."
-    lines = [f"| {i} | **{row['verdict']}** | {row['claim']} | {row['measured']} | [{row['page'].split('/')[-1]}]"
-             f"({root}{row['page']}.ipynb) |" for i, row in enumerate(rows, 1)]
-    return "\n".join(["| | verdict | claim | measured on pocket | page |", "|---|---|---|---|---|", *lines])
+    lines = [f"| {i} | **{row['verdict']}** | "
+             f"[{row['claim'].replace('[', '').replace(']', '')}]({root}{row['page']}.ipynb) | "
+             f"{row['measured']} |" for i, row in enumerate(rows, 1)]
+    return "\n".join(["| | verdict | claim | measured on pocket |", "|---|---|---|---|", *lines])
+
+
+def rows_markdown(
+    rows: Sequence[Mapping],  # a mapping a row: column -> text
+) -> str:
+    "Rows as a markdown table, whose cells wrap on a narrow screen."
+    names = list(rows[0]) if rows else []
+    lines = [f"| {' | '.join(str(text) for text in row.values())} |" for row in rows]
+    return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *lines])
