@@ -24,7 +24,7 @@ from statsmodels.stats.power import TTestPower
 from .. import InputError
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR
-from ..evaluation import paired_scores
+from ..evaluation import benchmarks
 from ..reporting.figures import create_subplots, with_house_style
 from ..reporting.tables import format_interval, format_number
 from . import analysis
@@ -165,16 +165,16 @@ def read_paper_numbers() -> dict[str, dict[str, float]]:  # table of version 1, 
     names = {"base": "FLUX.1-dev", "steps": "Dance-GRPO", "chunks": "Chunk-GRPO", "weighted": "Chunk-GRPO +ws"}
 
     def of(key: str, column: str, *short: str) -> dict[str, float]:
-        return {row: paired_scores.paper_table_column(key, column)[names[row]] for row in short}
+        return {row: benchmarks.paper_table_column(key, column)[names[row]] for row in short}
 
     return {
         "Table 1": of("table1_preference", "hpsv3", "base", "steps", "chunks", "weighted"),  # trained on HPSv3
         "Table 2": of("table2_wise_rewritten", "overall", "chunks", "weighted"),  # trained on HPSv3
-        "Table 3": {row["chunks"]: row["hpsv3"] for row in paired_scores.paper_table_rows("table3_chunk_setting")
+        "Table 3": {row["chunks"]: row["hpsv3"] for row in benchmarks.paper_table_rows("table3_chunk_setting")
                     if row["steps"] == 17 and row["row"] == "Chunk-GRPO w/o td"},  # trained on HPSv3
         "Table 4": of("table4_pickscore", "hpsv3", "base", "chunks"),  # trained on PickScore
         "Table 5": of("table5_geneval", "overall", "base", "chunks", "weighted"),  # trained on CLIP
-        "v3": {"adaptive": paired_scores.read_paper_tables()["distance_v3"]["rows"]["l1"][0]},
+        "v3": {"adaptive": benchmarks.read_paper_tables()["distance_v3"]["rows"]["l1"][0]},
     }
 
 
