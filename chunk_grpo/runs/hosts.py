@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .. import InputError
-from ..core import fields
-from ..core.fields import Names, read_yaml_file, setting
+from ..core import validation
+from ..core.validation import Names, read_yaml_file, setting
 
 # %% ../../nbs/08_runs/01_hosts.ipynb #55347349
 def stringify_numbers(
@@ -92,7 +92,7 @@ def rendezvous_address(h: Hosts) -> tuple[str, int]:
     host, _, port = h.rendezvous.rpartition(":")
     named = re.fullmatch(r"[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]", host) and re.fullmatch(r"[0-9]{1,5}", port)
     if not named or not 0 < int(port) < 65536:
-        raise InputError(f"`rendezvous` must be {fields.describe_field(Hosts, 'rendezvous')}; got {h.rendezvous!r}")
+        raise InputError(f"`rendezvous` must be {validation.describe_field(Hosts, 'rendezvous')}; got {h.rendezvous!r}")
     return host.strip("[]"), int(port)
 
 # %% ../../nbs/08_runs/01_hosts.ipynb #1b7c481b
@@ -108,7 +108,7 @@ def check_hosts(
     try:
         h = Hosts.model_validate(left_out | values)
     except ValidationError as error:
-        raise InputError(fields.validation_message(Hosts, error)) from None
+        raise InputError(validation.validation_message(error, Hosts)) from None
     if "node" not in values:
         h = h.model_copy(update={"node": find_node_rank(h, environment, name)})
     rendezvous_address(h)

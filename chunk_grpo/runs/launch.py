@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from .. import InputError
-from ..core.run_files import lock_log
+from ..core.files import lock_log
 from ..core.settings import Settings
 from ..core.subprocesses import defer_signals, die_with_parent, terminate_process_group
 from .hosts import Hosts, torchrun_options

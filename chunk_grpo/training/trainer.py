@@ -26,9 +26,9 @@ from accelerate.utils import gather_object
 from .. import InputError
 from ..core import alarms
 from ..core import settings as setting
-from ..core.files import append_json_line, atomic_write, clean_run_folder, read_json, read_json_lines
-from ..core.files import sync_tree, write_json
-from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
+from ..core.files import (
+    MetricsLine, RunInfo, RunProfile, append_json_line, atomic_write, clean_run_folder, read_json, read_json_lines,
+    sync_tree, write_json)
 from ..method.chunks import Chunks
 from ..models import fsdp, trainable
 from . import checkpoints
@@ -42,7 +42,7 @@ from .progress import format_progress
 def run_identity(state: TrainingState) -> dict:  # run_id, settings
     "What a checkpoint must share with the run that goes on from it."
     file = state.run / "run.json"
-    note = read_run_file(file, RunInfo) if file.is_file() else {}
+    note = read_json(file, RunInfo) if file.is_file() else {}
     return {"run_id": note.get("run_id", ""), "settings": state.s.model_dump(mode="json")}
 
 
@@ -135,7 +135,7 @@ def restore_log(
         with atomic_write(file) as temporary:
             temporary.write_bytes(wanted)
     if folder is None:
-        done = max([line["iteration"] for line in read_run_lines(run / "metrics.jsonl", MetricsLine)], default=0)
+        done = max([line["iteration"] for line in read_json_lines(run / "metrics.jsonl", MetricsLine)], default=0)
         if done:
             print(f"warning: {run} has no checkpoint; its {done} iterations are done again", flush=True)
         checkpoints.truncate_metrics(run / "metrics.jsonl", -1)
@@ -151,7 +151,7 @@ def restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
         state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
         state.ema.optimization_step = extra["ema_step"]
     state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
-    profile = read_run_file(state.run / "profile.json", RunProfile)
+    profile = read_json(state.run / "profile.json", RunProfile)
     state.chunks = state.chunks or Chunks.parse(profile["chunks"])
     state.profile = torch.tensor(profile["mean"], dtype=torch.float64)
 
@@ -377,7 +377,7 @@ def main(arguments: list[str] | None = None) -> int:  # exit code
     (folder,) = sys.argv[1:] if arguments is None else arguments
     run = Path(folder)
     try:
-        note = read_run_file(run / "run.json", RunInfo, ("settings",))
+        note = read_json(run / "run.json", RunInfo, ("settings",))
         s = setting.load_settings(note["settings"])
     except InputError as error:
         print(error, file=sys.stderr, flush=True)
