@@ -290,7 +290,7 @@ def theory_claims() -> list[Claim]:
                       distance="l1"), Size(number=0.05)),
     ]
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-chunks-code
 def chunk_claims() -> list[Claim]:
     "Chunks against steps, and chunks against chunks."
     t1, t3, v3 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 3", "v3"))
@@ -317,7 +317,7 @@ def chunk_claims() -> list[Claim]:
               studies=("chunk-setting", "confirmation"), since="new"),
     ]
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-explain-code
 def explanation_claims() -> list[Claim]:
     "What of the difference between chunks and steps remains where weights and clipping are alike."
     asked = [("Without clipping, steps with the chunks' weights beat steps", "above", "reweighted-free", "steps-free",
@@ -336,7 +336,7 @@ def explanation_claims() -> list[Claim]:
               paper_size("Table 1", "chunks", PAPER_NUMBERS["Table 1"]["steps"], "confirmation"),
               studies=("clip-width",), since="new")]
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-sampling-code
 def sampling_claims() -> list[Claim]:
     "Which chunks are drawn."
     t1, t5, weighted = PAPER_NUMBERS["Table 1"], PAPER_NUMBERS["Table 5"], partial(contrast_arms, "weighting")
@@ -358,7 +358,7 @@ def sampling_claims() -> list[Claim]:
               studies=("instability",), since="fresh seeds, words"),
     ]
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-rewards-code
 def reward_claims() -> list[Claim]:
     "Hybrid inference, and what training on one reward does to another."
     t1, t4, t5 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 4", "Table 5"))
@@ -417,7 +417,7 @@ def plan_of(
     order = ("not shown", "unplanned", "looked at", "planned")
     return next((word for word in order if word in words), "")
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-rows-code
 def claim_rows(
     asked: Sequence[Claim],
     family: Sequence[Claim] | None = None,  # claims that are corrected together with these; None: these
@@ -514,7 +514,7 @@ def plot_verdicts(
     axis.spines["left"].set_visible(False)
     return figure
 
-
+# %% ../../nbs/12_studies/07_claims.ipynb #c-answers-code
 def answer_table(
     page: str,  # of nbs/findings, such as explain
 ) -> list[dict]:  # column -> text
