@@ -202,8 +202,9 @@ def test_a_run_of_somebody_elses_imports_no_code_without_trust(tmp_path):
     file = tmp_path / "run/run.json"
     note = json.loads(file.read_text())
     note["settings"]["method"] = f"{tmp_path / 'evil.py'}:Method"
-    file.write_text(json.dumps(note | {"machine": "elsewhere", "run_id": "other"}))
-    run("report", tmp_path / "run", code=0)
+    file.write_text(json.dumps(note))  # not what this machine remembers of it
+    for words in (("evaluate", tmp_path / "run"), ("plan", "--run", tmp_path / "run")):
+        assert "evil.py" in call(*words).stderr
     assert not mark.exists()
 
 
