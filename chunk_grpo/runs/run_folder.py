@@ -334,7 +334,8 @@ def resume_run(
     return out
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #aea5d2a6
-OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options")
+OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method",
+                 "chunks", "surrogate")
 
 
 def own_runs_file() -> Path:
