@@ -165,7 +165,7 @@ def _work(run: Path, parent: int) -> int:  # exit code
         return code
     return 0
 
-
+# %% ../../nbs/08_runs/01_launch.ipynb #la0c0002
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
     "Turn torch's SignalException into Ctrl-C or SIGTERM, and give the handlers back."
@@ -235,7 +235,7 @@ def check_nodes(
         raise InputError("`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
                          f"got {rendezvous!r}")
 
-
+# %% ../../nbs/08_runs/01_launch.ipynb #la0c0004
 def train(
     s: Settings,
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
@@ -295,6 +295,6 @@ def train_folder(
             raise
         raise ended from (None if isinstance(error, _Failed) else error)
 
-# %% ../../nbs/08_runs/01_launch.ipynb #d471d474
+
 if __name__ == "__main__" and "__file__" in globals():  # a worker of torchrun
     sys.exit(_work(Path(sys.argv[1]), int(sys.argv[2])))

@@ -131,7 +131,7 @@ def replay_transitions(
     mean, std = sampler.mean_std(policy.velocity(now, told, rows), now, index)
     return then, mean, std, other
 
-# %% ../../nbs/07_training/02_methods.ipynb #ae000017
+# %% ../../nbs/07_training/02_methods.ipynb #ae000031
 def chunk_means(
     values: Tensor,  # (N,) a number of every item
     chunk: Tensor,  # (N,) its chunk
@@ -142,13 +142,33 @@ def chunk_means(
     total = torch.bincount(chunk, weights=values.double(), minlength=count)
     return [(t / n).item() if n else None for t, n in zip(total, drawn, strict=True)]
 
-
+# %% ../../nbs/07_training/02_methods.ipynb #ae000017
 class _Accounts:
-    "What a method says, costs and refuses; the other half of `Method`."
+    "How a method groups, what it says, costs and refuses; the other half of `Method`."
 
     s: Settings
+    chunker: Callable | None
     ratio: bool
     beside: int
+
+    def chunks(self, profile: Tensor) -> Chunks:
+        "The chunks of the places, from the mean distance (n,) that each moves the base's latents."
+        rule = self.s.chunk_rule
+        if self.chunker is not None:
+            made = self.chunker(profile)
+            return chunks_from_setting(str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile))
+        if rule.min_size:
+            return adaptive_chunks(profile[None], rule.min_size)[0]
+        if rule.kind == "profile":
+            return chunks_from_profile(profile)
+        return chunks_from_setting(self.s.chunks, len(profile))
+
+    def partition(self, paths: Trajectories, profile: Tensor) -> Chunks | list[Chunks]:
+        "The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."
+        places = self.places(paths.sampler)
+        if not self.s.chunk_rule.min_size:
+            return self.chunks(profile[places])
+        return adaptive_chunks(relative_distance(paths.latents.float()).cpu()[:, places], self.s.chunk_rule.min_size)
 
     def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         "Numbers (N,) of items by their mean statistic, the objective's slope there, and their advantages."
@@ -213,25 +233,6 @@ class Method(_Accounts):
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each."
         return group_advantages(combine_rewards(scores, weights), self.s.advantage_clamp)
-
-    def chunks(self, profile: Tensor) -> Chunks:
-        "The chunks of the places, from the mean distance (n,) that each moves the base's latents."
-        rule = self.s.chunk_rule
-        if self.chunker is not None:
-            made = self.chunker(profile)
-            return chunks_from_setting(str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile))
-        if rule.min_size:
-            return adaptive_chunks(profile[None], rule.min_size)[0]
-        if rule.kind == "profile":
-            return chunks_from_profile(profile)
-        return chunks_from_setting(self.s.chunks, len(profile))
-
-    def partition(self, paths: Trajectories, profile: Tensor) -> Chunks | list[Chunks]:
-        "The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."
-        places = self.places(paths.sampler)
-        if not self.s.chunk_rule.min_size:
-            return self.chunks(profile[places])
-        return adaptive_chunks(relative_distance(paths.latents.float()).cpu()[:, places], self.s.chunk_rule.min_size)
 
     def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
         "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
