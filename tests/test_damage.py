@@ -345,14 +345,14 @@ WRONG_SUMMARY = {
     "no rewards": (renamed("rewards", "prizes"), "`rewards` is missing"),
     "list": (lambda text: "[]", "holds a list"), "cut": (lambda text: text[:-20], "cannot be read"),
     "no mean": (renamed("mean", "middle"), ".mean` is missing"),
-    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "valid number; got the text 'much'"),
+    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "number; got the text 'much'"),
     "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got NaN"),
     "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts` must be")}
 WRONG_SCORES = {
     "no arm": (renamed("arm", "leg"), "`arm` is missing"), "text": (lambda text: "x\n" + text, "line 1"),
     "list": (lambda text: "[1]\n" + text, "must be a JSON object"),
     "no prompt": (renamed("prompt", "p"), "`prompt` is missing"),
-    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "got the text 'much'"),
+    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "the text 'much'"),
     "index": (lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1), "`prompt_index` must be")}
 
 
