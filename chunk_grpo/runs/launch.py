@@ -296,6 +296,6 @@ def train_folder(
             raise
         raise ended from (None if isinstance(error, _Failed) else error)
 
-# %% ../../nbs/08_runs/01_launch.ipynb #d471d474
+
 if __name__ == "__main__" and "__file__" in globals():  # a worker of torchrun
     sys.exit(_work(Path(sys.argv[1]), int(sys.argv[2])))
