@@ -166,7 +166,7 @@ def _work(run: Path, parent: int) -> int:  # exit code
         return code
     return 0
 
-
+# %% ../../nbs/08_runs/01_launch.ipynb #la0c0002
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
     "Turn torch's SignalException into Ctrl-C or SIGTERM, and give the handlers back."
@@ -236,7 +236,7 @@ def check_nodes(
         raise InputError("`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
                          f"got {rendezvous!r}")
 
-
+# %% ../../nbs/08_runs/01_launch.ipynb #la0c0004
 def train(
     s: Settings,
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
