@@ -407,11 +407,10 @@ OPTIONS = {  # command -> option -> texts that it does not take
                                  "--max-pixels": [*NUMBERS, "0"], "--batch-wait-ms": ["nan", "inf", "-1", "x"]},
     "study explain": {"--processes": [*NUMBERS, "0", "10001"], "--seeds": ["x", "16", "-1", "1.5", DIGITS]},
 }
-PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "convert-detector", "reward-env",
-         "serve-reward", "plan --fast", "train --resume", "train pocket/tiny --resume", "reward-env nowhere",
+PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "reward-env", "serve-reward",
+         "plan --fast", "train --resume", "train pocket/tiny --resume", "reward-env nowhere",
          "serve-reward nowhere", "serve-reward nowhere:f", "serve-reward os:nothing", "serve-reward a.b.c:d",
-         "convert-detector nowhere new", "convert-detector hollow new", "convert-detector file new",
-         "convert-detector file kept", "report nowhere more", "compare run nowhere", "plan pocket/tiny more",
+         "report nowhere more", "compare run nowhere", "plan pocket/tiny more",
          "evaluate run eta=1", "evaluate run more", "doctor more", "evaluate --images a=hollow", "--out", "--versio"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chunk_grpo import InputError
 from chunk_grpo.core import fields, settings
-from chunk_grpo.evaluation import paired_scores
+from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.studies import replication
 from chunk_grpo.studies.design import load_study
 
@@ -257,9 +257,9 @@ def test_every_row_of_the_papers_tables_has_its_file():
                 "steps",
             }
             assert s.reward == REWARDS[table]
-    for key, table in paired_scores.PAPER_TABLES.items():
+    for key, table in benchmarks.PAPER_TABLES.items():
         if table in REWARDS:
-            rows = paired_scores.paper_table_rows(key)
+            rows = benchmarks.paper_table_rows(key)
             rows = [r for r in rows if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
             wanted = [(r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"] for r in rows]
             assert sorted(found[table]) == sorted(wanted)

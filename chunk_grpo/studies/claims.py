@@ -17,7 +17,7 @@ from scipy import stats
 
 from .. import InputError
 from ..core.statistics import claim_verdict, holm_correction
-from ..evaluation import paired_scores
+from ..evaluation import benchmarks
 from ..reporting.tables import format_number
 from . import analysis, measures
 from .measures import STRUCTURE_REWARD, contrast_arms, equal_chunk_arms, reward_transfer
@@ -29,13 +29,13 @@ def read_paper_numbers() -> dict[str, dict[str, float]]:  # table of version 1, 
     names = {"base": "FLUX.1-dev", "steps": "Dance-GRPO", "chunks": "Chunk-GRPO", "weighted": "Chunk-GRPO +ws"}
 
     def of(key: str, column: str, *short: str) -> dict[str, float]:
-        return {row: paired_scores.paper_table_column(key, column)[names[row]] for row in short}
+        return {row: benchmarks.paper_table_column(key, column)[names[row]] for row in short}
 
-    v3 = paired_scores.read_paper_tables()
+    v3 = benchmarks.read_paper_tables()
     return {
         "Table 1": of("table1_preference", "hpsv3", "base", "steps", "chunks", "weighted"),  # trained on HPSv3
         "Table 2": of("table2_wise_rewritten", "overall", "chunks", "weighted"),  # trained on HPSv3
-        "Table 3": {row["chunks"]: row["hpsv3"] for row in paired_scores.paper_table_rows("table3_chunk_setting")
+        "Table 3": {row["chunks"]: row["hpsv3"] for row in benchmarks.paper_table_rows("table3_chunk_setting")
                     if row["steps"] == 17 and row["row"] == "Chunk-GRPO w/o td"},  # trained on HPSv3
         "Table 4": of("table4_pickscore", "hpsv3", "base", "chunks"),  # trained on PickScore
         "Table 5": of("table5_geneval", "overall", "base", "chunks"),  # trained on CLIP

@@ -16,7 +16,7 @@ import pandas as pd
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import read_json
-from ..evaluation import paired_scores
+from ..evaluation import benchmarks
 from ..method.chunks import Chunks
 from ..runs import run_folder
 
@@ -115,13 +115,13 @@ def collect_scores(
 
 # %% ../../nbs/12_studies/09_replication.ipynb #ba1f068d
 def match_paper_row(
-    table: str,  # of `paired_scores.PAPER_TABLES`
-    row: Mapping,  # of `paired_scores.paper_table_rows`
+    table: str,  # of `benchmarks.PAPER_TABLES`
+    row: Mapping,  # of `benchmarks.paper_table_rows`
     found: pd.DataFrame,  # of `collect_scores`
     steps: int | None,  # of the sampler; None: as many as the runs have
 ) -> pd.Series:  # of truth values
     "Which of the scores belong to a row, whatever they were trained on."
-    if paired_scores.PAPER_TABLES[table] == "Table 3":
+    if benchmarks.PAPER_TABLES[table] == "Table 3":
         kinds = {"Chunk-GRPO w/ td": "Chunk-GRPO"}
         return (found.method == kinds.get(row["row"], row["row"])) & (found.chunks == row["chunks"]) \
             & (found.steps == row["steps"])
@@ -146,7 +146,7 @@ def cell_scores(
 
 # %% ../../nbs/12_studies/09_replication.ipynb #9003a5fc
 def rebuild_table(
-    table: str,  # of `paired_scores.PAPER_TABLES`
+    table: str,  # of `benchmarks.PAPER_TABLES`
     found: pd.DataFrame,  # of `collect_scores`
     arm: str = "hybrid",  # weights that the paper's rows are compared with
     prompts: str = "hpd-test400",  # benchmark of Tables 1, 3 and 4
@@ -154,11 +154,11 @@ def rebuild_table(
     steps: int | None = 17,  # of the sampler, in all tables but the third
 ) -> pd.DataFrame:  # row, steps, chunks, column, paper, ours, se, runs, difference
     "Every cell of a table: the paper's number, the mean over our runs, and the difference; NaN where there is none."
-    names, named = names or {}, {"Table 2": "wise", "Table 5": "geneval"}.get(paired_scores.PAPER_TABLES[table])
-    trained_on = paired_scores.read_paper_tables()[table]["trained_on"]
+    names, named = names or {}, {"Table 2": "wise", "Table 5": "geneval"}.get(benchmarks.PAPER_TABLES[table])
+    trained_on = benchmarks.read_paper_tables()[table]["trained_on"]
     reward, rows = names.get(trained_on, trained_on.lower()), []
     benchmark = None if named else names.get(prompts, prompts)
-    for row in paired_scores.paper_table_rows(table):
+    for row in benchmarks.paper_table_rows(table):
         base, where = row["row"] == "FLUX.1-dev", {name: row.get(name) for name in ("row", "steps", "chunks")}
         trained = match_paper_row(table, row, found, steps) & (found.arm == arm) & (found.trained_on == reward)
         mine = found[found.arm == "base"] if base else found[trained]
