@@ -114,6 +114,21 @@ def test_directives_are_obeyed_and_not_shown(source, shown):
     assert [cell.source for cell in docs.shown(nbformat.v4.new_code_cell(source))] == shown
 
 
+PICTURE = nbformat.v4.new_output("display_data", {"image/png": ""})
+
+
+@pytest.mark.parametrize("source, outputs, words", [
+    ("import torch\nfrom pathlib import Path", [], "Imports"), ("import torch\nprint(torch.ones(2))", [], None),
+    ("x = f(2)\nassert x == 4\ntest_eq(f(3), 9)", [], "Tests"), ("test_close(a, b)", [], "Tests"),
+    ("a = 1\nb = 2\nc = 3\nassert a < b", [], None), ("#| fold\nlong_table()", [], "Code"),
+    ("figure, axis = f()\n" + "axis.plot()\n" * 5, [PICTURE], "Code of the figure"), ("plot(x)", [PICTURE], None),
+    ("#| export\nimport torch", [], "Imports"), ("#| export\ndef f():\n    return 1", [], None)])
+def test_imports_tests_and_the_code_of_a_figure_are_folded(source, outputs, words):
+    (cell,) = docs.shown(nbformat.v4.new_code_cell(source, outputs=outputs))
+    assert ("hide-input" in cell.metadata.tags) == (words is not None)
+    assert cell.metadata.get("mystnb", {}).get("code_prompt_show") == words
+
+
 def test_output_in_markdown_is_a_part_of_the_page():
     output = nbformat.v4.new_output("execute_result", {"text/markdown": "**a**", "text/plain": "<Markdown>"})
     cells = docs.shown(nbformat.v4.new_code_cell("#| echo: false\nshow()", outputs=[output]))
@@ -223,6 +238,59 @@ def test_pages_are_readable_without_a_network(browser_page, width):
         wide = browser_page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], f"{name} is wider than the screen"
     assert browser_page.wrong == []
+
+
+OUT_OF_SIGHT = r"""
+() => {
+  const cut = [], hidden = [], article = document.querySelector(".bd-article");
+  if (!article) return {cut, hidden, equations: 0, tables: 0};
+  const reach = (part) => {  // the right end of what can be seen or scrolled to
+    const right = part.getBoundingClientRect().right;
+    for (let box = part.parentElement; box && box !== article.parentElement; box = box.parentElement) {
+      const style = getComputedStyle(box).overflowX, edge = box.getBoundingClientRect().right;
+      if ((style === "auto" || style === "scroll") && box.scrollWidth > box.clientWidth) return "scrolls";
+      if (style !== "visible" && right > edge + 2) return "cut";
+    }
+    return right > document.documentElement.clientWidth + 1 ? "cut" : "seen";
+  };
+  let equations = 0, scrolls = 0, tables = 0;
+  for (const math of article.querySelectorAll("mjx-container")) {
+    if (!math.getBoundingClientRect().width) continue;
+    equations += 1;
+    const how = reach(math.querySelector("mjx-math"));
+    scrolls += how === "scrolls";
+    if (how === "cut") cut.push(math.parentElement.textContent.trim().slice(0, 40) || "math");
+  }
+  for (const table of article.querySelectorAll("table")) {
+    if (!table.getBoundingClientRect().width) continue;
+    tables += 1;
+    const cells = [...table.querySelectorAll("td, th")].filter((cell) => cell.getBoundingClientRect().width);
+    if (cells.some((cell) => reach(cell) !== "seen")) hidden.push(table.textContent.trim().slice(0, 60));
+  }
+  return {cut, hidden, equations, scrolls, tables};
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_equation_is_cut_and_no_column_of_a_table_is_out_of_sight(browser_page, site, width):
+    "On every page; an equation that is wider than the screen even at its smallest may scroll in a box of its own."
+    browser_page.set_viewport_size({"width": width, "height": 900})
+    found, seen = {}, {"equations": 0, "scrolls": 0, "tables": 0}
+    for page in docs.pages():
+        name = str(page.relative_to(docs.BOOK).with_suffix(".html"))
+        browser_page.goto(browser_page.base + name)
+        browser_page.wait_for_function("document.documentElement.dataset.fitted")
+        answer = browser_page.evaluate(OUT_OF_SIGHT)
+        seen = {key: count + answer[key] for key, count in seen.items()}
+        if answer["cut"] or answer["hidden"]:
+            found[name] = answer["cut"] + answer["hidden"]
+        without = browser_page.locator(".bd-article img:not([alt]), .bd-article img[alt='']").count()
+        assert not without, f"{name}: {without} figures without words"
+    assert not found and seen["equations"] > 500 and seen["tables"] > 50
+    assert seen["scrolls"] < seen["equations"] * (0.01 if width == 1280 else 0.1)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import run_files
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
-from chunk_grpo.reporting import notebooks
+from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
 
@@ -391,14 +391,14 @@ def test_callbacks_and_several_processes_exclude_each_other(settings, tmp_path):
 ])
 def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
     with pytest.raises(InputError, match=re.escape(words)):
-        notebooks.execute_report("train", tmp_path / "out.ipynb", **values)
+        reports.execute_report("train", tmp_path / "out.ipynb", **values)
     assert not list(tmp_path.iterdir())
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert notebooks.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
-    for name in notebooks.list_reports():
-        cells = nbformat.read(notebooks.find_report_notebook(name), 4).cells
+    assert reports.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
+    for name in reports.list_reports():
+        cells = nbformat.read(reports.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
         assert not any(cell.get("outputs") for cell in cells)
 

@@ -22,7 +22,7 @@ PRELOADED = [
     "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
     "chunk_grpo.cli.main", "chunk_grpo.runs.launch", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
     "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
-    "chunk_grpo.reporting.notebooks", "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler",
+    "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler",
     "chunk_grpo.studies.trial", "frozen"]
 FORKED = ("chunk_grpo.studies.trial", "chunk_grpo.runs.drawing", "chunk_grpo.evaluation.benchmarks")
 TESTS = os.path.dirname(os.path.abspath(__file__))

@@ -3,7 +3,7 @@
     python tools/gpu.py [STAGE ...] [--out runs/results/gpu] [--small]
 
 Each stage runs in a process of its own, for eight minutes at most, and leaves a JSON file; the page
-nbs/10_measurements/08_gpu_stages.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
+nbs/10_measurements/04_gpu_stages.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
 sizes on whatever is there, a CPU too: what tests do. Files of small stages are marked, and no page counts them.
 """
 

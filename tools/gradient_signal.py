@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import torch
+from credit import gradient_gram, signal_to_noise
 
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
-from chunk_grpo.measurements.gradient_noise import gradient_gram, signal_to_noise
 from chunk_grpo.method.objective import group_advantages
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
