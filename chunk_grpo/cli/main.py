@@ -390,6 +390,10 @@ def study(
                                      "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
     tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on its `tune_prompts`, and "
                                             "keep each arm's best settings in tuned.yaml.")] = False,
+    unplanned: Annotated[bool, typer.Option("--unplanned", help="Begin without a committed plan; marks the rows for "
+                                            "ever.")] = False,
+    peek: Annotated[bool, typer.Option("--peek", help="Print gains before the plan's last trial; marks the rows for "
+                                       "ever.")] = False,
 ):
     "Run or continue a study: every arm with every seed."
     chosen = check_study_words(seeds, known)
@@ -402,7 +406,8 @@ def study(
     if tune:
         return _run_or_exit(lambda: tuning.tune_study(name, out, processes, rows, echo_now), again)
     start = partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study
-    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), chosen, rows, echo_now), again)
+    marks = {"unplanned": unplanned, "peek": peek}
+    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), chosen, rows, echo_now, **marks), again)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
 

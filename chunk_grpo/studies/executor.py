@@ -76,8 +76,10 @@ def prepare_trial(
     while run_folder.is_training(run) and time.time() < until:
         time.sleep(0.2)
     run_folder.create_run(trial.settings, run, resume=(run / "run.json").is_file())
-    asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
-    write_json(run / "trial.json", asked | {"evaluation": trial.evaluation, "splits": trial.splits})
+    file = run / "trial.json"
+    plan = read_json(file).get("plan", trial.plan) if file.is_file() else trial.plan  # the one that it began with
+    asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed, "plan": plan}
+    write_json(file, asked | {"evaluation": trial.evaluation, "splits": trial.splits})
     return run
 
 # %% ../../nbs/12_studies/02_executor.ipynb #729bca66
