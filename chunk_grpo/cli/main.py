@@ -407,7 +407,8 @@ def study(
         return _run_or_exit(lambda: tuning.tune_study(name, out, processes, rows, echo_now), again)
     start = partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study
     marks = {"unplanned": unplanned, "peek": peek}
-    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), chosen, rows, echo_now, **marks), again)
+    asked = name, out, processes, split_commas(arms), chosen, rows
+    found = _run_or_exit(lambda: start(*asked, echo_now, **marks), again)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
 
