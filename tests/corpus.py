@@ -45,11 +45,11 @@ def wrong_values(name: str) -> list[str]:
         limits |= {key: getattr(m, key) for key in ("ge", "gt", "le", "lt") if hasattr(m, key)}
     if kind in (int, float):
         out = ["x", "''", "'1'", "true", "null", "[1]", "{a: 1}", ".nan", ".inf", "-.inf", "-" + DIGITS, "1,5", LONG]
-        out += ["1.5", "1e3", "1.0"] if kind is int else ["1e999", "1d3"]
+        out += ["1.5", "1e3", "1.0", "010", "1:30"] if kind is int else ["1e999", "1d3"]
         out += [DIGITS, "9" * 19] if kind is int else []
         low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
         out += [str(low - 1)] if low is not None else []
-        out += [str(high + 1)] if high is not None else []
+        out += [str(high + 1 if high < 1e15 else high * 10)] if high is not None else []
         out += [str(low)] * ("gt" in limits) + [str(high)] * ("lt" in limits)
         return out
     if kind is bool:
@@ -122,7 +122,8 @@ YAML = {
     "bell": "a\x07: 1", "utf-16": "steps: 17".encode("utf-16"), "utf-32": "steps: 17".encode("utf-32"),
     "latin": "model: café".encode("latin-1"), "binary": bytes(range(256)), "nulls": b"\0" * 999,
     "half utf": b"a: \xc3", "surrogate": b"a: \xed\xa0\x80", "digits": "steps: " + "1" * 9999,
-    "hexadecimal": "steps: 0x_", "octal": "steps: 0o9",
+    "hexadecimal": "steps: 0x_", "octal": "steps: 0o9", "old octal": "steps: 011",
+    "megabytes": "".join(f"a{i}: 1\n" for i in range(1_000_000)), "long name": "x" * 10**7 + ": 1",
     "sexagesimal": "steps: 1:90", "date": "steps: 2024-02-30", "unknown": "learnin_rate: 1", "case": "Steps: 17",
     "like itself": "like: nothing", "like a list": "like: [pocket/tiny]", "like null": "like:\n",
     "like number": "like: 1", "like a path": "like: ../../etc/passwd", "like a mapping": "like: {a: 1}",

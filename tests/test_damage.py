@@ -223,7 +223,7 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_
 
 @pytest.mark.parametrize("change, words", [
     ({"run_id": "that"}, "was written by another run"), ({"settings": {"seed": 5}}, "`seed` must stay 0"),
-    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id`: input should be")])
+    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id` must be")])
 def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
@@ -347,7 +347,7 @@ WRONG_SUMMARY = {
     "no mean": (renamed("mean", "middle"), ".mean`: field required"),
     "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "valid number; got 'much'"),
     "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got 'nan'"),
-    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts`: input should be")}
+    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts` must be")}
 WRONG_SCORES = {
     "no arm": (renamed("arm", "leg"), "`arm`: field required"), "text": (lambda text: "x\n" + text, "line 1"),
     "list": (lambda text: "[1]\n" + text, "must be a JSON object"),

@@ -103,7 +103,7 @@ def test_a_name_in_prose_is_a_link_where_it_is_clear_what_is_meant():
 
 
 def test_a_setting_is_not_taken_for_a_function():
-    table = docs.name_table([docs.PACKAGE / "method/objective.py", docs.PACKAGE / "core/run_fields.py"])
+    table = docs.name_table([docs.PACKAGE / "method/objective.py", docs.PACKAGE / "core/settings.py"])
     assert "clip_range" not in table and len(table["clipped_objective"]) == 1
     assert not docs.settings_fields() & {name for name in table if "." not in name}
 

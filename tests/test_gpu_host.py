@@ -13,7 +13,7 @@ from small_runs import SMALL
 from tiny_flux import build
 
 from chunk_grpo.core import settings
-from chunk_grpo.core.fields import parse_yaml
+from chunk_grpo.core.validation import parse_yaml
 from chunk_grpo.planning import memory_budget, model_cost, whole_run
 from chunk_grpo.runs import run_folder
 

@@ -18,7 +18,7 @@ import synthetic
 import torch
 
 from chunk_grpo import InputError
-from chunk_grpo.core import run_files
+from chunk_grpo.core import files
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
 from chunk_grpo.reporting import reports
@@ -238,10 +238,10 @@ def test_warnings_of_the_log_are_shown_too(settings, trainer, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[]", "it holds a list"), ("{}", "has no `settings`"), ("\xff", "cannot be read"),
-    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "has no `settings`"),
-    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
-    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: input should be")])
+    ("[]", "it holds a list"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
+    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
+    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status` must be"),
+    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` must be")])
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")
     (out / "run.json").write_text(text, encoding="latin-1")
@@ -250,7 +250,7 @@ def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("damage, words", [("{}", "no `settings`"), ("[]", "damaged"), ("", "damaged")])
+@pytest.mark.parametrize("damage, words", [("{}", "`settings`"), ("[]", "damaged"), ("", "damaged")])
 def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -318,7 +318,7 @@ def test_an_error_after_the_end_costs_nothing(settings, trainer, tmp_path, monke
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.2)
     again = []
 
     def act(run, say):
@@ -337,7 +337,7 @@ def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer,
     "A process that was killed keeps the log's lock until its memory is given back; a second one waits for that."
     out = run_folder.create_run(settings, tmp_path / "run")
     trainer(four_lines)
-    dying = subprocess.Popen(["sleep", "1"], stdout=(log := run_files.lock_log(out / "train.log")))
+    dying = subprocess.Popen(["sleep", "1"], stdout=(log := files.lock_log(out / "train.log")))
     log.close()
     assert run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
     assert dying.wait() == 0

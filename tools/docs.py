@@ -73,7 +73,7 @@ def module_path(page: Path) -> Path | None:
 
 def settings_fields() -> set[str]:
     "Names of settings: in prose they mean the setting, not a function of the same name."
-    fields = api.members(PACKAGE / "core/run_fields.py")
+    fields = api.members(PACKAGE / "core/settings.py")
     return {name for names in fields.values() for name in names}
 
 

@@ -276,10 +276,11 @@ def serve_reward(
                          "`pip install 'chunk-grpo[server]'`.")
     if token and not os.environ.get(token):
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
-    from chunk_grpo.core import fields
+    from chunk_grpo.core import validation
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
-    given = {key: fields.parse_yaml(value, key) for key, _, value in (text.partition("=") for text in options or ())}
+    pairs = (text.partition("=") for text in options or ())
+    given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
     secret = os.environ.get(token) if token else None
     limits = server.ServerLimits(images=max_images, pixels=max_pixels)
     server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits,

@@ -21,7 +21,7 @@ from .. import InputError
 from .evaluation import OverridesArgument, RunArgument, check_trust, echo_now, ended_code, examples
 from .evaluation import JsonOption, print_json, print_rows, split_commas
 from ..core import settings
-from ..core.fields import dump_yaml
+from ..core.validation import dump_yaml
 from ..core.files import check_place
 from ..core.subprocesses import raise_on_sigterm
 

@@ -25,8 +25,8 @@ from PIL import Image
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
-from ..core.files import write_json
+from ..core.files import (
+    append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines, write_json)
 from . import detector, dpg, geneval, wise
 from .evaluate import compare_arms, evaluation_settings, ode_arms, summarise_evaluation
 from .judge import api_key

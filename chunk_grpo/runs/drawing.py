@@ -21,8 +21,8 @@ from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line, make_folders, remove_abandoned, sync_to_disk, sync_tree
-from ..core.run_files import EvaluationPart, read_run_lines
+from ..core.files import (
+    EvaluationPart, append_json_line, make_folders, read_json_lines, remove_abandoned, sync_to_disk, sync_tree)
 from ..models.inputs import read_prompts
 from ..models.policy import Policy
 from ..reward_serving import placement
@@ -97,7 +97,7 @@ def read_parts(
 ) -> dict[tuple[str, int, int], list[dict]]:  # part -> its records
     "The parts that are finished."
     files = sorted(Path(folder).glob("parts-*.jsonl"))
-    lines = [line for file in files for line in read_run_lines(file, EvaluationPart)]
+    lines = [line for file in files for line in read_json_lines(file, EvaluationPart)]
     return {tuple(line["part"]): line["records"] for line in lines}
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #022abb40

@@ -28,8 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
-from ..core.files import read_json, sync_tree, write_json
-from ..core.run_files import lock_log
+from ..core.files import lock_log, read_json, sync_tree, write_json
 from ..core.settings import Settings, check_processes
 from ..core.subprocesses import Terminated, die_with_parent, raise_on_sigterm
 from .run_folder import create_run, discard_run, has_final_weights, read_metrics_lines, read_run_info

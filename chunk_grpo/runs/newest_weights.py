@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.run_files import RunInfo, read_run_file
+from ..core.files import RunInfo, read_json
 from ..core.settings import Settings
 from ..models import trainable
 from ..models.policy import Policy
@@ -35,7 +35,7 @@ def find_newest_weights(
     found = checkpoints.list_checkpoints(run)
     if not found:
         raise InputError(f"the run must have trained weights; {run} has neither final/ nor a checkpoint yet")
-    newest, note = file_of_run(run, f"checkpoints/{found[-1].name}"), read_run_file(run / "run.json", RunInfo)
+    newest, note = file_of_run(run, f"checkpoints/{found[-1].name}"), read_json(run / "run.json", RunInfo)
     checkpoints.verify_checkpoint(newest, {"run_id": note.get("run_id", ""), "settings": note.get("settings", {})})
     return newest
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import InputError
-from ..core.run_files import RunInfo, read_run_file
+from ..core.files import RunInfo, read_json
 from ..core.settings import Settings
 from ..core.subprocesses import die_with_parent, terminate_process_group
 from ..method.sampler import Sampler
@@ -66,7 +66,7 @@ def hash_trained_weights(
     "What names the trained weights; InputError where they are not those that the training wrote."
     found = checkpoints.hash_files(find_trained_weights(run))
     file, found = Path(run) / "run.json", {k: v for k, v in found.items() if k.endswith(".safetensors")}
-    note = read_run_file(file, RunInfo) if file.is_file() else {}
+    note = read_json(file, RunInfo) if file.is_file() else {}
     noted = {k: v for k, v in note.get("final_sha256", {}).items() if k.endswith(".safetensors")}
     if note.get("status") == "finished" and noted and noted != found:
         raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
@@ -180,7 +180,7 @@ def drawing_processes(
 ) -> int:
     "How many processes draw a run's images where nobody says it."
     here = torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    return max(1, min(read_run_file(Path(run) / "run.json", RunInfo).get("processes", 1), here))
+    return max(1, min(read_json(Path(run) / "run.json", RunInfo).get("processes", 1), here))
 
 # %% ../../nbs/08_runs/02_run_images.ipynb #6cb1db25
 def image_cost(

@@ -22,16 +22,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from .. import InputError, __version__
-from ..core import fields
 from ..core import settings as setting
-from ..core.fields import format_value, read_yaml_file
-from ..core.fields import setting as field
+from ..core.validation import (
+    Number, format_value, parse_exponent, read_yaml_file, setting as field, validation_message)
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..runs import run_folder
 
 # %% ../../nbs/12_studies/00_design.ipynb #30403af5
-TriedValue = Annotated[Any, BeforeValidator(fields.parse_exponent)]
+TriedValue = Annotated[Any, BeforeValidator(parse_exponent)]
 
 
 class TuneFields(BaseModel):
@@ -49,7 +48,7 @@ class Study(TuneFields):
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
     outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
-    smallest_effect: fields.Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
+    smallest_effect: Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
     seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
@@ -142,7 +141,7 @@ def load_study(
     try:
         study = Study.model_validate({"title": "", "question": "", "reference": ""} | read_yaml_file(file))
     except ValidationError as error:
-        raise InputError(f"{file}: {fields.validation_message(Study, error)}") from None
+        raise InputError(f"{file}: {validation_message(error, Study)}") from None
     try:
         check_study_arms(study)
     except InputError as error:
@@ -247,7 +246,7 @@ def check_rows(rows: Iterable[dict]) -> None:
     for row, name in itertools.product(rows, kinds):
         if not isinstance(row.get(name), kinds[name]):
             raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
-                             f"holds {fields.format_value(row.get(name))} there")
+                             f"holds {format_value(row.get(name))} there")
 
 
 def row_matches_trial(

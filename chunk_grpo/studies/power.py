@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from .. import InputError
-from ..core.fields import read_yaml_file
+from ..core.validation import read_yaml_file
 from .analysis import gains_by_seed, paired_differences
 from .design import TUNED_FILE, find_study_folder, load_study
 

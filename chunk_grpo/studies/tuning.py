@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.fields import dump_yaml, read_yaml_file
+from ..core.validation import dump_yaml, read_yaml_file
 from ..core.files import atomic_write
 from .analysis import mean_score
 from .design import TUNED_FILE, Study, expand_trials, find_study_folder, load_study

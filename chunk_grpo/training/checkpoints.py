@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import InputError
-from ..core.files import atomic_write, read_json, read_json_lines, temporary_path
-from ..core.run_files import CheckpointState, MetricsLine, check_content, read_run_lines
+from ..core.files import (
+    CheckpointState, MetricsLine, atomic_write, read_json, read_json_lines, temporary_path)
 from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/03_checkpoints.ipynb #096214ce
@@ -186,8 +186,8 @@ def verify_checkpoint(
         if found != digest:
             raise damaged(folder, f"{name} is not what was written")
     with refuse_damaged(folder):
-        state = check_content(folder / "state.json", read_json(folder / "state.json"), CheckpointState)
-        lines = read_run_lines(folder / "metrics.jsonl", MetricsLine)
+        state = read_json(folder / "state.json", CheckpointState)
+        lines = read_json_lines(folder / "metrics.jsonl", MetricsLine)
     if not state["iteration"] == manifest.get("iteration") == int(folder.name):
         raise damaged(folder, f"it is of iteration {manifest.get('iteration')}")
     if lines and [line["iteration"] for line in lines] != list(range(state["iteration"] + 1)):

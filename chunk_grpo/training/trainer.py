@@ -19,8 +19,8 @@ from accelerate.utils import gather_object
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import atomic_write, clean_run_folder, read_json, read_json_lines, write_json
-from ..core.run_files import MetricsLine, RunInfo, RunProfile, read_run_file, read_run_lines
+from ..core.files import (
+    MetricsLine, RunInfo, RunProfile, atomic_write, clean_run_folder, read_json, read_json_lines, write_json)
 from ..method.chunks import Chunks
 from ..models import fsdp, trainable
 from . import checkpoints
@@ -33,7 +33,7 @@ from .metrics import above_base_metrics, collect_metrics, evaluate_held_out
 def run_identity(state: TrainingState) -> dict:  # run_id, settings
     "What a checkpoint must share with the run that goes on from it."
     file = state.run / "run.json"
-    note = read_run_file(file, RunInfo) if file.is_file() else {}
+    note = read_json(file, RunInfo) if file.is_file() else {}
     return {"run_id": note.get("run_id", ""), "settings": state.s.model_dump(mode="json")}
 
 
@@ -132,7 +132,7 @@ def restore_log(
         with atomic_write(file) as temporary:
             temporary.write_bytes(wanted)
     if folder is None:
-        done = max([line["iteration"] for line in read_run_lines(run / "metrics.jsonl", MetricsLine)], default=0)
+        done = max([line["iteration"] for line in read_json_lines(run / "metrics.jsonl", MetricsLine)], default=0)
         if done:
             say(f"warning: {run} has no checkpoint; its {done} iterations are done again")
         checkpoints.truncate_metrics(run / "metrics.jsonl", -1)
@@ -148,7 +148,7 @@ def restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
         state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
         state.ema.optimization_step = extra["ema_step"]
     state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
-    profile = read_run_file(state.run / "profile.json", RunProfile)
+    profile = read_json(state.run / "profile.json", RunProfile)
     state.chunks = state.chunks or Chunks.parse(profile["chunks"])
     state.profile = torch.tensor(profile["mean"], dtype=torch.float64)
 
