@@ -36,7 +36,7 @@ def test_whole_timesteps_are_told_where_they_are_asked_for(truncated, tmp_path, 
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     s = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
-    found, grid = told(state, monkeypatch), [1000 * x for x in state.grid.double().tolist()]
+    found, grid = told(state, monkeypatch), [1000 * x for x in state.method.sigmas.double().tolist()]
     assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), "the evaluation's levels are the model's own"
     for phase in ("rollout", "update"):
         if truncated:
