@@ -125,7 +125,7 @@ def test_a_run_says_what_share_it_trains(tmp_path):
 def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     "On a GPU torch.compile needs one of C; nothing is loaded without."
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(policy, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    monkeypatch.setattr(trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
         with pytest.raises(InputError, match=f"`compile` must be off on a machine without a {word}"):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
@@ -168,7 +168,7 @@ def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch,
     "Before weights are read: fewer layers would be trained, further ones would be random."
     file = pocket_copy / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    monkeypatch.setattr(policy.Policy, "load_networks", lambda *given: pytest.fail("weights were read"))
+    monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(InputError, match="model: .*transformer") as error:
         policy.load_policy(str(pocket_copy), resolution=64)
     assert "\n" not in str(error.value)

@@ -17,10 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..core.settings import Settings
-from ..models.inputs import find_family
 from ..models.policy import ModelConfig, Policy
-from .model_cost import count_parameters, find_block_lists, largest_block_parameters, meta_forward
-from .model_cost import meta_policy
+from .model_cost import find_block_lists, meta_forward, meta_policy
 
 # %% ../../nbs/06_planning/01_activation_memory.ipynb #39b03dd6
 FORWARD_DTYPE_OPS = ("linear", "conv2d", "matmul", "bmm", "addmm", "baddbmm", "einsum")  # in the forward's format
@@ -136,30 +134,12 @@ def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-@functools.cache
-def _family_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype: str, adapter: bool,
-                  checkpointing: bool) -> tuple[int, int]:
-    "The same by the numbers of a family that has them."
-    policy = meta_policy(config, resolution, max_tokens)
-    unit = (policy.tokens + max_tokens) * policy.transformer.config.num_attention_heads
-    unit *= policy.transformer.config.attention_head_dim
-    each, blocks = policy.block_saved_bytes[dtype, adapter], [*map(len, find_block_lists(policy.transformer))]
-    casts = 0 if adapter or dtype == "float32" else DTYPE_BYTES[dtype]
-    if checkpointing:
-        return casts * largest_block_parameters(config), unit * (sum(blocks) * DTYPE_BYTES[dtype] + each[0])
-    return casts * count_parameters(config), unit * sum(n * size for n, size in zip(blocks, each, strict=True))
-
-# %% ../../nbs/06_planning/01_activation_memory.ipynb #666afdc6
 def saved_activation_bytes(
     config: ModelConfig,
     s: Settings,
 ) -> tuple[int, int]:  # bytes whatever the rows, bytes a row
     "What an update's forward keeps for its backward."
-    adapter = s.lora_rank > 0
-    known = not (adapter and s.lora_targets)  # a family counted itself with its own layers
-    if known and (s.dtype, adapter) in find_family(config.pipeline).block_saved_bytes:
-        return _family_bytes(config, s.resolution, s.max_tokens, s.dtype, adapter, s.gradient_checkpointing)
-    targets = tuple(s.lora_targets) if adapter else ()
+    targets = tuple(s.lora_targets) if s.lora_rank else ()
     return _counted_bytes(config, s.resolution, s.max_tokens, s.dtype, s.lora_rank, targets, s.gradient_checkpointing)
 
 
