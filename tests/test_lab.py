@@ -10,7 +10,7 @@ import pytest
 from commands import call
 
 from chunk_grpo import InputError
-from chunk_grpo.reporting import lab, live_figure
+from chunk_grpo.reporting import figures, lab
 from chunk_grpo.runs import run_folder
 
 
@@ -18,7 +18,7 @@ def test_every_cell_runs_on_a_trained_run(whole, tmp_path, monkeypatch):
     "As a reader runs them: the curve, the chunk editor, trajectories, a prompt."
     file = lab.write_lab_notebook(whole, tmp_path)
     seen = []
-    monkeypatch.setattr(live_figure, "display", lambda *given, **more: seen.append(given))
+    monkeypatch.setattr(figures, "display", lambda *given, **more: seen.append(given))
     names, values = {}, []
     for cell in nbformat.read(file, as_version=4).cells:
         if cell.cell_type == "code":

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +14,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from chunk_grpo.cli import evaluation as commands
+from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
-from chunk_grpo.reporting import comparison_figures, figures, reports, samples, tables
-from chunk_grpo.reporting.live_figure import plot_progress
+from chunk_grpo.reporting import comparisons, figures, reports, tables
 from chunk_grpo.runs import run_folder
 
 LONG = "l" * 200
@@ -42,7 +43,7 @@ def metrics(chunks: int = 4, never: tuple = ()):
 def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_path):
     "Prompts, rewards, runs: drawn, and not typeset."
     image = {"prompt": words, "number": 0, "arm": "base", "seed": 0, "image": Image.new("RGB", (8, 8))}
-    assert samples.contact_sheet([image]).startswith(b"\x89PNG")
+    assert comparisons.contact_sheet([image]).startswith(b"\x89PNG")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     rows = pd.DataFrame([{"arm": arm, "prompt": words, "seed": 0, "image_index": 0, "file": "a.png"}
                          for arm in ("base", "plain")])
@@ -50,10 +51,10 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
     one = metrics().rename(columns={"reward_a": f"reward_{words}"})
     settings = SimpleNamespace(iterations=10, chunks="2,3,4,7", chunk_weighting="uniform")
     lines = [{"iteration": 1, f"eval_{words}": 0.5}]
-    made = [comparison_figures.plot_run_images({words: (tmp_path, rows)}),
-            comparison_figures.plot_comparison(table, words, {"A": "red"}),
-            comparison_figures.plot_reward_curves({words: [one]}, {words: "red"}),
-            figures.plot_rewards(one, {words: 1.0, "b": 1.0}), plot_progress(lines, settings, words)]
+    made = [comparisons.plot_run_images({words: (tmp_path, rows)}),
+            comparisons.plot_comparison(table, words, {"A": "red"}),
+            comparisons.plot_reward_curves({words: [one]}, {words: "red"}),
+            figures.plot_reward(one, {words: 1.0, "b": 1.0}), figures.plot_progress(lines, settings, words)]
     for figure in made:
         assert any(words in text for text in labels(figure))
         assert not [t for t in figure.findobj(Text) if words in t.get_text() and t.get_parse_math()]
@@ -69,8 +70,39 @@ def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_lin
     assert {k: tuple(v) for k, v in drawn.items()} == {k: tuple(v) for k, v in named.items()}
 
 
+def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_live_figure(whole, tmp_path):
+    "No ratio and no clip; a width, a loss a chunk, and text that nobody can draw."
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        for name in [name for name in line if name.startswith(("ratio", "clip_fraction", "kl"))]:
+            line.pop(name)
+        line |= {"window_width": 4.0 - i, "loss_by_chunk": [0.1 * i, None], "stage": "first"}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = reports.write_run_report(run).read_text()
+    assert "This run measured no clipped ratio" in page and "What else the method measured" in page
+    table = figures.plot_method_metrics(run_folder.read_metrics(run))
+    assert [axis.get_title(loc="left") for axis in table.axes[:2]] == ["window width", "loss by chunk"]
+    (name, *_), value = reward_weights(run_folder.read_run_settings(run)), {"mean": 0.1, "lo": 0.0, "hi": 0.2}
+    summary = {"n_prompts": 4, "images_per_prompt": 1, "steps": 5, "resolution": 64, "split": 0,
+               "rewards": {name: {"base": value, "plain": value, "plain-base": value}}}
+    for folder in (run, shutil.copytree(whole, tmp_path / "other")):
+        (folder / "evaluation").mkdir()
+        (folder / "evaluation/summary.json").write_text(json.dumps(summary))
+    both = [str(run), str(tmp_path / "other")]
+    assert reports.write_report("compare", tmp_path / "compare.html", runs=both).is_file()
+    figure = figures.plot_progress(run_folder.read_metrics_lines(run), run_folder.read_run_settings(run))
+    assert figure.axes[1].get_ylabel() == "norm of the gradient"
+    bare = [{"iteration": line["iteration"]} for line in lines]
+    assert figures.plot_clipping(pd.DataFrame(bare), (2,
+        3)) is None and figures.plot_method_metrics(pd.DataFrame(bare)) is None
+    assert figures.plot_progress(bare,
+        run_folder.read_run_settings(run)) and figures.plot_gradient_norm(pd.DataFrame(bare)) is None
+
+
 def test_a_run_on_two_rewards_shows_both():
-    figure = figures.plot_rewards(metrics(), {"a": 1.0, "b": 0.5})
+    figure = figures.plot_reward(metrics(), {"a": 1.0, "b": 0.5})
     total, a, b = figure.axes
     assert total.lines[0].get_ydata()[-1] == pytest.approx(0.5 + 0.5 * 1.0), "the sum of both, not the first"
     assert (a.get_title(loc="left"), b.get_title(loc="left")) == ("a", "b")
@@ -81,10 +113,10 @@ def test_a_name_of_300_letters_covers_nothing():
     name, value = "x" * 300, {"mean": 0.1, "lo": 0.0, "hi": 0.2}
     table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
     rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
-    made = [figures.plot_rewards(table, {name: 1.0, "b": 1.0}, [name]), figures.plot_heldout(table, [name]),
-            figures.plot_reward(table, name), comparison_figures.plot_deltas({name: {"plain-base": value}}),
-            comparison_figures.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
-            comparison_figures.plot_comparison(rows, name, {"A": "red"})]
+    made = [figures.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), figures.plot_heldout(table, [name]),
+            figures.plot_reward(table, {name: 1.0}), comparisons.plot_deltas({name: {"plain-base": value}}),
+            comparisons.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
+            comparisons.plot_comparison(rows, name, {"A": "red"})]
     for figure in made:
         assert any("xxx ... xxx" in text for text in labels(figure)) and max(map(len, labels(figure))) < 80
 
@@ -115,7 +147,7 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     colours = figures.group_colours(dict(zip(table.letter, table.method, strict=True)))
     assert colours["A"] != colours["B"]
     part = table[table.reward == "pocket-clip"]
-    figure = comparison_figures.plot_comparison(part, "pocket-clip", colours)
+    figure = comparisons.plot_comparison(part, "pocket-clip", colours)
     assert not [text for text in labels(figure) if "lll" in text]
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
     said = reports.unequal_evaluations(unequal)
@@ -147,8 +179,8 @@ def test_the_checkers_no_has_its_reason(tmp_path):
     render_scene(Scene("", things)).save(tmp_path / "a.png")
     row = {"arm": "plain", "prompt_index": 0, "image_index": 0, "prompt": "a red star", "file": "a.png"}
     rows = pd.DataFrame([row | {"scores": {"pocket-geneval": 0.0}}])
-    assert comparison_figures.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
-    assert comparison_figures.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
+    assert comparisons.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
+    assert comparisons.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
 
 
 def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):

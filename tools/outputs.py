@@ -25,7 +25,7 @@ from nbformat import NotebookNode
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 200_000  # bytes of a page with its outputs
+LIMIT = 500_000  # bytes of a page with its outputs; a figure at twice the resolution takes 2.3 times the bytes
 KEPT = ("text/plain", "text/html", "text/markdown", "image/png", "image/svg+xml")
 SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
@@ -67,7 +67,8 @@ def small_png(encoded: str) -> str:
     picture, file = Image.open(io.BytesIO(base64.b64decode(encoded))), io.BytesIO()
     white = Image.new("RGBA", picture.size, "white")
     white.alpha_composite(picture.convert("RGBA"))
-    white.convert("RGB").quantize(256).save(file, "PNG", optimize=True)
+    few = white.convert("RGB").getcolors(20_000)  # a drawing; None for photographs
+    white.convert("RGB").quantize(128 if few else 256).save(file, "PNG", optimize=True)
     return min(encoded, base64.b64encode(file.getvalue()).decode(), key=len)
 
 
@@ -85,7 +86,9 @@ def kept_output(output: NotebookNode) -> NotebookNode | None:
         output.data["image/png"] = small_png(output.data["image/png"])
     if not output.data:
         return None
-    output.metadata = NotebookNode()
+    size = {key: value for key, value in output.metadata.get("image/png", {}).items() if key in ("width", "height",
+                                                                                                 "alt")}
+    output.metadata = NotebookNode({"image/png": size} if size and "image/png" in output.data else {})
     return output
 
 
@@ -102,6 +105,8 @@ def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 # Runs before a page's first cell; the cell after its last one prints what it found.
 WATCH = f"""
+get_ipython().run_line_magic("matplotlib", "inline")
+get_ipython().run_line_magic("config", "InlineBackend.figure_formats = ['retina']")  # twice the pixels, the same width
 def watch(files):
     import os, sys
     def opened(event, args):

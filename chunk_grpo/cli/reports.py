@@ -43,7 +43,7 @@ def watch(
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)] = 1.0,
 ):
     "Follow a run that goes on elsewhere."
-    from chunk_grpo.reporting.live_figure import watch_run  # these here, since they import torch
+    from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
     from chunk_grpo.runs import run_folder
     from chunk_grpo.training.progress import format_progress
 
