@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; a program imports each
     from .reporting.samples import sample_widget as sample_widget
     from .reward_serving.placement import load_placed_reward as load_placed_reward
     from .runs.run_folder import read_metrics as read_metrics
-    from .runs.runs import train as train
+    from .runs.launch import train as train
     from .training.rollout import sample_images as sample_images
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 MODULE_OF = {
     "Settings": "core.settings",
     "load_settings": "core.settings",
-    "train": "runs.runs",
+    "train": "runs.launch",
     "evaluate": "evaluation.evaluate",
     "read_metrics": "runs.run_folder",
     "compare_runs": "reporting.reports",

@@ -45,11 +45,11 @@ def wrong_values(name: str) -> list[str]:
         limits |= {key: getattr(m, key) for key in ("ge", "gt", "le", "lt") if hasattr(m, key)}
     if kind in (int, float):
         out = ["x", "''", "'1'", "true", "null", "[1]", "{a: 1}", ".nan", ".inf", "-.inf", "-" + DIGITS, "1,5", LONG]
-        out += ["1.5", "1e3", "1.0"] if kind is int else ["1e999", "1d3"]
+        out += ["1.5", "1e3", "1.0", "010", "1:30"] if kind is int else ["1e999", "1d3"]
         out += [DIGITS, "9" * 19] if kind is int else []
         low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
         out += [str(low - 1)] if low is not None else []
-        out += [str(high + 1)] if high is not None else []
+        out += [str(high + 1 if high < 1e15 else high * 10)] if high is not None else []
         out += [str(low)] * ("gt" in limits) + [str(high)] * ("lt" in limits)
         return out
     if kind is bool:
@@ -122,7 +122,8 @@ YAML = {
     "bell": "a\x07: 1", "utf-16": "steps: 17".encode("utf-16"), "utf-32": "steps: 17".encode("utf-32"),
     "latin": "model: café".encode("latin-1"), "binary": bytes(range(256)), "nulls": b"\0" * 999,
     "half utf": b"a: \xc3", "surrogate": b"a: \xed\xa0\x80", "digits": "steps: " + "1" * 9999,
-    "hexadecimal": "steps: 0x_", "octal": "steps: 0o9",
+    "hexadecimal": "steps: 0x_", "octal": "steps: 0o9", "old octal": "steps: 011",
+    "megabytes": "".join(f"a{i}: 1\n" for i in range(1_000_000)), "long name": "x" * 10**7 + ": 1",
     "sexagesimal": "steps: 1:90", "date": "steps: 2024-02-30", "unknown": "learnin_rate: 1", "case": "Steps: 17",
     "like itself": "like: nothing", "like a list": "like: [pocket/tiny]", "like null": "like:\n",
     "like number": "like: 1", "like a path": "like: ../../etc/passwd", "like a mapping": "like: {a: 1}",
@@ -132,22 +133,19 @@ YAML = {
     "emoji": "😀: 1", "right to left": "\u202esteps: 1", "crlf": "steps: x\r\neta: 1\r\n", "nel": "steps: 1\x85eta: 2"}
 STUDY = {"title": "a study", "question": "which?", "seeds": 1, "reference": "a",
          "arms": {"a": {}, "b": {"chunks": "whole"}}, "evaluation": {}}
-HOSTS = {"nodes": 2, "processes": 1, "rendezvous": "gpu-a:29500", "node": 0}
 
 
 def yaml_cases(folder: Path) -> dict[str, Case]:
-    "Texts that are no YAML, or none of ours: as settings, and as one of machines, study, base of a study and value."
+    "Texts that are no YAML, or none of ours: as settings, and as one of study, base of a study and value."
     out = {}
     for name, text in YAML.items():
         file = write(folder / "yaml" / f"{name.replace(' ', '-')}.yaml", text)
         out[f"settings {name}"] = Case(["plan", file, "--rate", "1"])
-        where = ("study", "hosts", "base", "value")[hash_of(name) % 4]
+        where = ("study", "base", "value")[hash_of(name) % 3]
         if where == "study":
             home = write(folder / "studies" / f"s-{file.stem}" / "study.yaml", text).parent
             write(home / "base.yaml", "like: pocket/tiny\n")
             out[f"study {name}"] = Case(["study", home, "--out", "new"])
-        elif where == "hosts":
-            out[f"hosts {name}"] = Case(["train", "pocket/tiny", "--out", "new", "--hosts", file])
         elif where == "base":
             whole = write(folder / "studies" / f"b-{file.stem}" / "study.yaml", json.dumps(STUDY)).parent
             write(whole / "base.yaml", text)
@@ -167,22 +165,17 @@ def field_edits(whole: dict, name: str, fine: tuple = ()) -> dict[str, dict]:
     return out | {f"without {name}": {k: v for k, v in whole.items() if k != name}}
 
 
-def hosts_cases(folder: Path) -> dict[str, Case]:
-    "Files of machines with one thing wrong."
-    found, out = {}, {}
-    fine = {"node": (0,), "nodes": ()}
-    for name in HOSTS:
-        found |= field_edits(HOSTS, name, fine.get(name, ()))
-    found |= {f"address {x!r}": HOSTS | {"rendezvous": x} for x in (
-        "gpu-a", ":1", "a:0", "a:65536", "a:-1", "a b:1", "a:1:2:3", "[::1:29500", "a:٣", "http://a:1", "a:1\n")}
-    found |= {"names": HOSTS | {"names": ["a", "b", "c"]}, "nobody": HOSTS | {"names": ["a", "b"]} | {"node": 2},
-              "name null": HOSTS | {"names": [None, "b"]}, "variable": HOSTS | {"rendezvous": "$NOT_SET_HERE:29500"},
-              "environment": HOSTS | {"environment": {"A": [1]}}, "environments": HOSTS | {"environment": ["A=1"]},
-              "more": HOSTS | {"hosts": 1}, "node too large": HOSTS | {"node": 7}}
-    for i, (name, values) in enumerate(found.items()):
-        file = write(folder / "hosts" / f"{i}.yaml", json.dumps(values))
-        out[f"hosts: {name}"] = Case(["train", "pocket/tiny", "--out", "new", "--hosts", file])
-    return out
+def machine_cases(folder: Path) -> dict[str, Case]:
+    "Machines with one thing wrong."
+    whole = {"--nodes": "2", "--processes": "1", "--rendezvous": "gpu-a:29500", "--node-rank": "0"}
+    found = {f"{name} {value!r}": whole | {name: value} for name in ("--nodes", "--processes", "--node-rank")
+             for value in ("", "x", "-1", "1.5", str(10**30), "2x") if (name, value) != ("--nodes", "1")}
+    found |= {f"address {x!r}": whole | {"--rendezvous": x} for x in (
+        "", "gpu-a", ":1", "a:0", "a:65536", "a:-1", "a b:1", "a:1:2:3", "[::1:29500", "a:٣", "http://a:1", "a:1\n",
+        LONG)}
+    start = ["train", "pocket/tiny", "--out", "new"]
+    return {f"machines: {name}": Case([*start, *(word for pair in given.items() for word in pair)])
+            for name, given in found.items()}
 
 
 def study_cases(folder: Path) -> dict[str, Case]:
@@ -397,7 +390,8 @@ OPTIONS = {  # command -> option -> texts that it does not take
     "plan pocket/tiny": {"--processes": [*NUMBERS, "0", "3"], "--rate": ["x", "nan", "inf", "-1", "-inf", "1e999", ""],
                          "--device": ["x", "H200x", " ", LONG, "\x1b"], "--share": ["0.5", "x"], "--run": ["nowhere"]},
     "plan pocket/tiny --device h200": {"--share": ["0", "-1", "1.1", "nan", "inf", "x"], "--rate": ["1"]},
-    "train pocket/tiny": {"--processes": [*NUMBERS, "0", "3", "4"], "--hosts": ["nowhere", ".", LONG, "loop"]},
+    "train pocket/tiny": {"--processes": [*NUMBERS, "0", "3", "4"], "--nodes": ["0", "2", "x"],
+                          "--max-restarts": ["-1", "x"]},
     "profile pocket/tiny": {"--prompts": [*NUMBERS, "0", "10001"], "--images": [*NUMBERS, "0", "10001"],
                             "--steps": ["1", "x", "10,x", "10001", ",", "1.5", "-3", DIGITS, "10;20", "٣"]},
     "speed": {"--prompts": [*NUMBERS, "0"], "--images": [*NUMBERS, "0", "1"], "--steps": [*NUMBERS, "0", "2"],
@@ -414,11 +408,10 @@ OPTIONS = {  # command -> option -> texts that it does not take
                                  "--max-pixels": [*NUMBERS, "0"], "--batch-wait-ms": ["nan", "inf", "-1", "x"]},
     "study explain": {"--processes": [*NUMBERS, "0", "10001"], "--seeds": ["x", "16", "-1", "1.5", DIGITS]},
 }
-PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "convert-detector", "reward-env",
-         "serve-reward", "plan --fast", "train --resume", "train pocket/tiny --resume", "reward-env nowhere",
+PLAIN = ["fly", "plan", "profile", "evaluate", "compare", "report", "study", "reward-env", "serve-reward",
+         "plan --fast", "train --resume", "train pocket/tiny --resume", "reward-env nowhere",
          "serve-reward nowhere", "serve-reward nowhere:f", "serve-reward os:nothing", "serve-reward a.b.c:d",
-         "convert-detector nowhere new", "convert-detector hollow new", "convert-detector file new",
-         "convert-detector file kept", "report nowhere more", "compare run nowhere", "plan pocket/tiny more",
+         "report nowhere more", "compare run nowhere", "plan pocket/tiny more",
          "evaluate run eta=1", "evaluate run more", "doctor more", "evaluate --images a=hollow", "--out", "--versio"]
 
 
@@ -484,7 +477,7 @@ def encodable(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-KINDS = {"settings": settings_cases, "yaml": yaml_cases, "hosts": hosts_cases, "studies": study_cases,
+KINDS = {"settings": settings_cases, "yaml": yaml_cases, "machines": machine_cases, "studies": study_cases,
          "prompts": prompts_cases, "models": model_cases, "runs": run_cases, "places": place_cases,
          "options": option_cases, "drawn": drawn_cases}
 

@@ -7,12 +7,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.training.iteration import refuse_silent_weights
+from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import ReplayContext, accumulate_gradients, build_update_batch, sample_chunks
+from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 SIDE, TOKENS = 64, 16
 PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]
@@ -36,7 +38,7 @@ def updates(model, accelerator):
     for _ in range(2):
         model.transformer.zero_grad()
         accumulate_gradients(
-            context, work, torch.tensor([1.0, -1.0]), 1.0, backward=accelerator.backward,
+            context, work, torch.tensor([1.0, -1.0]), Method(Settings(clip_range=1.0)), backward=accelerator.backward,
             sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module))
         refuse_silent_weights(model, accelerator.num_processes)
         found.append(torch.cat([p.grad.flatten() for p in model.trained]))

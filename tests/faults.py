@@ -32,7 +32,7 @@ REAL_OPEN = io.open
 class Step:
     "A file operation."
 
-    role: str  # the program: main, trainer, trial, drawing
+    role: str  # the program: main, trial, drawing
     number: int  # in its process
     op: str
     path: str  # under the folder that is watched

@@ -7,12 +7,11 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import children
 import faults
 import small_study
 from commands import environment, server
 from small_runs import metrics, trained
-
-from chunk_grpo.core.subprocesses import descendants, kill_processes
 
 TINY = {"resolution": 32, "eval_resolution": 32, "steps": 5, "chunks": "2,2", "iterations": 2, "images_per_prompt": 2,
         "prompts_per_iteration": 2, "eval_steps": 2, "hybrid_split": 1, "eval_every": 0, "eval_count": 2,
@@ -34,7 +33,7 @@ def call(words, root: Path, **plan) -> subprocess.CompletedProcess:
         child = begin(words, root, faults.Plan(str(root), **plan), files)
         child.join(600)
         if child.exitcode is None:
-            kill_processes(descendants(child.pid))
+            children.kill(children.descendants(child.pid))
             child.kill()
             raise AssertionError(f"no end: {words}")
         said, error = (Path(file).read_text() for file in files)

@@ -29,7 +29,15 @@ def write(folder):
         "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
     (folder / "base.yaml").write_text(json.dumps(base))
     (folder / "study.yaml").write_text(STUDY)
+    commit(folder)
     return folder
+
+
+def commit(folder):
+    "The folder's files in version control, as a plan must be."
+    who = ("-c", "user.name=a test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "--all"), (*who, "commit", "-q", "--allow-empty", "-m", "a plan")):
+        subprocess.run(["git", "-C", folder, *words], check=True)
 
 
 def rows(out):

@@ -10,7 +10,7 @@ from commands import run, start
 from stub_judge import serve
 
 from chunk_grpo.core.files import read_json, read_json_lines
-from chunk_grpo.evaluation import benchmark_images, benchmark_scores, dpg, evaluate
+from chunk_grpo.evaluation import benchmarks, dpg, evaluate
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +97,25 @@ def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
     (tmp_path / "few.jsonl").write_text(json.dumps(record) + "\n")
     said = run("evaluate", trained / "run", "--benchmark", "geneval", "--source", tmp_path / "few.jsonl", code=2)
     folder = trained / "run" / "benchmarks" / "geneval"
-    assert "detector" in said and "convert-detector" in said
-    assert not folder.exists(), "images were drawn before the detector was asked for"
+    assert "detector" in said and "convert_detector" in said
+    nowhere = ("--source", tmp_path / "few.jsonl", "--detector", tmp_path / "nowhere")
+    said = run("evaluate", trained / "run", "--benchmark", "geneval", *nowhere, code=2)
+    assert "`detector` must be a folder of weights" in said
+    assert not folder.exists(), "images were drawn before the detector was loaded"
 
 
 def test_arms_are_the_evaluations(trained):
     "A benchmark of the held-out prompts shows what the evaluation of the run shows."
     where = trained / "run"
-    s, arms = benchmark_images.prepare_benchmark(
-        where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ()
+    s, arms = benchmarks.prepare_benchmark(
+        where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ()
     )
     assert arms == evaluate.ode_arms(s)
     with pytest.raises(Exception, match="learning_rate"):
-        benchmark_images.prepare_benchmark(
-            where, benchmark_images.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]
+        benchmarks.prepare_benchmark(
+            where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]
         )
-    assert benchmark_scores.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
+    assert benchmarks.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 
 
 def test_dpg_asks_a_judge_about_a_runs_images(trained):

@@ -116,6 +116,7 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
     page = nbformat.read(ROOT / "nbs/13_cli/06_own_study.ipynb", as_version=4)
     lines = [line for cell in page.cells if cell.cell_type == "markdown" for line in commands_in(cell.source)]
     for line in lines:
+        small_study.commit(home)  # the plan, and what was tuned
         run(*shlex.split(line)[1:], cwd=tmp_path)
     tried, runs = tmp_path / "runs/studies/groups-tuning/trials", tmp_path / "runs/studies/groups"
     judged = [json.loads(file.read_text())["n_prompts"] for file in tried.glob("*/evaluation/summary.json")]

@@ -21,7 +21,7 @@ import chunk_grpo
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import settings
-from chunk_grpo.reporting import notebooks, reports
+from chunk_grpo.reporting import reports
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -158,7 +158,7 @@ def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
         assert answer.exit_code == 0, answer.output
     (name, out, plain), (_, chosen, values) = given
     assert (name, str(out), str(chosen)) == ("profile", "profile.html", "p.html")
-    known = notebooks.report_parameters("profile")
+    known = reports.report_parameters("profile")
     assert plain == {key: p["default"] for key, p in known.items()}  # without options the report's own defaults
     assert values == {"settings": "", "overrides": ["seed=4"], "run": "run", "prompts": 3, "images": 1,
                       "step_counts": [10, 50], "out": "p.json"}

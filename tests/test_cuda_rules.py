@@ -15,13 +15,13 @@ from chunk_grpo.models import policy, trainable
 from chunk_grpo.reward_serving import worker
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
+from chunk_grpo.training.callbacks import Callback
+from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import (
-    ReplayContext,
     accumulate_gradients,
     build_update_batch,
     ratio_floor,
-    sample_chunks,
 )
 
 EVERYTHING = ["eval_every=1", "eval_count=2", "checkpoint_every=1", "images_per_prompt=2", "prompts_per_iteration=2",
@@ -44,6 +44,13 @@ def small(tmp_path_factory):
     return write(tmp_path_factory.mktemp("small"))
 
 
+class OnCUDA(Callback):
+    "Looks where the run is."
+
+    def on_train_begin(self, state):
+        assert state.accelerator.device.type == "cuda"
+
+
 def train(folder, out, words, current):
     "Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."
     s = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
@@ -57,8 +64,7 @@ def train(folder, out, words, current):
 
         patch.setattr(rewards, "score_images", in_a_thread)
         AcceleratorState._reset_state(reset_partial_state=True)  # other tests of this process have a CPU
-        accelerator = trainer.train_run(s, out)
-        assert accelerator.device.type == "cuda"
+        trainer.train_run(s, out, [OnCUDA()])
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -87,7 +93,8 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
         chunks = chunks_from_setting("1,2", 3)
         work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
-        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), 1.0, beta=0.1)
+        method = Method(settings.Settings(clip_range=1.0, kl=0.1))
+        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), method)
 
 
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():

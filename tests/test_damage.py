@@ -223,7 +223,7 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_
 
 @pytest.mark.parametrize("change, words", [
     ({"run_id": "that"}, "was written by another run"), ({"settings": {"seed": 5}}, "`seed` must stay 0"),
-    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id`: input should be")])
+    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id` must be")])
 def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
@@ -342,18 +342,18 @@ def renamed(old, new):
 
 
 WRONG_SUMMARY = {
-    "no rewards": (renamed("rewards", "prizes"), "`rewards`: field required"),
+    "no rewards": (renamed("rewards", "prizes"), "`rewards` is missing"),
     "list": (lambda text: "[]", "holds a list"), "cut": (lambda text: text[:-20], "cannot be read"),
-    "no mean": (renamed("mean", "middle"), ".mean`: field required"),
-    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "valid number; got 'much'"),
-    "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got 'nan'"),
-    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts`: input should be")}
+    "no mean": (renamed("mean", "middle"), ".mean` is missing"),
+    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "number; got the text 'much'"),
+    "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got NaN"),
+    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts` must be")}
 WRONG_SCORES = {
-    "no arm": (renamed("arm", "leg"), "`arm`: field required"), "text": (lambda text: "x\n" + text, "line 1"),
+    "no arm": (renamed("arm", "leg"), "`arm` is missing"), "text": (lambda text: "x\n" + text, "line 1"),
     "list": (lambda text: "[1]\n" + text, "must be a JSON object"),
-    "no prompt": (renamed("prompt", "p"), "`prompt`: field"),
-    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "got 'much'"),
-    "index": (lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1), "`prompt_index`: input")}
+    "no prompt": (renamed("prompt", "p"), "`prompt` is missing"),
+    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "the text 'much'"),
+    "index": (lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1), "`prompt_index` must be")}
 
 
 @pytest.mark.parametrize(("name", "case"), [
@@ -373,8 +373,8 @@ def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ({}, "`part`: field required"), ({"part": ["base", 0], "records": []}, "`part`"),
-    ({"part": ["base", 0, 1], "records": [{"arm": "base"}]}, "`records.0.prompt_index`: field required")])
+    ({}, "`part` is missing"), ({"part": ["base", 0], "records": []}, "`part`"),
+    ({"part": ["base", 0, 1], "records": [{"arm": "base"}]}, "`records.0.prompt_index` is missing")])
 def test_a_damaged_part_of_an_evaluation_is_one_sentence(tmp_path, line, words):
     (tmp_path / "parts-1.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(InputError) as error:

@@ -103,7 +103,7 @@ def test_a_name_in_prose_is_a_link_where_it_is_clear_what_is_meant():
 
 
 def test_a_setting_is_not_taken_for_a_function():
-    table = docs.name_table([docs.PACKAGE / "method/objective.py", docs.PACKAGE / "core/run_fields.py"])
+    table = docs.name_table([docs.PACKAGE / "method/objective.py", docs.PACKAGE / "core/settings.py"])
     assert "clip_range" not in table and len(table["clipped_objective"]) == 1
     assert not docs.settings_fields() & {name for name in table if "." not in name}
 
@@ -112,6 +112,21 @@ def test_a_setting_is_not_taken_for_a_function():
     ("#| hide\nimport a", []), ("#| default_exp a.b", []), ("#| export\nx = 1", ["x = 1"]), ("x", ["x"])])
 def test_directives_are_obeyed_and_not_shown(source, shown):
     assert [cell.source for cell in docs.shown(nbformat.v4.new_code_cell(source))] == shown
+
+
+PICTURE = nbformat.v4.new_output("display_data", {"image/png": ""})
+
+
+@pytest.mark.parametrize("source, outputs, words", [
+    ("import torch\nfrom pathlib import Path", [], "Imports"), ("import torch\nprint(torch.ones(2))", [], None),
+    ("x = f(2)\nassert x == 4\ntest_eq(f(3), 9)", [], "Tests"), ("test_close(a, b)", [], "Tests"),
+    ("a = 1\nb = 2\nc = 3\nassert a < b", [], None), ("#| fold\nlong_table()", [], "Code"),
+    ("figure, axis = f()\n" + "axis.plot()\n" * 5, [PICTURE], "Code of the figure"), ("plot(x)", [PICTURE], None),
+    ("#| export\nimport torch", [], "Imports"), ("#| export\ndef f():\n    return 1", [], None)])
+def test_imports_tests_and_the_code_of_a_figure_are_folded(source, outputs, words):
+    (cell,) = docs.shown(nbformat.v4.new_code_cell(source, outputs=outputs))
+    assert ("hide-input" in cell.metadata.tags) == (words is not None)
+    assert cell.metadata.get("mystnb", {}).get("code_prompt_show") == words
 
 
 def test_output_in_markdown_is_a_part_of_the_page():
@@ -223,6 +238,60 @@ def test_pages_are_readable_without_a_network(browser_page, width):
         wide = browser_page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert wide[0] <= wide[1], f"{name} is wider than the screen"
     assert browser_page.wrong == []
+
+
+OUT_OF_SIGHT = r"""
+() => {
+  const cut = [], hidden = [], article = document.querySelector(".bd-article");
+  if (!article) return {cut, hidden, equations: 0, tables: 0};
+  const reach = (part) => {  // the right end of what can be seen or scrolled to
+    const right = part.getBoundingClientRect().right;
+    for (let box = part.parentElement; box && box !== article.parentElement; box = box.parentElement) {
+      const style = getComputedStyle(box).overflowX, edge = box.getBoundingClientRect().right;
+      if ((style === "auto" || style === "scroll") && box.scrollWidth > box.clientWidth) return "scrolls";
+      if (style !== "visible" && right > edge + 2) return "cut";
+    }
+    return right > document.documentElement.clientWidth + 1 ? "cut" : "seen";
+  };
+  let equations = 0, scrolls = 0, tables = 0;
+  for (const math of article.querySelectorAll("mjx-container")) {
+    if (!math.getBoundingClientRect().width) continue;
+    equations += 1;
+    const how = reach(math.querySelector("mjx-math"));
+    scrolls += how === "scrolls";
+    if (how === "cut") cut.push(math.parentElement.textContent.trim().slice(0, 40) || "math");
+  }
+  for (const table of article.querySelectorAll("table")) {
+    if (!table.getBoundingClientRect().width) continue;
+    tables += 1;
+    const cells = [...table.querySelectorAll("td, th")].filter((cell) => cell.getBoundingClientRect().width);
+    const allowed = table.querySelector("[colspan], [rowspan]") ? ["seen", "scrolls"] : ["seen"];
+    if (cells.some((cell) => !allowed.includes(reach(cell)))) hidden.push(table.textContent.trim().slice(0, 60));
+  }
+  return {cut, hidden, equations, scrolls, tables};
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_equation_is_cut_and_no_column_of_a_table_is_out_of_sight(browser_page, site, width):
+    "On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own."
+    browser_page.set_viewport_size({"width": width, "height": 900})
+    found, seen = {}, {"equations": 0, "scrolls": 0, "tables": 0}
+    for page in docs.pages():
+        name = str(page.relative_to(docs.BOOK).with_suffix(".html"))
+        browser_page.goto(browser_page.base + name)
+        browser_page.wait_for_function("document.documentElement.dataset.fitted")
+        answer = browser_page.evaluate(OUT_OF_SIGHT)
+        seen = {key: count + answer[key] for key, count in seen.items()}
+        if answer["cut"] or answer["hidden"]:
+            found[name] = answer["cut"] + answer["hidden"]
+        without = browser_page.locator(".bd-article img:not([alt]), .bd-article img[alt='']").count()
+        assert not without, f"{name}: {without} figures without words"
+    assert not found and seen["equations"] > 500 and seen["tables"] > 50
+    assert seen["scrolls"] < seen["equations"] * (0.01 if width == 1280 else 0.1)
 
 
 @pytest.mark.slow

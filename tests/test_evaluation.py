@@ -195,7 +195,7 @@ def test_a_part_that_was_cut_off_is_drawn_again(run):
 def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
     run = synthetic.write(tmp_path / "run", evaluated=False)  # its weights are missing
     with pytest.raises(typer.Exit) as ended:
-        main.finish_training(run, report=True)
+        main._finish_training(run, report=True)
     said = capsys.readouterr()
     assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
     assert "holds no trained weights" in said.err and f"go on with: chunk-grpo evaluate {run}" in said.err

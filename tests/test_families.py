@@ -11,18 +11,18 @@ from commands import run
 from diffusers import DiffusionPipeline
 
 from chunk_grpo import InputError
+from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
+from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_ode, sample_trajectories
 from chunk_grpo.training.update import (
-    ReplayContext,
     accumulate_gradients,
-    all_log_probs,
+    all_evidence,
     build_update_batch,
     ratio_floor,
-    sample_chunks,
 )
 
 NAMES = list(tiny_families.BUILDERS)
@@ -187,7 +187,7 @@ def test_ratio_is_one_before_the_first_update(family, scale):
     "The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."
     what, work = drawn(load(family[1], true_cfg_scale=scale))
     old = what.trajectories.logp[work.sample, work.index]
-    assert ratio_floor(all_log_probs(what, work), old, work) < 1e-5
+    assert ratio_floor(all_evidence(what, work, Method(Settings()))[0], old, work) < 1e-5
     assert old.std() > 0
 
 
@@ -204,12 +204,13 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     before = base.velocity(x, sigma, what.conditioning).detach()
     torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
 
-    old, advantage = all_log_probs(what, work), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    method = Method(Settings(clip_range=10.0))
+    old, advantage = all_evidence(what, work, method), torch.tensor([1.0, -1.0, -1.0, 1.0])
     optimizer = torch.optim.AdamW(model.trained, lr=1e-2 if rank else 1e-3)  # an adapter starts at nothing
-    first = accumulate_gradients(what, work, advantage, 10.0, old)
+    first = accumulate_gradients(what, work, advantage, method, old)
     optimizer.step()
     optimizer.zero_grad()
-    second = accumulate_gradients(what, work, advantage, 10.0, old)
+    second = accumulate_gradients(what, work, advantage, method, old)
     assert abs(first.objective) < 1e-6 and second.objective > 1e-4
 
     after = model.velocity(x, sigma, what.conditioning).detach()

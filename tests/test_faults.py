@@ -19,12 +19,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import children
 import faults
 import pytest
 import sessions
 from sessions import Session, begin, call, go_on
-
-from chunk_grpo.core.subprocesses import descendants, kill_processes, process_stat
 
 pytestmark = pytest.mark.timeout(1800)
 PROMISES = {
@@ -101,14 +100,14 @@ def test_steps_are_seen(tiny_training):
     "The log knows what a run writes: without it no fault could strike."
     ops = {step.op for step in tiny_training.steps}
     assert ops >= {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
-    assert {step.role for step in tiny_training.steps} == {"main", "trainer"} and len(tiny_training.places()) > 40
+    assert {step.role for step in tiny_training.steps} == {"main"} and len(tiny_training.places()) > 40
     named = {step.to or step.path for step in tiny_training.steps}
     assert {"run/run.json", "run/metrics.jsonl", "run/checkpoints/000002", "run/final"} <= named
 
 
 def test_a_few_faults_of_a_run(tiny_training, tmp_path):
     found = cases(tiny_training)
-    chosen = [next((step, kind) for step, kind in found if kind == wanted and step.role == "trainer" and part in
+    chosen = [next((step, kind) for step, kind in found if kind == wanted and part in
                    (step.to or step.path)) for wanted, part in (("half", "metrics.jsonl"), ("ENOSPC", "weights"))]
     renamed = [next(step for step in tiny_training.steps if step.op == "rename" and step.to == name) for name in
                ("run/checkpoints/000002", "run/run.json")]  # before the latter there is a folder and no run
@@ -151,13 +150,11 @@ def kill_after(delay: float, words, root: Path, files) -> bool:
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(child.pid, signal.SIGSTOP)  # so that it starts nothing more
-    left = descendants(child.pid)
+    left = children.descendants(child.pid)
     child.kill()
-    kill_processes(left)
+    children.kill(left)
     child.join()
-    end = time.monotonic() + 60
-    while any(map(process_stat, left)) and time.monotonic() < end:
-        time.sleep(0.01)
+    assert children.gone(left, 60)
     return True
 
 

@@ -1,14 +1,17 @@
 """What `from chunk_grpo import ...` offers: the right objects, for people and type checkers, without a heavy import."""
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import chunk_grpo
+from chunk_grpo.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,3 +87,18 @@ def test_type_checkers_see_every_name():
 def test_the_package_says_that_it_is_typed(package_files):
     assert "chunk_grpo/py.typed" in package_files
     assert any(name.endswith("reports/train.ipynb") for name in package_files), "the listing is the wheel's"
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", re.findall(r"^chunk-grpo (?:train|plan) ((?:paper|machines)/[^#\n]*)", README, re.M))
+def test_the_readmes_commands_for_gpus_fit_their_devices(words):
+    device = [] if "--device" in words else ["--device", "h100"]
+    answer = CliRunner().invoke(app, ["plan", *words.split(), *device])
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"^on \d+ x h\d+ +fits, ", answer.output, re.M), answer.output
+
+
+def test_the_readme_has_such_commands():
+    assert "chunk-grpo train paper/" in README and "chunk-grpo plan paper/" in README

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from chunk_grpo import InputError
-from chunk_grpo.evaluation import geneval, geneval_score
+from chunk_grpo.evaluation import geneval
+from chunk_grpo.evaluation.detector import DetectedObject
 from chunk_grpo.evaluation.geneval import COCO_CLASSES, GENEVAL_COLOURS, GENEVAL_TAGS
-from chunk_grpo.evaluation.geneval_detector import DetectedObject
 
 SEEN = """a photo of a bench|a photo of a cow|a photo of two clocks|a photo of a pink car|a photo of four benchs
 a photo of a dog right of a teddy bear|a photo of a purple wine glass and a black apple|a photo of two toothbrushs
@@ -77,7 +77,7 @@ def test_shipped_prompts_are_those_of_the_published_seed():
 def test_own_prompts_are_checked_line_by_line(tmp_path):
     good = json.dumps(geneval.read_geneval_prompts()[0])
     (tmp_path / "own.jsonl").write_text(f"{good}\n{{\n")
-    with pytest.raises(InputError, match="prompts: line 2 of .*own.jsonl is no JSON; one object a line is needed"):
+    with pytest.raises(InputError, match="one JSON object a line; line 2 of .*own.jsonl is none"):
         geneval.read_geneval_prompts(tmp_path / "own.jsonl")
     (tmp_path / "own.jsonl").write_text(f"{good}\n")
     assert geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]
@@ -137,14 +137,6 @@ def test_no_more_than_sixteen_objects_are_counted():
     )
 
 
-def test_overlapping_boxes_are_one_only_where_asked():
-    pair = [thing("dog", 0, 0, 0.9), thing("dog", 2, 2, 0.8), thing("cat", 0, 0, 0.7)]
-    assert {k: len(v) for k, v in geneval.select_objects(pair, "colors").items()} == {"cat": 1, "dog": 2}
-    shared = geneval.compute_iou(pair[0].box, pair[1].box)
-    for limit, left in [(shared, 1), (np.nextafter(shared, 1), 2)]:
-        assert len(geneval.select_objects(pair, "colors", geneval.GenEvalRule(nms_threshold=limit))["dog"]) == left
-
-
 def see(image):
     "A detector that reads what was drawn: (class, place) in the first pixels."
     rows = np.asarray(image)[0]
@@ -171,7 +163,7 @@ def drawn_folder(folder):
             for k, one in enumerate(found[n:]):
                 x, y = one.box[0] + 100, one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box])
                 image.putpixel((k, 0), (one.label, int(x), int(y)))
-            geneval_score.write_geneval_image(folder, p, n, record, image)
+            geneval.write_geneval_image(folder, p, n, record, image)
     return folder
 
 
@@ -186,8 +178,8 @@ def summary_script(path):
 
 def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    lines = geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
-    theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval_score.summarise_geneval(lines)
+    lines = geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval.summarise_geneval(lines)
     assert theirs["images"] == ours["images"] == 24 and theirs["prompts"] == ours["prompts"] == 12
     assert (
         theirs["tasks"]
@@ -206,14 +198,14 @@ KILLED = """
 import sys
 sys.path[:0] = sys.argv[3:]
 import test_geneval
-from chunk_grpo.evaluation.geneval_score import score_geneval_images
+from chunk_grpo.evaluation.geneval import score_geneval_images
 score_geneval_images(sys.argv[1], sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
 """
 
 
 def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    geneval_score.score_geneval_images(folder, tmp_path / "whole.jsonl", see, colours, "drawn")
+    geneval.score_geneval_images(folder, tmp_path / "whole.jsonl", see, colours, "drawn")
     killed = tmp_path / "killed.jsonl"
     here = Path(__file__).resolve().parent
     child = subprocess.Popen([sys.executable, "-c", KILLED, folder, killed, here, here.parent])
@@ -228,29 +220,28 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     with open(killed, "ab") as handle:
         handle.write(b'{"filename": "cut o')  # as if the kill had come while a line was written
     looked = []
-    geneval_score.score_geneval_images(folder, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
+    geneval.score_geneval_images(folder, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
     assert killed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(looked) == 24 - before
-    assert geneval_score.score_geneval_images(
+    assert geneval.score_geneval_images(
         folder, killed, None, None, "drawn"
-    ) == geneval_score.score_geneval_images(
+    ) == geneval.score_geneval_images(
         folder, tmp_path / "whole.jsonl", None, None, "drawn"
     )  # nothing is left to do
     with pytest.raises(InputError, match="verdicts by 'drawn', not by 'official: x'"):
-        geneval_score.score_geneval_images(folder, killed, see, colours, "official: x")
+        geneval.score_geneval_images(folder, killed, see, colours, "official: x")
 
 
 def test_more_images_of_a_prompt_can_be_added(tmp_path):
     folder = drawn_folder(tmp_path / "images")
-    geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
-    assert geneval_score.missing_geneval_images(folder, 12, samples=3) == [(p, 2) for p in range(12)]
-    geneval_score.write_geneval_image(
+    geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    geneval.write_geneval_image(
         folder, 5, 2, geneval.read_geneval_prompts()[250], Image.new("RGB", (32, 8), (255, 255, 255))
     )
-    lines = geneval_score.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    lines = geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
     assert len(lines) == 25 and lines[12]["filename"].endswith("00005/samples/00002.png")
     assert (
-        geneval_score.summarise_geneval(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25
+        geneval.summarise_geneval(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25
     )
 
 
@@ -260,6 +251,6 @@ def test_bootstrap_covers_the_truth():
         chances = rng.beta(1, 1, 60)  # true accuracy one half
         lines = [{"tag": "colors", "metadata": str(p), "correct": bool(rng.random() < c), "scorer": ""}
                  for p, c in enumerate(chances) for _ in range(4)]
-        task = geneval_score.summarise_geneval(lines, draws=400)["tasks"]["colors"]
+        task = geneval.summarise_geneval(lines, draws=400)["tasks"]["colors"]
         hit += task["lo"] <= 0.5 <= task["hi"]
     assert hit >= 50  # of 60 intervals of 95 %; fewer than 50 has a chance of 2e-4

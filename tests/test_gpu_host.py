@@ -13,7 +13,7 @@ from small_runs import SMALL
 from tiny_flux import build
 
 from chunk_grpo.core import settings
-from chunk_grpo.core.fields import parse_yaml
+from chunk_grpo.core.validation import parse_yaml
 from chunk_grpo.planning import model_cost, plan
 from chunk_grpo.runs import run_folder
 

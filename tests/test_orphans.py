@@ -2,73 +2,50 @@
 
 import subprocess
 import sys
-import time
 
+import children
+import psutil
 import pytest
-from commands import run
+from commands import command, environment, run
+from small_runs import wait_for, write
 
-from chunk_grpo.core.subprocesses import process_stat
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
-FAR = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); signal.pause()"
-STARTS = f"""import os, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {FAR!r}], start_new_session=True, stdout=subprocess.PIPE)
-child.stdout.readline()
-"""
-DEAF = """signal.signal(signal.SIGTERM, lambda number, frame: None)  # where the signal comes before the last line
-print(child.pid, flush=True)
+DEAF = """import signal, sys
+[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]
+print(flush=True)
 sum(range(10**13))  # never comes back to Python, which is where signals are looked at
-"""
-HASTY = """time.sleep(3)
-print(child.pid, flush=True)
-time.sleep(600)  # ends by the first signal
-"""
-TIDY = """import pathlib, signal, sys, time
-def end(number, frame):
-    time.sleep(2)
-    pathlib.Path(sys.argv[1]).write_text("written")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, end)
-print(0, flush=True)
-time.sleep(600)
 """
 PARENT = """import os, subprocess, sys
 from chunk_grpo.core.subprocesses import die_with_parent
-tie = die_with_parent(os.getpid(), float(sys.argv[1]))
-child = subprocess.Popen([sys.executable, "-c", *sys.argv[2:]], stdout=subprocess.PIPE, start_new_session=True,
-                         preexec_fn=tie)
-print(child.pid, int(child.stdout.readline()), flush=True)
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True,
+                         preexec_fn=die_with_parent(os.getpid()))
+child.stdout.readline()
+print(child.pid, flush=True)
 sys.stdin.read()
 """
 
 
-def left_behind(patience: float, *words) -> list[int]:
-    "A child and what it started, whose parent was killed."
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(patience), *map(str, words)], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    pids = [int(word) for word in parent.stdout.readline().split() if word != "0"]
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
+def test_a_child_that_hears_nothing_ends_with_its_parent():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, DEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
-    return pids
+    assert children.gone([child])
 
 
-def gone(pid: int, seconds: float = 120.0) -> bool:
-    "Whether a process ends in time."
-    end = time.monotonic() + seconds
-    while process_stat(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return process_stat(pid) is None
-
-
-@pytest.mark.parametrize("then", [DEAF, HASTY], ids=["stuck in native code", "ends at once"])
-def test_a_child_ends_after_its_parent_with_what_it_started(then):
-    pids = left_behind(1.0, STARTS + then)
-    assert len(pids) == 2 and all(gone(pid) for pid in pids)
-
-
-def test_a_child_that_hears_has_time_to_write(tmp_path):
-    (pid,) = left_behind(100.0, TIDY, tmp_path / "file")
-    assert gone(pid) and (tmp_path / "file").read_text() == "written"
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
+def test_the_processes_of_a_run_end_with_the_command(tmp_path):
+    "kill -9 of the command that started two of them: a crash that nobody can write down."
+    write(tmp_path, reward="tiny_rewards:slow_red")
+    out = tmp_path / "run"
+    child = subprocess.Popen(command("train", tmp_path / "s.yaml", "--out", out, "--processes", 2, "--no-report"),
+                             env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(out, 1, child)
+    workers = children.descendants(child.pid)
+    assert len(workers) >= 2
+    child.kill()
+    child.wait()
+    assert children.gone(workers)
 
 
 @pytest.mark.parametrize("foreign", [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"RANK": "1"}],

@@ -1,5 +1,6 @@
 """What is printed is for whoever looks: nobody there, a full disk or a narrow encoding ends no training."""
 
+import contextlib
 import errno
 import io
 import os
@@ -10,8 +11,8 @@ import pytest
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main, reports
-from chunk_grpo.core import output, settings
-from chunk_grpo.runs import launch, run_folder, runs
+from chunk_grpo.core import settings
+from chunk_grpo.runs import launch, run_folder
 
 
 @pytest.fixture
@@ -39,13 +40,13 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
     "Every iteration is printed, in signs that the stream lacks, and the run gets to its end."
     done = []
 
-    def train(s, out, on_log, **how):
+    def train(s, out, *rest, **how):
         for i in range(5):
             print(f"iteration {i}: 1 \u00b1 0.5 \u2192 2", flush=True)
             done.append(i)
         return out
 
-    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(launch, "train", train)
     monkeypatch.setattr(run_folder, "read_run_info", lambda run: {"seconds": 1.0})
     assert start(monkeypatch, "train", "pocket/tiny", "--out", tmp_path / "run", "--no-report") == 0
     assert done == [0, 1, 2, 3, 4]
@@ -55,13 +56,13 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
 def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with output.lasting_output():
+        with contextlib.redirect_stdout(main._lasting(sys.stdout)):
             print("one", flush=True)
             print("two", flush=True)
         monkeypatch.undo()
         with pytest.raises(OSError) as error:
             print("three", file=full, flush=True)
-        assert output.describe_error(error.value) == (1, "the output cannot be written (No space left on device)")
+        assert main.describe_error(error.value) == (1, "the output cannot be written (No space left on device)")
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is closed with what is left in it
 
 
@@ -79,13 +80,9 @@ def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
     assert seen == [signal.SIG_DFL] and signal.getsignal(signal.SIGPIPE) == before
 
 
-def test_the_log_of_a_training_is_utf8(monkeypatch, tmp_path):
-    "Whatever the terminal's encoding; else the first sign that it lacks ends the training."
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    (tmp_path / "speaks.py").write_text("print('1 \\u00b1 0.5 \\u2192 2')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert launch.start_training(tmp_path, program="speaks").wait(60) == 0
-    assert (tmp_path / "train.log").read_text(encoding="utf-8") == "1 \u00b1 0.5 \u2192 2\n"
+def test_a_line_that_cannot_be_printed_ends_no_training(tmp_path, nobody):
+    "A script that calls `train` has no command line that looks after its output."
+    launch.print_progress({"iteration": 1, "reward_mean": 0.5, "reward_se": 0.1}, settings.load_settings("pocket/tiny"))
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -96,7 +93,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error
     def train(*_, **__):
         raise error
 
-    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(launch, "train", train)
     assert start(monkeypatch, "train", "pocket/tiny", "--out", tmp_path / "run") == code
     said = capfd.readouterr().err.strip()
     assert said == f"interrupted; go on with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"

@@ -21,7 +21,7 @@ from chunk_grpo.cli import main
 from chunk_grpo.core import machine, settings
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.planning import model_cost, plan
-from chunk_grpo.runs import runs
+from chunk_grpo.runs import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS = ("study.yaml", "base.yaml", "tuned.yaml")  # parts of studies; machines stand in runs/hosts
@@ -347,13 +347,13 @@ def test_a_plan_is_of_as_many_processes_as_a_run_would_have(two_cores):
     (["pocket/tiny", "--resume"], 2, 2), (["pocket/demo", "--resume", "--processes", "4"], 1, 4)])
 def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, two_cores, monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(runs, "train", lambda s, out, **how: seen.update(how) or out)
-    monkeypatch.setattr(main, "finish_training", lambda run, report: None)
+    monkeypatch.setattr(launch, "train", lambda s, out, resume, n, *rest, **how: seen.update(n=n) or out)
+    monkeypatch.setattr(main, "_finish_training", lambda run, report: None)
     if before:
         (tmp_path / "run.json").write_text(json.dumps({"processes": before}))
     answer = CliRunner().invoke(main.app, ["train", *words, "--out", str(tmp_path)])
     assert answer.exit_code == 0, answer.output
-    assert seen["processes"] == wanted
+    assert seen["n"] == wanted
 
 
 def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-import psutil
+import children
 import pytest
 import torch
 from commands import call, command, environment, run
@@ -78,17 +78,15 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
         command(*words, "--processes", before), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
-    family, dead = psutil.Process(child.pid).children(recursive=True), before - 1
-    (rank,) = [
-        p for p in family if "chunk_grpo.training.trainer" in p.cmdline() and p.environ().get("RANK") == str(dead)
-    ]
+    family, dead = children.descendants(child.pid), before - 1
+    (rank,) = [p for p in family if "chunk_grpo.runs.launch" in p.cmdline() and p.environ().get("RANK") == str(dead)]
     rank.send_signal(signal.SIGKILL)
     said = child.communicate(timeout=120)[1].decode()
     why = f"rank {dead} was killed by SIGKILL"
     assert child.returncode == 1 and f"training stopped in {out}: {why}; the log is" in said
     note = json.loads((out / "run.json").read_text())
     assert (note["status"], note["error"], note["processes"]) == ("failed", why, before)
-    assert not psutil.wait_procs(family, timeout=10)[1], "a process is left"
+    assert children.gone(family), "a process is left"
     run(*words, "--processes", after, "--resume")
     for file in (out / "metrics.jsonl", out / "run.json"):
         file.write_text(file.read_text().replace("slow_red", "red"))

@@ -19,16 +19,29 @@ def code_of(recipe: str) -> str:
     return code
 
 
-def test_there_are_four():
-    assert list(RECIPES) == ["Add a reward", "Add a family", "Add a chunker", "Change the clip"]
+FILES = {"Add a method": "my_method.py", "Change an axis": "my_credit.py", "Add a chunker": "my_chunks.py",
+         "Change the clip": "my_clip.py"}
 
 
-@pytest.mark.parametrize("recipe", ["Add a family", "Add a chunker", "Change the clip"])
-def test_code_of_a_recipe_runs(recipe, tmp_path):
-    done = call_python(code_of(recipe), tmp_path)
+def test_there_are_six():
+    assert list(RECIPES) == ["Add a reward", "Add a family", *FILES]
+
+
+def test_a_new_family_runs(tmp_path):
+    done = call_python(code_of("Add a family"), tmp_path)
     assert done.returncode == 0, done.stderr
-    if recipe == "Add a chunker":
-        assert f"chunks={done.stdout.strip()}`" in RECIPES[recipe]
+
+
+@pytest.mark.parametrize("recipe", FILES)
+def test_a_file_beside_the_package_is_trained_with(recipe, tmp_path):
+    "Found in the working directory; the run names it from the root, so that it is found again from anywhere."
+    code = code_of(recipe)
+    (tmp_path / FILES[recipe]).write_text(code)
+    assert len(code.splitlines()) <= 60
+    (words,) = re.findall(r"^ +chunk-grpo (train .+)$", RECIPES[recipe], flags=re.MULTILINE)
+    few = ["iterations=1", "eval_every=0", "eval_count=1"]
+    run(*words.split(), *few, "--out", tmp_path / "run", "--no-report", cwd=tmp_path)
+    assert str(tmp_path / FILES[recipe]) in (tmp_path / "run/run.json").read_text()
 
 
 def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):

@@ -6,10 +6,11 @@ import psutil
 import pytest
 from tiny_flux import build
 
+from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
 from chunk_grpo.rewards import rewards
-from chunk_grpo.training import trainer
+from chunk_grpo.runs import launch
 
 POCKET = {
     "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:test", "resolution": 64,
@@ -28,18 +29,18 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def no_child_left():
-    "Ends the workers of runs that failed: their process would have ended with the run."
+    "A run ends the workers of its rewards, however it ends."
     yield
-    for child in psutil.Process().children(recursive=True):
-        if "program.py" in " ".join(child.cmdline()):
-            child.kill()
+    there = psutil.Process().children(recursive=True)
+    assert not [child for child in there if "program.py" in " ".join(child.cmdline())]
 
 
-def train(folder, chosen: dict) -> int:  # exit code
+def train(folder, chosen: dict) -> None:
     "Train in this process what a run folder asks for, or go on with it."
     if not folder.exists():
-        write_json(folder / "run.json", {"settings": settings.Settings(**chosen).model_dump(mode="json")})
-    return trainer.main([str(folder)])
+        s = settings.Settings(**chosen)
+        write_json(folder / "run.json", {"status": "created", "settings": s.model_dump(mode="json")})
+    launch.train_folder(folder)
 
 
 def metrics(folder) -> list[dict]:
@@ -58,42 +59,40 @@ def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     pytest.importorskip("fastapi")
     from chunk_grpo.reward_serving import server
     near, far = tmp_path / "near", tmp_path / "far"
-    assert train(near, POCKET) == 0
+    train(near, POCKET)
     with server.serve_in_thread(
         server.create_scoring_app("pocket-geneval", rewards.load_reward("pocket-geneval"))
     ) as url:
         options = {"pocket-clip": {"worker": True}, "pocket-geneval": {"url": url}}
-        assert train(far, POCKET | {"reward_options": options}) == 0
+        train(far, POCKET | {"reward_options": options})
     assert len(metrics(near)) == 3 and {"eval_pocket-clip", "eval_pocket-geneval"} <= metrics(near)[-1].keys()
     assert metrics(far) == metrics(near)
     assert weights(far) == weights(near) != {}
 
 
-def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch, capfd):
-    "Once dead or hanging: training goes on. Not a number, or gone for good: exit 2 in words, and the run is resumed."
+def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch):
+    "Once dead or hanging: training goes on. Not a number, or gone for good: one sentence, and the run is resumed."
     build(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
     prompts = str(tmp_path / "prompts.txt")
     here, there, faults = tmp_path / "here", tmp_path / "there", tmp_path / "faults"
     chosen = TINY | {"model": str(tmp_path / "model"), "prompts": prompts, "eval_prompts": prompts}
-    assert train(here, chosen | {"reward": "tiny_rewards:red"}) == 0
+    train(here, chosen | {"reward": "tiny_rewards:red"})
 
     monkeypatch.setenv("FAULTS", str(faults))
     options = {"worker": True, "timeout": 5, "retries": 1, "pause": 0.01}
     chosen |= {"reward": "tiny_rewards:faulty", "reward_options": {"tiny_rewards:faulty": options}}
     faults.write_text("none\ndie\nnone\nhang\nnan")  # the base, the first iteration and its repetition, the second
-    assert train(there, chosen) == 2
-    said = capfd.readouterr().err
-    assert "tiny_rewards:faulty returned nan for the prompt" in said and "Traceback" not in said
+    with pytest.raises(InputError, match="tiny_rewards:faulty returned nan for the prompt"):
+        train(there, chosen)
     assert [line["iteration"] for line in metrics(there)] == [0, 1]
 
     faults.write_text("die\ndie")
-    assert train(there, chosen) == 2
-    said = capfd.readouterr().err
-    assert "the worker of tiny_rewards:faulty stayed away after 2 tries" in said and "can be resumed" in said
+    with pytest.raises(InputError, match="the worker of tiny_rewards:faulty stayed away after 2 tries.*can be resumed"):
+        train(there, chosen)
     assert [line["iteration"] for line in metrics(there)] == [0, 1]
 
-    assert train(there, chosen) == 0
+    train(there, chosen)
     renamed = json.loads(json.dumps(metrics(there)).replace("tiny_rewards:faulty", "tiny_rewards:red"))
     assert renamed == metrics(here)
     assert weights(there) == weights(here) != {}

@@ -1,4 +1,4 @@
-"""Run folders, the training process and reports: what a lesson should not carry."""
+"""Run folders, training to its end and reports: what a lesson should not carry."""
 
 import json
 import os
@@ -15,24 +15,15 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 import synthetic
+import torch
 
 from chunk_grpo import InputError
-from chunk_grpo.core import run_files
+from chunk_grpo.core import files
 from chunk_grpo.core import settings as setting
-from chunk_grpo.core.subprocesses import terminate_process_group
-from chunk_grpo.reporting import notebooks
+from chunk_grpo.core.files import append_json_line
+from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
-from chunk_grpo.runs import launch, run_folder, runs
-
-HEAD = "import json, os, pathlib, signal, sys, time\nrun = pathlib.Path(sys.argv[1])\n"
-NOTE = """
-def note(**x):
-    if x["status"] == "finished":
-        (run / "final").mkdir(exist_ok=True)
-        (run / "final" / "weights.safetensors").touch()
-    (run / "new").write_text(json.dumps({**json.loads((run / "run.json").read_text()), **x}))
-    os.replace(run / "new", run / "run.json")
-"""
+from chunk_grpo.runs import launch, run_folder
 
 
 @pytest.fixture
@@ -71,37 +62,49 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
 
 @pytest.fixture
 def trainer(monkeypatch):
-    "Puts a few lines of Python in the place of the trainer."
-    def put(code: str):
-        words = [sys.executable, "-c", HEAD + NOTE + code]
-        monkeypatch.setattr(launch, "training_command", lambda run, *_: [*words, str(run)])
+    "Puts a function of the run folder in the place of the loop; it may say something."
+    def put(act):
+        def train_run(s, run, callbacks, say):
+            act(run, say)
+            (run / "final").mkdir(exist_ok=True)
+            (run / "final" / "weights.safetensors").touch()
+            state = SimpleNamespace(run=run, s=s, accelerator=SimpleNamespace(is_main_process=True))
+            for callback in callbacks:
+                for line in run_folder.read_metrics_lines(run):
+                    callback.on_log(state, line)
+                callback.on_train_end(state)
+        monkeypatch.setattr(launch, "train_run", train_run)
     return put
 
 
-LINES = """
-note(status='running')
-for i in range(4):
-    with open(run / 'metrics.jsonl', 'a') as log: log.write(json.dumps({'iteration': i}) + '\\n')
-    time.sleep(0.05)
-note(status='finished')
-"""
+def four_lines(run, say):
+    "A run that goes well."
+    for i in range(4):
+        append_json_line(run / "metrics.jsonl", {"iteration": i})
+
+
+def raises(error):
+    "A run that ends with an error at once."
+    def act(run, say):
+        raise error
+    return act
 
 
 def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):
-    trainer(LINES)
+    trainer(four_lines)
     seen, out = [], tmp_path / "run"
-    assert runs.train(settings, out, on_log=lambda line, s: seen.append(line["iteration"])) == out
+    assert launch.train(settings, out, callbacks=[lambda line, s: seen.append(line["iteration"])]) == out
     assert seen == [0, 1, 2, 3]
     note = run_folder.read_run_info(out)
     assert note["status"] == "finished" and run_folder.read_run_settings(out) == settings
     assert {"versions", "git_commit", "machine", "model_sha256", "prompts_sha256", "processes"} <= note.keys()
-    trainer("sys.exit(1)")  # would fail, but nothing is left to do
-    assert runs.train(settings, out, resume=True) == out
+    trainer(raises(ValueError))  # would fail, but nothing is left to do
+    assert launch.train(settings, out, resume=True) == out
     with pytest.raises(InputError, match="`out` must be a new folder"):
-        runs.train(settings, out)
+        launch.train(settings, out)
 
 
-def test_numbered_folders_in_the_working_directory(settings, trainer, tmp_path, monkeypatch):
+def test_numbered_folders_in_the_working_directory(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = [run_folder.create_run(settings, name="pocket-tiny").relative_to(tmp_path) for _ in range(2)]
     assert names == [Path("runs/pocket-tiny-001"), Path("runs/pocket-tiny-002")]
@@ -147,12 +150,12 @@ def test_an_empty_folder_is_worked_in_and_stays(settings, trainer, tmp_path, mon
     (tmp_path / "own").mkdir(mode=0o750)
     monkeypatch.chdir(tmp_path / "own")
     before = held(tmp_path / "own")
-    trainer("print('`reward` must be finite', file=sys.stderr); sys.exit(2)")
+    trainer(raises(InputError("`reward` must be finite")))
     with pytest.raises(InputError, match="must be finite"):
-        runs.train(settings, ".")
+        launch.train(settings, ".")
     assert held(tmp_path / "own") == before
-    trainer(LINES)
-    assert runs.train(settings, ".") == tmp_path / "own"
+    trainer(four_lines)
+    assert launch.train(settings, ".") == tmp_path / "own"
     assert held(tmp_path / "own")[:2] == before[:2] and run_folder.read_run_info(".")["status"] == "finished"
 
 
@@ -168,9 +171,13 @@ def test_a_mounted_empty_folder_is_a_run_folder(settings, tmp_path):
 
 
 def test_what_a_user_put_into_a_refused_run_stays(settings, trainer, tmp_path):
-    trainer("(run / 'thesis.tex').write_text('dear'); sys.exit(2)")
+    def act(run, say):
+        (run / "thesis.tex").write_text("dear")
+        raise InputError("`reward` must be finite")
+
+    trainer(act)
     with pytest.raises(InputError):
-        runs.train(settings, tmp_path / "run")
+        launch.train(settings, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
@@ -208,38 +215,33 @@ def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(settings, trainer, t
         path.with_name(f".{path.name}.{2**22 + 1}.part").write_text("{")  # a number that no process has
         raise Killed
 
-    trainer(LINES)
+    trainer(four_lines)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(run_folder, "write_json", stop)
-        runs.train(settings, tmp_path / "run")
+        launch.train(settings, tmp_path / "run")
     assert len(list((tmp_path / "run").iterdir())) == 2
     with pytest.raises(InputError, match="`out` must hold the run to resume; in .* there is none"):
-        runs.train(settings, tmp_path / "run", resume=True)
-    assert run_folder.read_run_info(runs.train(settings, tmp_path / "run"))["status"] == "finished"
+        launch.train(settings, tmp_path / "run", resume=True)
+    assert run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
     assert not list((tmp_path / "run").glob(".*"))
 
 
-@pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)", "note(status='running')", "print('done')",
-                                  "note(status='finished'); (run / 'final' / 'weights.safetensors').unlink()"])
-def test_an_end_without_a_complaint_is_no_success(settings, trainer, tmp_path, code):
-    "Exit status 0 counts only where the run says that it is finished and its weights are there."
-    trainer(code)
-    with pytest.raises(launch.TrainingFailed, match="exit status 0 before the run was finished"):
-        runs.train(settings, tmp_path / "run")
-    assert run_folder.read_run_info(tmp_path / "run")["status"] == "failed"
+def test_warnings_of_the_log_are_shown_too(settings, trainer, tmp_path, capsys):
+    def act(run, say):
+        say("warning: the checkpoint is damaged")
+        say("base")
 
-
-def test_warnings_of_the_log_are_seen(settings, trainer, tmp_path, capsys):
-    trainer("print('warning: the checkpoint is damaged'); print('base');" + LINES)
-    runs.train(settings, tmp_path / "run")
+    trainer(act)
+    launch.train(settings, tmp_path / "run")
     assert capsys.readouterr().err == "warning: the checkpoint is damaged\n"
+    assert (tmp_path / "run" / "train.log").read_text() == "warning: the checkpoint is damaged\nbase\n"
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[]", "it holds a list"), ("{}", "has no `settings`"), ("\xff", "cannot be read"),
-    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "has no `settings`"),
-    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status`: input should be"),
-    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings`: input should be")])
+    ("[]", "it holds a list"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
+    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
+    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status` must be"),
+    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` must be")])
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")
     (out / "run.json").write_text(text, encoding="latin-1")
@@ -248,7 +250,7 @@ def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("damage, words", [("{}", "no `settings`"), ("[]", "damaged"), ("", "damaged")])
+@pytest.mark.parametrize("damage, words", [("{}", "`settings`"), ("[]", "damaged"), ("", "damaged")])
 def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -270,98 +272,115 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
         assert not (tmp_path / "run").exists()
 
 
+def fails_later(error):
+    "A run that ends with an error after its first lines."
+    def act(run, say):
+        four_lines(run, say)
+        raise error
+    return act
+
+
 def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, tmp_path):
-    trainer("print('starting'); print('`reward` must be finite; got nan', file=sys.stderr); sys.exit(2)")
+    trainer(raises(InputError("`reward` must be finite; got nan")))
     with pytest.raises(InputError, match="^`reward` must be finite; got nan$"):
-        runs.train(settings, tmp_path / "run")
+        launch.train(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    trainer(LINES.replace("note(status='finished')", "raise MemoryError('too large')"))
-    with pytest.raises(launch.TrainingFailed, match="MemoryError: too large; the log is .*train.log"):
-        runs.train(settings, tmp_path / "run")
+    trainer(fails_later(MemoryError("too large")))
+    with pytest.raises(launch.TrainingFailed, match="MemoryError: too large; the log is .*train.log") as failed:
+        launch.train(settings, tmp_path / "run")
+    assert isinstance(failed.value.__cause__, MemoryError), "the original error, for a debugger"
     note = run_folder.read_run_info(tmp_path / "run")
     assert (note["status"], note["error"]) == ("failed", "MemoryError: too large")
-    trainer("note(status='finished')")
-    runs.train(settings, tmp_path / "run", resume=True)
+    assert "Traceback" in (tmp_path / "run" / "train.log").read_text()
+    trainer(four_lines)
+    launch.train(settings, tmp_path / "run", resume=True)
     assert run_folder.read_run_info(tmp_path / "run")["status"] == "finished"
 
 
-def test_a_killed_trainer_is_named(settings, trainer, tmp_path):
-    trainer("note(status='running'); os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(launch.TrainingFailed, match="it was killed by SIGKILL"):
-        runs.train(settings, tmp_path / "run")
+def test_a_reward_that_ends_the_program_is_a_failure(settings, trainer, tmp_path):
+    trainer(raises(SystemExit(0)))
+    with pytest.raises(launch.TrainingFailed, match=r"not finished, but sys.exit\(0\) was called, as by a reward"):
+        launch.train(settings, tmp_path / "run")
+    assert run_folder.read_run_info(tmp_path / "run")["status"] == "failed"
+
+
+def test_an_error_after_the_end_costs_nothing(settings, trainer, tmp_path, monkeypatch):
+    "As when a connection cannot be closed."
+    trainer(four_lines)
+    whole = launch.train_run
+
+    def late(*given):
+        whole(*given)
+        raise RuntimeError("broken pipe")
+
+    monkeypatch.setattr(launch, "train_run", late)
+    assert run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "LOCK_PATIENCE", 0.2)
-    out = run_folder.create_run(settings, tmp_path / "run")
-    trainer("time.sleep(60)")
-    child = launch.start_training(out)
-    try:
-        with pytest.raises(InputError, match="is being trained by another process"):
-            runs.train(settings, out, resume=True)
-    finally:
-        terminate_process_group(child)
-    assert not run_folder.is_training(out)
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.2)
+    again = []
+
+    def act(run, say):
+        assert run_folder.is_training(run)
+        with pytest.raises(InputError, match="is being trained by another process") as refused:
+            launch.train(settings, run, resume=True)
+        again.append(refused)
+        four_lines(run, say)
+
+    trainer(act)
+    out = launch.train(settings, tmp_path / "run")
+    assert again and run_folder.read_run_info(out)["status"] == "finished" and not run_folder.is_training(out)
 
 
 def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer, tmp_path):
     "A process that was killed keeps the log's lock until its memory is given back; a second one waits for that."
     out = run_folder.create_run(settings, tmp_path / "run")
-    trainer(LINES)
-    dying = subprocess.Popen(["sleep", "1"], stdout=(log := run_files.lock_log(out / "train.log")))
+    trainer(four_lines)
+    dying = subprocess.Popen(["sleep", "1"], stdout=(log := files.lock_log(out / "train.log")))
     log.close()
-    assert run_folder.read_run_info(runs.train(settings, out, resume=True))["status"] == "finished"
+    assert run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
     assert dying.wait() == 0
-
-
-PARENT = """
-import sys
-from chunk_grpo.runs import launch, runs
-launch.training_command = lambda run, *_: [sys.executable, "-c", {child!r}, str(run)]
-runs.create_run = lambda s, out, *rest: out
-class S: iterations = 3
-runs.train(S, __import__("pathlib").Path({out!r}))
-"""
-CHILD = HEAD + "(run / 'pid').write_text(str(os.getpid())); time.sleep(60)"
-
-
-def alive(pid: int) -> bool:
-    "Whether a process runs; one that only waits to be collected does not."
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the tie between parent and child is Linux's")
-def test_the_trainer_dies_with_its_parent(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "error": None}))
-    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(child=CHILD, out=str(tmp_path))],
-                              stderr=subprocess.DEVNULL, start_new_session=True)
-    pid_file, until = tmp_path / "pid", time.monotonic() + 60
-    while not (pid_file.is_file() and pid_file.read_text()) and time.monotonic() < until:
-        time.sleep(0.05)
-    pid = int(pid_file.read_text())
-    assert alive(pid)
-    parent.kill()
-    parent.wait(30)
-    until = time.monotonic() + 15
-    while alive(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(pid)
-    assert run_folder.read_run_info(tmp_path)["status"] == "interrupted"
 
 
 @pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number, raised):
-    trainer("note(status='running'); (run / 'pid').write_text(str(os.getpid())); "
-            f"os.kill(os.getppid(), {int(number)}); time.sleep(60)")
+    def act(run, say):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    trainer(act)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(raised):
-        runs.train(settings, tmp_path / "run")
+        launch.train(settings, tmp_path / "run")
     assert run_folder.read_run_info(tmp_path / "run")["status"] == "interrupted"
-    assert not alive(int((tmp_path / "run" / "pid").read_text()))
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_killed_run_reads_interrupted(settings, trainer, tmp_path):
+    "Nobody is left to write it down; the lock that nobody holds tells."
+    code = ("import os, pathlib, sys\nfrom chunk_grpo.runs import launch\n"
+            "launch.train_run = lambda *_: os.kill(os.getpid(), 9)\n"
+            "launch.train_folder(pathlib.Path(sys.argv[1]))\n")
+    out = run_folder.create_run(settings, tmp_path / "run")
+    assert subprocess.run([sys.executable, "-c", code, str(out)]).returncode == -signal.SIGKILL
+    assert json.loads((out / "run.json").read_text())["status"] == "running"
+    assert run_folder.read_run_info(out)["status"] == "interrupted"
+    trainer(four_lines)
+    assert run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
+
+
+def test_the_caller_gets_its_threads_back(settings, trainer, tmp_path):
+    before = torch.get_num_threads()
+    trainer(lambda run, say: torch.set_num_threads(before + 1))
+    launch.train(settings, tmp_path / "run")
+    assert torch.get_num_threads() == before
+
+
+def test_callbacks_and_several_processes_exclude_each_other(settings, tmp_path):
+    with pytest.raises(InputError, match="`callbacks` must be left out with several processes"):
+        launch.train(settings, tmp_path / "run", processes=2, callbacks=[print])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("values, words", [
@@ -372,14 +391,14 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
 ])
 def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
     with pytest.raises(InputError, match=re.escape(words)):
-        notebooks.execute_report("train", tmp_path / "out.ipynb", **values)
+        reports.execute_report("train", tmp_path / "out.ipynb", **values)
     assert not list(tmp_path.iterdir())
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert notebooks.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
-    for name in notebooks.list_reports():
-        cells = nbformat.read(notebooks.find_report_notebook(name), 4).cells
+    assert reports.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
+    for name in reports.list_reports():
+        cells = nbformat.read(reports.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
         assert not any(cell.get("outputs") for cell in cells)
 
@@ -438,13 +457,3 @@ def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
     assert (table.transitions == 45 * 1152).all() and (table.lo < table.delta).all() and (table.delta < table.hi).all()
     with pytest.raises(InputError, match="must be evaluated"):
         compare_runs([a, synthetic.write(tmp_path / "d", evaluated=False)])
-
-
-def test_the_environment_of_the_trainer_is_the_parents(settings, trainer, tmp_path):
-    trainer("print(os.environ['CHUNK_GRPO_TEST'], os.getcwd()); note(status='finished')")
-    os.environ["CHUNK_GRPO_TEST"] = "here"
-    try:
-        runs.train(settings, tmp_path / "run")
-    finally:
-        del os.environ["CHUNK_GRPO_TEST"]
-    assert (tmp_path / "run" / "train.log").read_text() == f"here {os.getcwd()}\n"

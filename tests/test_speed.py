@@ -21,8 +21,9 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.training.iteration import measure_ratio_floor
+from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import ReplayContext, accumulate_gradients, build_update_batch
+from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
@@ -161,13 +162,14 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     given = pair[0].encode(["a red star"])
     paths = sample_trajectories(pair[0], given, row, keys, Sampler(grid), batch=4)
     chosen = torch.tensor([[0], [1], [1], [1]])
+    method = Method(settings.Settings(clip_range=1e-3))
     work = build_update_batch(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
     assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert measure_ratio_floor(ReplayContext(pair[1], given, paths), work)[0] == 0.0
+    assert measure_ratio_floor(ReplayContext(pair[1], given, paths), work, method)[0] == 0.0
     gradients, advantage = [], torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:
-        accumulate_gradients(ReplayContext(policy, given, paths), work, advantage, 1e-3)
+        accumulate_gradients(ReplayContext(policy, given, paths), work, advantage, method)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before  # nothing was compiled again

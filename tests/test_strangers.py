@@ -17,7 +17,7 @@ from PIL import Image
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.reporting import comparisons, figures, notebooks
+from chunk_grpo.reporting import comparisons, figures, reports
 from chunk_grpo.reporting.figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
@@ -81,7 +81,7 @@ def watched(run: Path, *words):
     watch = run.parent / "watch"
     log = watch / "log"
     log.write_text("")
-    path = os.pathsep.join(map(str, (watch, Path(notebooks.__file__).parents[2], Path(__file__).parent)))
+    path = os.pathsep.join(map(str, (watch, Path(reports.__file__).parents[2], Path(__file__).parent)))
     program = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
     env = environment(A_SECRET="s3cret", WATCH_LOG=log, CHUNK_GRPO_CACHE=run.parent / "cache") | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-P", "-c", program, *map(str, words)], cwd=run, env=env,
@@ -237,7 +237,7 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
     assert not [file for file in run.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.parametrize("name", notebooks.list_reports())
+@pytest.mark.parametrize("name", reports.list_reports())
 def test_the_page_of_a_report_shows_no_formula(name):
-    book = json.loads(notebooks.find_report_notebook(name).read_text())
+    book = json.loads(reports.find_report_notebook(name).read_text())
     assert not [cell for cell in book["cells"] if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]

@@ -9,7 +9,9 @@ import small_study
 from commands import call, run, start
 from small_study import STUDY, begin, rows, trainers, wait_for
 
-from chunk_grpo.studies import design, scheduler
+from chunk_grpo import InputError
+from chunk_grpo.core.files import write_json
+from chunk_grpo.studies import claims, design, scheduler, tuning
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +121,119 @@ def test_shipped_studies_are_sound(name):
     given = design.load_study(name)
     assert given.seeds >= (5 if name in ("explain", "chunk-setting") else 3)
     assert len(design.expand_trials(name)) == given.seeds * len(given.arms)
+
+
+class Instant:
+    "Trials that end at once, each with a gain that nobody should see too early."
+    how = "at once"
+
+    def __init__(self, most=99):
+        self.left = most
+
+    def capacity(self, out, unfinished):
+        return 1
+
+    def submit(self, trial, out, slot):
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed, "evaluation": trial.evaluation,
+                 "splits": trial.splits, "plan": trial.plan}
+        (out / trial.name).mkdir(exist_ok=True)
+        write_json(out / trial.name / "trial.json", asked)
+        scores = {"base": {"pocket-clip": [0.5]}, "plain": {"pocket-clip": [0.625]}}
+        write_json(out / trial.name / "row.json", asked | {
+            "settings": trial.settings.model_dump(mode="json"),
+                "scores": scores} | design.run_folder.content_hashes(trial.settings))
+        return out / trial.name
+
+    def is_queued(self, run):
+        return False
+
+    def completed(self, begun):
+        return begun
+
+    def result(self, run):
+        return json.loads((run / "row.json").read_text()), 1.0
+
+    def cancel(self, begun):
+        pass
+
+
+def study_until(home, out, trials, **marks):
+    "What a study says that is stopped after so many trials."
+    said = []
+    try:
+        scheduler.run_study(home, out, say=said.append, executor=Instant(trials), **marks)
+    except KeyboardInterrupt:
+        pass
+    return "\n".join(said)
+
+
+def plans(out):
+    return [json.loads(line)["plan"] for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name in ("study.yaml", "base.yaml"):
+        (folder / name).write_text((home / name).read_text())
+    done = call("study", folder, "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert "lies in no git repository" in done.stderr and "--unplanned" in done.stderr
+    small_study.commit(folder)
+    assert design.plan_record(folder)["commit"] and not design.plan_record(folder)["unplanned"]
+    (folder / "study.yaml").write_text((folder / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    with pytest.raises(InputError, match="was changed since its commit"):
+        scheduler.run_study(folder, tmp_path / "out", executor=Instant())
+    (folder / "tuned.yaml").write_text("steps: {settings: {learning_rate: 0.5}}")
+    with pytest.raises(InputError, match="is not committed"):
+        scheduler.run_study(folder, tmp_path / "out", executor=Instant())
+    study_until(folder, tmp_path / "out", 2, unplanned=True)
+    small_study.commit(folder)
+    study_until(folder, tmp_path / "out", 99)  # committed since: what was begun before keeps its mark
+    assert [plan["unplanned"] for plan in plans(tmp_path / "out")] == [True] * 2 + [False] * 4
+
+
+def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
+    home, out = small_study.write(tmp_path / "small"), tmp_path / "out"
+    study_until(home, out, 1)
+    first = plans(out)[0]
+    assert first["commit"] == design.plan_commit(home)[0] and first["sha256"] == design.plan_hash(home)
+    (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    small_study.commit(home)
+    with pytest.raises(InputError, match="must stay as it was when its first trial began; steps-0 began with"):
+        scheduler.run_study(home, out, executor=Instant())
+    study_until(home, out, 99, unplanned=True)
+    assert [plan["unplanned"] for plan in plans(out)] == [False] + [True] * 5
+
+
+def test_nothing_of_an_outcome_is_said_before_the_last_trial_unless_somebody_peeks(tmp_path):
+    home = small_study.write(tmp_path / "small")
+    out, looked = tmp_path / "a/out", tmp_path / "b/looked"  # rows beside a study are taken
+    assert "pocket-clip" not in study_until(home, out, 2) and "0.1" not in study_until(home, out, 0)
+    assert study_until(home, out, 99).count("pocket-clip +0.125") == 3  # the plan is through
+    assert all(plan["peeks"] == [] and not plan["unplanned"] for plan in plans(out))
+    assert "pocket-clip" not in study_until(home, looked, 2)
+    said = []
+    scheduler.run_study(home, looked, arms=["steps"], say=said.append, peek=True)
+    assert any("pocket-clip +0.125" in line for line in said) and [plan["peeks"] for plan in plans(looked)] == [[2]] * 2
+    study_until(home, looked, 99)
+    assert [plan["peeks"] for plan in plans(looked)] == [[2]] * 3  # for ever
+
+
+def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
+    rows = {"planned": [], "looked at": [2], "unplanned": []}
+    for word, peeks in rows.items():
+        plan = {"sha256": "0", "commit": "0", "unplanned": word == "unplanned", "peeks": peeks}
+        monkeypatch.setattr(claims.analysis, "load_study_rows", lambda name, plan=plan: [{"plan": plan}])
+        assert claims.plan_of(["explain"]) == word
+
+
+def test_of_two_values_each_is_an_edge():
+    study = design.Study(title="t", question="q", reference="a", tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]})
+    assert tuning.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
+    assert tuning.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
+    edges = [row["at the edge"] for row in tuning.tuned_rows("chunk-setting")]
+    assert len(edges) == 8 and all("learning_rate" in edge and "clip_range" in edge for edge in edges)

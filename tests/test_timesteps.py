@@ -22,7 +22,7 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
     monkeypatch.setattr(state.policy, "predict", watched)
     phase = "rollout"
     context, _, _ = iteration.sample_groups(state)
-    state.chunks = iteration.measure_profile(state, context.trajectories.latents)
+    state.profile = iteration.measure_profile(state, context.trajectories)
     phase = "update"
     iteration.update_policy(state, context, torch.tensor([1.0, -1.0]))
     phase = "ode"

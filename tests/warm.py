@@ -20,12 +20,11 @@ from multiprocessing import forkserver, util
 PRELOADED = [
     "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
     "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
-    "chunk_grpo.cli.main", "chunk_grpo.runs.runs", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
-    "chunk_grpo.evaluation.benchmark_scores", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
-    "chunk_grpo.reporting.notebooks", "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler",
+    "chunk_grpo.cli.main", "chunk_grpo.runs.launch", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
+    "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
+    "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler",
     "chunk_grpo.studies.trial", "frozen"]
-FORKED = ("chunk_grpo.training.trainer", "chunk_grpo.studies.trial", "chunk_grpo.runs.drawing",
-          "chunk_grpo.evaluation.benchmark_images")  # what the command line starts, but for torchrun
+FORKED = ("chunk_grpo.studies.trial", "chunk_grpo.runs.drawing", "chunk_grpo.evaluation.benchmarks")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 

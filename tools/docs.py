@@ -5,7 +5,10 @@ the package in prose lead to the API pages of `tools/api.py`, and `llms.txt` lis
 """
 
 import argparse
+import ast
+import base64
 import copy
+import html as markup
 import importlib.metadata
 import re
 import shutil
@@ -70,7 +73,7 @@ def module_path(page: Path) -> Path | None:
 
 def settings_fields() -> set[str]:
     "Names of settings: in prose they mean the setting, not a function of the same name."
-    fields = api.members(PACKAGE / "core/run_fields.py")
+    fields = api.members(PACKAGE / "core/settings.py")
     return {name for names in fields.values() for name in names}
 
 
@@ -119,6 +122,31 @@ def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*|)\)", link, text)
 
 
+TESTS = re.compile(r"(test_\w+|expect_fail)$")
+
+
+def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
+    "The words on the line that opens a folded cell: its imports, its tests, the code of its figure; else empty."
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # magics
+        return ""
+
+    def tests(node: ast.stmt) -> bool:
+        calls = node.items[0].context_expr if isinstance(node, ast.With) else getattr(node, "value", None)
+        name = ast.unparse(calls.func) if isinstance(calls, ast.Call) else ""
+        return isinstance(node, ast.Assert) or bool(TESTS.match(name)) and not isinstance(node, ast.Assign)
+
+    if all(isinstance(node, ast.Import | ast.ImportFrom) for node in body):
+        return "Imports"
+    if not outputs and any(map(tests, body)):
+        checks = [node for node in body if tests(node) or isinstance(node, ast.For | ast.With)]
+        if len(checks) * 2 >= len(body):
+            return "Tests"
+    pictures = any("image/png" in out.get("data", {}) for out in outputs)
+    return "Code of the figure" if pictures and len(source.splitlines()) > 3 else ""
+
+
 def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     "A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."
     directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
@@ -132,8 +160,20 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     new.metadata.tags = ["export"] if "export" in directives else []
     if "echo: false" in directives:
         new.metadata.tags.append("remove-input")
+    elif words := "Code" if "fold" in directives else folded(source, outputs):
+        new.metadata.tags.append("hide-input")
+        new.metadata["mystnb"] = {"code_prompt_show": words, "code_prompt_hide": words}
     code = [] if "echo: false" in directives and not outputs else [new]
     return code + [nbformat.v4.new_markdown_cell(text) for text in texts]
+
+
+def plain_words(text: str) -> str:
+    "The last paragraph of prose of a markdown cell without its markdown, for the alternative text of a figure below."
+    parts = [part for part in re.split(r"\n\s*\n", text)
+             if not re.match(r"\s*(#|\||\$\$|```|[-*] |\d+\. |>|\()", part)]
+    last = " ".join(parts[-1].split()) if parts else ""
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\{py:obj\}`([^ `]*)[^`]*`", r"\1\2", last)
+    return re.sub(r"[`*]|\$", "", words)
 
 
 def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
@@ -200,12 +240,35 @@ class Site:
             if cell.cell_type == "markdown":
                 cell.source = self.markdown(cell.source, page)
         stem = str(page.relative_to(BOOK).with_suffix("")).replace("/", "-").replace("_", "-")
+        self.figures(cells, page, stem)
         targets = cell_targets(cells, stem)
         cells += [nbformat.v4.new_markdown_cell(text) for text in after]
         notebook.cells, notebook.metadata = cells, {"kernelspec": notebook.metadata.get("kernelspec", {
             "name": "python3", "display_name": "python3", "language": "python"}), "language_info": {"name": "python"}}
         self.write(self.sources[page], nbformat.writes(notebook))
         return targets
+
+    def figures(self, cells: list[nbformat.NotebookNode], page: Path, stem: str) -> None:
+        "Put the pictures of the outputs into files, shown at their width and with an alternative text."
+        back, said, number = "../" * (len(Path(self.sources[page]).parts) - 1), "", 0
+        for cell in cells:
+            if cell.cell_type == "markdown":
+                said = plain_words(cell.source) or said
+                continue
+            for i, out in enumerate(cell.outputs):
+                if "image/png" not in out.get("data", {}):
+                    continue
+                number += 1
+                file = self.folder / f"_static/figures/{stem}-{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data := base64.b64decode(out.data["image/png"]))
+                about = out.metadata.get("image/png", {})
+                below = "".join(after.get("data", {}).get("text/html", "") for after in cell.outputs[i + 1:i + 2])
+                caption = markup.unescape("".join(re.findall(r'<p class="caption">(.*?)</p>', below, re.DOTALL)))
+                words = markup.escape(about.get("alt") or caption or said or title_of(page)[0])
+                width = about.get("width") or int.from_bytes(data[16:20], "big")
+                cell.outputs[i] = nbformat.v4.new_output("display_data", {"text/html": (
+                    f'<img class="figure" src="{back}_static/figures/{file.name}" width="{width}" alt="{words}">')})
 
     def chapter(self, folder: Path) -> None:
         "A chapter's pages, its own page, and its page of the API."
@@ -267,7 +330,7 @@ class Site:
         self.notebook(BOOK / "index.ipynb", *tops)
         for name in ("conf.py", "scorer.js"):
             self.write(name, (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
-        for name in ("book.css", "chunks.svg"):
+        for name in ("book.css", "book.js", "chunks.svg"):
             self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
         for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:
             old.unlink()

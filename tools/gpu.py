@@ -3,7 +3,7 @@
     python tools/gpu.py [STAGE ...] [--out runs/results/gpu] [--small]
 
 Each stage runs in a process of its own, for eight minutes at most, and leaves a JSON file; the page
-nbs/10_measurements/08_gpu_stages.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
+nbs/10_measurements/04_gpu_stages.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
 sizes on whatever is there, a CPU too: what tests do. Files of small stages are marked, and no page counts them.
 """
 
@@ -438,10 +438,9 @@ def train_and_tell(words: list[str]) -> None:
     "Train a folder with settings from a file, and write the most memory that it took; in a process of its own."
     s, out = setting.load_settings(words[0]), Path(words[1])
     out.mkdir(exist_ok=True)
-    accelerator = trainer.train_run(s, out)
+    trainer.train_run(s, out)
     peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else None
     write_json(out / "peak.json", {"peak_bytes": peak})
-    trainer.shutdown_distributed(accelerator)
 
 
 def train_alone(out: Path, settings: dict) -> None:

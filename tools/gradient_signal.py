@@ -11,19 +11,19 @@ import time
 from pathlib import Path
 
 import torch
+from credit import gradient_gram, signal_to_noise
 
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
-from chunk_grpo.measurements.gradient_noise import gradient_gram, signal_to_noise
 from chunk_grpo.method.objective import group_advantages
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.rewards import rewards
+from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
-from chunk_grpo.training.update import ReplayContext
 
 SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}
 BLOCKS, STEPS = 8, 17

@@ -14,29 +14,27 @@ import time
 from pathlib import Path
 
 import torch
+from credit import (
+    alignment_statistics,
+    alignment_with_errors,
+    attribution_distance,
+    branch_rewards,
+    branch_values,
+    chunk_sampling_variance,
+    coefficient_gradients,
+    coefficient_sets,
+    inner_products,
+    state_sign_estimates,
+    step_advantages,
+    weighted_inner_products,
+    wrong_sign_estimates,
+)
 from safetensors.torch import load_file, save_file
 
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import atomic_write, write_json
 from chunk_grpo.core.statistics import jackknife_error
-from chunk_grpo.measurements.credit_assignment import (
-    attribution_distance,
-    branch_rewards,
-    branch_values,
-    state_sign_estimates,
-    step_advantages,
-    wrong_sign_estimates,
-)
-from chunk_grpo.measurements.gradient_bias import (
-    alignment_statistics,
-    alignment_with_errors,
-    chunk_sampling_variance,
-    coefficient_gradients,
-    coefficient_sets,
-    inner_products,
-    weighted_inner_products,
-)
 from chunk_grpo.method.chunks import Chunks, step_weights
 from chunk_grpo.method.dynamics import chunk_count
 from chunk_grpo.method.objective import group_advantages
@@ -45,8 +43,8 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.rewards import rewards
+from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import decode_latents, make_generator, sample_trajectories
-from chunk_grpo.training.update import ReplayContext
 
 ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
 TRAINED = STEPS - 1

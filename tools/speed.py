@@ -2,7 +2,7 @@
 
     python tools/speed.py --out runs/results/benchmarks/speed.json                        on two cores
     python tools/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
-        [--repeats 5] [--parts profile,iteration,levers,growth,ranks] [NAME=VALUE ...]
+        [--repeats 5] [--parts profile,iteration,orders,levers,growth,ranks] [NAME=VALUE ...]
 
 Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings
 of the workload, as in `chunk-grpo speed`. Takes some ten minutes, and a machine that does nothing else; each part is
@@ -27,17 +27,20 @@ from chunk_grpo.measurements import speed, timing, workload
 from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
-from chunk_grpo.runs import run_folder, runs
+from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.training.methods import Method
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_log_probs, build_update_batch
+from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
-PARTS = ("profile", "iteration", "levers", "growth", "ranks")
+PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
 FEW = workload.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
 AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
           "rollout_batch=2", "update_batch=2"]
+AT_256_IN_GROUPS = [*AT_256[:-3], "prompts_per_iteration=2", "images_per_prompt=4", "updates_per_iteration=1",
+                    "rollout_batch=8", "update_batch=8"]
 
 
 def say(text):
@@ -110,7 +113,7 @@ def levers(b, repeats):
 
     def forward_backward(which=work, **given):
         b.policy.transformer.zero_grad()
-        accumulate_gradients(what, which, b.advantage, b.s.clip_range, **given)
+        accumulate_gradients(what, which, b.advantage, Method(b.s), **given)
 
     one_image, no_chunk = with_settings(b, rollout_batch=1), with_settings(b, update_batch=1)
     row("rollout: batches of images, not one", "several times as fast; a row of FLUX.1-dev fills a GPU alone",
@@ -123,7 +126,7 @@ def levers(b, repeats):
         with_settings(b, shared_noise=False).rollout, with_settings(b, shared_noise=True).rollout)
     share = 1 / 4 if not b.s.lora_rank else 1 / 3
     row("update: the old log-probability is the new one, detached", f"{share:.0%} less, a forward of its own",
-        lambda: forward_backward(old=all_log_probs(what, work)), forward_backward)
+        lambda: forward_backward(old=all_evidence(what, work, Method(b.s))), forward_backward)
     half = build_update_batch(every[: images // 2], chosen, b.chunks, b.s.update_batch)
     row("update: half of the groups have no spread and are dropped", "50% less",
         forward_backward, lambda: forward_backward(half), "the share of such groups is the reward's")
@@ -250,6 +253,18 @@ def grown(model, repeats, changes):
     return found
 
 
+def orders(s, repeats):
+    "The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    middle = workload.load_workload_settings("flux-size", AT_256_IN_GROUPS)
+    found = {"pocket": speed.measure_iteration(s, repeats, say=say),
+             "a FLUX of middle size": speed.measure_iteration(middle, repeats, say=say, transformer=MIDDLE,
+                                                              autoencoder=FEW)}
+    torch.set_num_threads(threads)
+    return found
+
+
 def ranks(iterations):
     "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
     found = []
@@ -258,7 +273,7 @@ def ranks(iterations):
             "iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 2, "eval_steps": 1,
             "hybrid_split": 0, "checkpoint_every": iterations})
         with tempfile.TemporaryDirectory() as tmp:
-            lines = run_folder.read_metrics(runs.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
+            lines = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
         phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
         found.append({"processes": processes, "threads": threads, "seconds": phases})
         say(f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration")
@@ -294,6 +309,8 @@ def main():
         keep(profile=shares)
     if "iteration" in parts:
         keep(iteration=speed.measure_iteration(s, a.repeats, say=say))
+    if "orders" in parts and a.model == "pocket":
+        keep(orders=orders(s, a.repeats))
     if "growth" in parts:
         keep(growth=grown(a.model, a.repeats, a.changes))
     if "ranks" in parts and a.model == "pocket":

@@ -21,7 +21,7 @@ from .. import InputError
 from .evaluation import OverridesArgument, RunArgument, check_trust, echo_now, ended_code, examples
 from .evaluation import JsonOption, print_json, print_rows, split_commas
 from ..core import settings
-from ..core.fields import dump_yaml
+from ..core.validation import dump_yaml
 from ..core.files import check_place
 from ..core.subprocesses import raise_on_sigterm
 
@@ -45,7 +45,7 @@ def watch(
     "Follow a run that goes on elsewhere."
     from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
     from chunk_grpo.runs import run_folder
-    from chunk_grpo.training.progress import format_progress
+    from chunk_grpo.training.callbacks import format_progress
 
     folder = run_folder.find_run(run)
     try:
@@ -201,12 +201,12 @@ def verify(
     as_json: JsonOption = False,
 ):
     "Repeat a run's first iterations and compare."
-    from chunk_grpo.runs import run_folder, runs  # these here, since they import torch
+    from chunk_grpo.runs import launch  # these here, since they import torch
     from chunk_grpo.runs import verify as verifying
 
     if not trust:
         check_trust(run, [], "verifying")
-    say = None if as_json else runs.progress_printer(run_folder.read_run_settings(run_folder.find_run(run)))
+    say = None if as_json else launch.print_progress
     try:
         found = verifying.verify_run(run, iterations, processes, say)
     except (KeyboardInterrupt, SystemExit) as error:

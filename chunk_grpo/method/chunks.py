@@ -144,7 +144,7 @@ def adaptive_min_size(
 class ChunkRule:
     """What the setting `chunks` says; `parse` makes one."""
 
-    kind: Literal["fixed", "profile", "adaptive"]
+    kind: Literal["fixed", "profile", "adaptive", "code"]
     chunks: Chunks | None = None  # where they are fixed
     min_size: int | None = None  # transitions that a chunk has at least, where they are adaptive
 
@@ -154,13 +154,17 @@ class ChunkRule:
         cls,
         text: str,  # the setting `chunks`
         transitions: int,  # transitions that are trained
+        covers: bool = True,  # given sizes must cover them; not where a method has its own number of them
     ) -> "ChunkRule":
-        """The rule that a text means. InputError unless it is one of the six forms and fits the transitions."""
+        """The rule that a text means. InputError unless it is one of the seven forms and fits the transitions."""
         if text.strip() == "profile":
             return cls("profile")
+        if re.fullmatch(r".*\D:[A-Za-z_]\w*", text.strip()) and not text.strip().startswith(("equal:", "adaptive:")):
+            return cls("code")
         min_size = adaptive_min_size(text)
         if min_size is None:
-            return cls("fixed", chunks_from_setting(text, transitions))
+            sizes = re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text) and not covers
+            return cls("fixed", Chunks.parse(text) if sizes else chunks_from_setting(text, transitions))
         if min_size > transitions:
             raise InputError(f"`chunks` of at least {min_size} transitions must fit into the {transitions} that are "
                              "trained")

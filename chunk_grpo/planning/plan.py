@@ -183,10 +183,11 @@ def iteration_bytes(
     s: Settings,
     config: ModelConfig,
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # phase -> bytes that a process reads and writes at least
     "Weights that are read and optimizer states that are moved in an iteration."
     weights = count_parameters(config) * (DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
-    prompts, n = s.prompts_per_iteration / processes, iteration_counts(s)
+    prompts, n = s.prompts_per_iteration / processes, counts or iteration_counts(s)
     passes = -(-n.trained / processes // s.update_batch) * (backward_forwards(s) + n.extra / n.trained)
     drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
     moved = count_trained_parameters(config, s.lora_rank, s.lora_targets) * (12 + (16 if s.optimizer == "adamw" else 4))
@@ -201,11 +202,13 @@ def iteration_seconds(
     where: DeviceSpec,
     share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # phase -> seconds
     "Time of an iteration's phases on a device: the longer of arithmetic and memory."
     rate = getattr(where, s.dtype) * 1e12 * share * processes
-    moved = iteration_bytes(s, config, processes)
-    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in iteration_flops(s, config).items()}
+    moved = iteration_bytes(s, config, processes, counts)
+    work = iteration_flops(s, config, counts)
+    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in work.items()}
 
 # %% ../../nbs/06_planning/01_plan.ipynb #4b8710ab
 HELD_OUT_PROMPTS = 400  # where their file is not here: as many as HPDv2's test.json has
@@ -374,10 +377,13 @@ def _describe_evaluation(
 def describe_counts(
     s: Settings,
     processes: int = 1,  # that share an iteration
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "What an iteration and the run draw and train; InputError where the processes cannot share it."
     check_processes(s, processes)
     images, (low, mean, high) = images_per_iteration(s), transitions_per_iteration(s)
+    if counts:
+        low = mean = high = counts.trained
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
     updates = s.updates_per_iteration
     return [
@@ -386,7 +392,8 @@ def describe_counts(
         ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
         ("updates an iteration", f"{updates}, each on {images // updates:,} images"
                                  + (", the first on-policy" if updates > 1 else ", on-policy")),
-        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}"),
+        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}" if not counts else
+                                 f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}"),
         ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
         ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
                              f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
@@ -397,10 +404,11 @@ def describe_counts(
 def _describe_model(
     s: Settings,
     config: ModelConfig,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "What is trained, and what a forward, an iteration and an evaluation take."
     trained = count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    work, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    work, (evaluation, times) = iteration_flops(s, config, counts), evaluation_flops(s, config)
     fitting = [("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")]
     encoded = encoded_prompts(s)
     return [
@@ -418,18 +426,20 @@ def describe_estimates(
     s: Settings,
     rate: float,  # operations a second that one process's device multiplies matrices with
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "Parameters, operations, memory and the least time of a run: estimated, not measured."
     config = find_model_config(s.model)
     if config is None:
         return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
     s = fit_update_batch(config, s)
-    iteration, (evaluation, times) = sum(iteration_flops(s, config).values()), evaluation_flops(s, config)
+    iteration = sum(iteration_flops(s, config, counts).values())
+    evaluation, times = evaluation_flops(s, config)
     total, speed = iteration * s.iterations + evaluation * times, rate * processes
     held = training_memory(s, config, processes)
     parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
     return [
-        *_describe_model(s, config),
+        *_describe_model(s, config, counts),
         ("memory a process", f"{_amount(sum(held.values()), 'B')}: {parts}; encoders, decoding and rewards on top"),
         ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
         ("least time of the run", f"{_duration(total / speed)} with evaluations; a run reaches part of the rate"),
@@ -465,13 +475,15 @@ def describe_on_device(
     where: DeviceSpec,
     share: float = ASSUMED_MFU,  # of the device's rate
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     "Memory by part against a device's, and the time of an iteration: estimated, not measured."
     if (config := find_model_config(s.model)) is None:
         return []
     s = fit_update_batch(config, s)
     total, parts = peak_memory(s, config, processes)
-    phases, (evaluation, times) = iteration_seconds(s, config, where, share, processes), evaluation_flops(s, config)
+    phases = iteration_seconds(s, config, where, share, processes, counts)
+    evaluation, times = evaluation_flops(s, config)
     iteration, rate = sum(phases.values()), getattr(where, s.dtype)
     run = iteration * s.iterations + evaluation * times / (speed := rate * 1e12 * share * processes)  # seconds
     spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())
@@ -510,15 +522,16 @@ def estimate_numbers(
     s: Settings,
     rate: float,  # operations a second that one process's device multiplies matrices with
     processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float | dict[str, float] | None]:  # counts, operations, bytes and seconds; None where not known
     "The numbers of the tables."
-    images, (_, trained, _) = images_per_iteration(s), transitions_per_iteration(s)
+    images, trained = images_per_iteration(s), counts.trained if counts else transitions_per_iteration(s)[1]
     out = {"iterations": s.iterations, "images_per_iteration": images, "transitions_per_iteration": trained}
     config = find_model_config(s.model)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
     s = fit_update_batch(config, s)
-    flops, (evaluation, times) = iteration_flops(s, config), evaluation_flops(s, config)
+    flops, (evaluation, times) = iteration_flops(s, config, counts), evaluation_flops(s, config)
     speed, iteration = rate * processes, sum(flops.values())
     seconds = {"iteration": iteration / speed, "run": (iteration * s.iterations + evaluation * times) / speed,
                "evaluation": final_evaluation_flops(s, config) / speed}

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from ..core.run_files import EvalSample, read_run_lines
+from ..core.files import EvalSample, read_json_lines
 from ..models.inputs import evenly_spaced_positions
 from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
 from .figures import (
@@ -119,7 +119,7 @@ def read_eval_samples(
     "The images of held-out prompts that a run kept along its training; InputError where their list is damaged."
     lists = sorted(file_of_run(run, "samples").glob("[0-9]*/manifest.jsonl"))
     return [line | {"iteration": int(one.parent.name), "file": f"samples/{one.parent.name}/{line['file']}"}
-            for one in lists for line in read_run_lines(one, EvalSample)]
+            for one in lists for line in read_json_lines(one, EvalSample)]
 
 
 def plot_training_strip(

@@ -28,11 +28,10 @@ import pandas as pd
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
 from .. import InputError
-from ..core.files import check_place, clean_run_folder, make_folders, read_json, remove_abandoned
-from ..core.files import sync_to_disk, write_json
+from ..core.files import (
+    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
+    make_folders, read_json, read_json_lines, remove_abandoned, sync_to_disk, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
-from ..core.run_files import (
-    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, lock_log, read_run_file, read_run_lines)
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes, sample_prompt_indices
@@ -152,7 +151,7 @@ def read_run_info(
     needed: Sequence[str] = (),  # further fields that the reader cannot do without
 ) -> dict:  # run.json, with status created, running, finished, failed or interrupted
     "What a run says about itself; a run whose process is gone reads `interrupted`."
-    note = read_run_file(file_of_run(find_run(run), "run.json"), RunInfo, ("status", *needed))
+    note = read_json(file_of_run(find_run(run), "run.json"), RunInfo, ("status", *needed))
     gone = note["status"] == "running" and file_of_run(run, "train.log").is_file() and not is_training(run)
     return note | ({"status": "interrupted"} if gone else {})
 
@@ -169,14 +168,14 @@ def read_run_settings(
     run: str | Path,
 ) -> Settings:
     "The settings of a run."
-    return load_settings(read_run_file(find_run(run) / "run.json", RunInfo, ("settings",))["settings"])
+    return load_settings(read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"])
 
 
 def read_metrics_lines(
     run: str | Path,
 ) -> list[dict]:
     "The lines of metrics, iteration 0 first; those that are there while a run is going on."
-    return read_run_lines(file_of_run(run, "metrics.jsonl"), MetricsLine)
+    return read_json_lines(file_of_run(run, "metrics.jsonl"), MetricsLine)
 
 
 def read_metrics(
@@ -193,7 +192,7 @@ def read_run_profile(
 ) -> dict | None:  # None before the first iteration
     "The profile of the base that the run measured."
     file = file_of_run(run, "profile.json")
-    return read_run_file(file, RunProfile) if file.is_file() else None
+    return read_json(file, RunProfile) if file.is_file() else None
 
 
 def read_evaluation_summary(
@@ -201,14 +200,14 @@ def read_evaluation_summary(
 ) -> dict | None:  # None where the run was not evaluated
     "The summary of a run's evaluation."
     file = file_of_run(run, "evaluation/summary.json")
-    return read_run_file(file, EvaluationSummary) if file.is_file() else None
+    return read_json(file, EvaluationSummary) if file.is_file() else None
 
 
 def read_evaluation_records(
     run: str | Path,
 ) -> list[dict]:  # a record an image: arm, prompt_index, image_index, prompt, file, scores, category
     "The scores of a run's evaluation, image by image."
-    return read_run_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
+    return read_json_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
 
 
 def read_evaluation_scores(run: str | Path) -> pd.DataFrame:
@@ -319,9 +318,9 @@ def resume_run(
     if not (out / "run.json").is_file():
         raise InputError(f"`out` must hold the run to resume; in {out} there is none")
     needed = ("settings", "status", "model_sha256", "prompts_sha256")
-    read_run_file(out / "run.json", RunInfo, needed)  # damage is said before a log is made
+    read_json(out / "run.json", RunInfo, needed)  # damage is said before a log is made
     with lock_log(out / "train.log"):
-        note = read_run_file(out / "run.json", RunInfo, needed)
+        note = read_json(out / "run.json", RunInfo, needed)
         old = load_settings(note["settings"])
         check_resume(old, s)
         check_same_content(s, note)
@@ -334,7 +333,8 @@ def resume_run(
     return out
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #aea5d2a6
-OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options")
+OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method",
+                 "chunks", "surrogate")
 
 
 def own_runs_file() -> Path:

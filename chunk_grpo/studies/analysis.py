@@ -10,6 +10,7 @@ __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_
 
 # %% ../../nbs/12_studies/05_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -36,12 +37,19 @@ def describe_study(
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
+@cache
+def _read_rows(file: Path, modified: int) -> list[dict]:
+    return read_json_lines(file)
+
+
 def load_study_rows(
     name: str,  # of the study
     folder: Path | None = None,  # of the kept rows; None: `STUDY_ROWS_FOLDER`
 ) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
-    order, found = list(describe_study(name)["arms"]), read_json_lines((folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl")
+    file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
+    order, found = list(describe_study(name)["arms"]), _read_rows(file,
+        file.stat().st_mtime_ns if file.is_file() else 0)
     keys = [(row["arm"], row["seed"]) for row in found]
     for arm, seed in keys:
         if keys.count((arm, seed)) > 1:

@@ -4,12 +4,16 @@
 
 # %% auto #0
 __all__ = ['TriedValue', 'STUDIES_FOLDER', 'TUNED_FILE', 'TuneFields', 'Study', 'Trial', 'list_studies', 'find_study_folder',
-           'check_order', 'check_study_arms', 'load_study', 'read_tuned_settings', 'expand_trials', 'trial_key',
-           'check_rows', 'row_matches_trial', 'find_finished_row']
+           'check_order', 'check_study_arms', 'load_study', 'read_tuned_settings', 'expand_trials', 'plan_hash',
+           'plan_commit', 'plan_record', 'trial_key', 'check_rows', 'row_matches_trial', 'find_finished_row']
 
 # %% ../../nbs/12_studies/00_design.ipynb #a5dca7bb
+import hashlib
 import itertools
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +21,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from .. import InputError
-from ..core import fields
+from .. import InputError, __version__
 from ..core import settings as setting
-from ..core.fields import format_value, read_yaml_file
-from ..core.fields import setting as field
+from ..core.validation import (
+    Number, format_value, parse_exponent, read_yaml_file, setting as field, validation_message)
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..runs import run_folder
 
 # %% ../../nbs/12_studies/00_design.ipynb #30403af5
-TriedValue = Annotated[Any, BeforeValidator(fields.parse_exponent)]
+TriedValue = Annotated[Any, BeforeValidator(parse_exponent)]
 
 
 class TuneFields(BaseModel):
@@ -45,7 +48,7 @@ class Study(TuneFields):
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
     outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
-    smallest_effect: fields.Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
+    smallest_effect: Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
     seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
@@ -75,6 +78,7 @@ class Trial:
     evaluation: dict
     splits: int
     after: str | None = None  # arm whose run it goes on from
+    plan: dict | None = None  # as of `plan_record`
 
     @property
     def name(self) -> str:
@@ -137,7 +141,7 @@ def load_study(
     try:
         study = Study.model_validate({"title": "", "question": "", "reference": ""} | read_yaml_file(file))
     except ValidationError as error:
-        raise InputError(f"{file}: {fields.validation_message(Study, error)}") from None
+        raise InputError(f"{file}: {validation_message(error, Study)}") from None
     try:
         check_study_arms(study)
     except InputError as error:
@@ -185,6 +189,46 @@ def expand_trials(
             out.append(Trial(home.name, arm, seed, s, study.evaluation, study.splits, after))
     return out
 
+# %% ../../nbs/12_studies/00_design.ipynb #plan-code
+def plan_hash(
+    home: Path,  # the study's folder
+) -> str:
+    "The hash of a plan: study.yaml, base.yaml, and tuned.yaml where it is there."
+    files = [home / name for name in ("study.yaml", "base.yaml", TUNED_FILE)]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
+
+
+def plan_commit(
+    home: Path,  # the study's folder
+) -> tuple[str | None, str]:  # commit that holds the plan, or why there is none
+    "Where version control has a plan."
+    def git(*words):
+        return subprocess.run(["git", "-C", os.path.realpath(home), *words], capture_output=True, text=True,
+            check=False)
+
+    names = [name for name in ("study.yaml", "base.yaml", TUNED_FILE) if (home / name).is_file()]
+    inside = shutil.which("git") is not None and git("rev-parse", "--is-inside-work-tree").returncode == 0
+    if not inside or git("check-ignore", "-q", "study.yaml").returncode == 0:
+        shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
+        return (f"chunk-grpo {__version__}", "") if shipped else (None, "lies in no git repository")
+    if git("ls-files", "--error-unmatch", *names).returncode:
+        return None, "is not committed"
+    if git("status", "--porcelain", "--", *names).stdout.strip():
+        return None, "was changed since its commit"
+    return git("log", "-1", "--format=%H", "--", *names).stdout.strip(), ""
+
+
+def plan_record(
+    home: Path,  # the study's folder
+    unplanned: bool = False,  # whether it may begin without a committed plan
+) -> dict:  # sha256, commit, unplanned, peeks
+    "What the rows of a study say of its plan; InputError where it is not committed and need be."
+    commit, why = plan_commit(home)
+    if commit is None and not unplanned:
+        raise InputError(f"the plan of a study must be committed before its first trial; {home / 'study.yaml'} {why}: "
+                         "commit it, or give --unplanned, which marks the rows for ever")
+    return {"sha256": plan_hash(home), "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
+
 # %% ../../nbs/12_studies/00_design.ipynb #ddac07ec
 def trial_key(
     settings: dict,  # of the run, as in run.json; fields that came later have their defaults
@@ -202,7 +246,7 @@ def check_rows(rows: Iterable[dict]) -> None:
     for row, name in itertools.product(rows, kinds):
         if not isinstance(row.get(name), kinds[name]):
             raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
-                             f"holds {fields.format_value(row.get(name))} there")
+                             f"holds {format_value(row.get(name))} there")
 
 
 def row_matches_trial(

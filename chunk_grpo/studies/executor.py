@@ -7,19 +7,25 @@ __all__ = ['find_source_run', 'TrialProcess', 'start_trial', 'prepare_trial', 'r
            'LocalExecutor']
 
 # %% ../../nbs/12_studies/02_executor.ipynb #8a72b2b4
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import torch
 
+from .. import InputError
 from ..core.files import atomic_write, read_json, write_json
-from ..core.subprocesses import terminate_process_group
-from ..runs import launch, run_folder, runs
+from ..core.subprocesses import die_with_parent, terminate_process_group
+from ..runs import launch, run_folder
 from .design import Trial
 
 # %% ../../nbs/12_studies/02_executor.ipynb #91be0364
@@ -38,8 +44,7 @@ class TrialProcess:
 
     run: Path
     process: subprocess.Popen
-    log_offset: int  # bytes of train.log before it began
-    fresh: bool  # whether the trial had never been begun before
+    errors: BinaryIO  # what it says on its error stream
     began: float  # seconds since the epoch
 
 
@@ -49,11 +54,12 @@ def start_trial(
     own: Mapping[str, str],  # environment variables of its process
 ) -> TrialProcess:
     "Start or continue a trial; InputError where its folder does not allow it."
-    run = prepare_trial(trial, out)
-    log = run / "train.log"
-    before = log.stat().st_size if log.is_file() else 0
-    child = launch.start_training(run, program="chunk_grpo.studies.trial", environment=own)
-    return TrialProcess(run, child, before, not before, time.time())
+    launch.check_launcher(os.environ)
+    run, errors = prepare_trial(trial, out), tempfile.TemporaryFile()
+    child = subprocess.Popen([sys.executable, "-m", "chunk_grpo.studies.trial", str(run)], stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL, stderr=errors, env=os.environ | own, start_new_session=True,
+                             preexec_fn=die_with_parent(os.getpid()))
+    return TrialProcess(run, child, errors, time.time())
 
 # %% ../../nbs/12_studies/02_executor.ipynb #b946da3e
 def prepare_trial(
@@ -70,8 +76,10 @@ def prepare_trial(
     while run_folder.is_training(run) and time.time() < until:
         time.sleep(0.2)
     run_folder.create_run(trial.settings, run, resume=(run / "run.json").is_file())
-    asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
-    write_json(run / "trial.json", asked | {"evaluation": trial.evaluation, "splits": trial.splits})
+    file = run / "trial.json"
+    plan = read_json(file).get("plan", trial.plan) if file.is_file() else trial.plan  # the one that it began with
+    asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed, "plan": plan}
+    write_json(file, asked | {"evaluation": trial.evaluation, "splits": trial.splits})
     return run
 
 # %% ../../nbs/12_studies/02_executor.ipynb #729bca66
@@ -79,9 +87,15 @@ def read_trial_result(
     child: TrialProcess,  # whose process has ended
 ) -> tuple[dict, float]:  # the trial's row, and the seconds it took
     "What came of a trial; InputError or TrainingFailed where its process did not end well."
-    text = (child.run / "train.log").read_bytes()[child.log_offset :].decode(errors="replace")
-    runs.record_training_end(child.run, child.process.returncode, text, child.fresh)
-    return read_json(child.run / "row.json"), time.time() - child.began
+    code = child.process.returncode
+    if code == 0:
+        return read_json(child.run / "row.json"), time.time() - child.began
+    child.errors.seek(0)
+    said = child.errors.read().decode(errors="replace").strip().splitlines()
+    if code == 2:
+        raise InputError(said[-1])
+    why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    raise launch.TrainingFailed(said[-1] if said and code == 1 else f"the trial {child.run} stopped: {why}")
 
 # %% ../../nbs/12_studies/02_executor.ipynb #2ce97e0a
 def trial_environment(

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from .. import InputError
 from ..core.settings import training_method
 from ..core.statistics import t_intervals
-from ..reporting.figures import METHOD_COLOURS, create_subplots, with_house_style
+from ..reporting.figures import FURTHER_COLOURS, METHOD_COLOURS, create_subplots, with_house_style
 from ..reporting.tables import format_number
 from .analysis import arms_with_runs, format_difference, gains_by_seed, paired_differences
 from .analysis import paired_intervals, pivot_by_seed
@@ -32,7 +32,7 @@ def arm_colour(
 ) -> str:
     "The colour of an arm's method."
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
-    return METHOD_COLOURS[training_method(SimpleNamespace(**settings))]
+    return METHOD_COLOURS.get(training_method(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
 
 # %% ../../nbs/12_studies/06_figures.ipynb #31549756
 @with_house_style

@@ -287,8 +287,10 @@ def run_study_on_ray(
     arms: Sequence[str] | None = None,  # only these; None: all
     seeds: Sequence[int] | None = None,  # only these; None: all
     *rest,  # as for `scheduler.run_study`
+    **marks,  # `unplanned` and `peek`
 ) -> list[dict]:  # rows in the order of the trials
     "Run or continue a study on a Ray cluster; InputError for bad input, TrainingFailed where trials failed."
     expand_trials(source, arms, seeds)
     with ray_connection(address) as ray:
-        return scheduler.run_study(source, out, processes, arms, seeds, *rest, executor=RayExecutor(ray, address))
+        return scheduler.run_study(source, out, processes, arms, seeds, *rest, executor=RayExecutor(ray, address),
+            **marks)

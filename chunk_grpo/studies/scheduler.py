@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['count_finished_iterations', 'format_time_left', 'gain_line', 'RunningTrial', 'StudyState', 'unfinished_trials',
-           'waiting_trials', 'count_finished_trials', 'write_results', 'status_line', 'collect_result', 'submit_trial',
-           'poll', 'study_lock', 'poll_until_done', 'run_study']
+           'waiting_trials', 'count_finished_trials', 'read_peeks', 'with_peeks', 'show_outcomes', 'write_results',
+           'status_line', 'collect_result', 'submit_trial', 'poll', 'study_lock', 'poll_until_done', 'check_same_plan',
+           'run_study']
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #d32db006
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +20,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .. import InputError
-from ..core.files import append_json_line, atomic_write, read_json_lines
+from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, write_json
 from ..core.subprocesses import raise_on_sigterm
 from ..runs import launch, run_folder
-from .design import Trial, check_rows, expand_trials, find_finished_row
+from .design import Trial, check_rows, expand_trials, find_finished_row, find_study_folder
+from .design import plan_record
 from .executor import LocalExecutor, find_source_run
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #f686ef2b
@@ -80,6 +83,7 @@ class StudyState:
     failed: dict[str, str] = field(default_factory=dict)  # name of a trial -> reason
     began: float = field(default_factory=time.time)
     finished_iterations: int = 0  # of trials that this call has finished
+    peek: bool = False  # whether outcomes are printed before the plan's last trial
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #85529c50
 def unfinished_trials(state: StudyState) -> list[Trial]:
@@ -99,13 +103,45 @@ def count_finished_trials(state: StudyState) -> int:
     return len(state.requested_trials) - len(unfinished_trials(state))
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #1e15a553
+def read_peeks(
+    out: Path,  # the study's folder
+) -> list[int]:  # trials of the plan that were finished at each look
+    "The looks that were taken at outcomes before the plan's last trial."
+    file = out / "peeks.json"
+    return read_json(file)["finished"] if file.is_file() else []
+
+
+def with_peeks(row: dict, seen: list[int]) -> dict:
+    "A row that says when somebody looked; rows from before plans were recorded stay as they are."
+    plan = row.get("plan")
+    return row if not plan or not seen else row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *seen})}}
+
+
+def show_outcomes(
+    state: StudyState,
+) -> None:
+    "Print the gains of all rows once the plan is through; a look before that is written down first."
+    finished, whole = len(state.rows), len(state.rows) == len(state.all_trials)
+    if not finished or not (whole or state.peek):
+        return
+    if not whole:
+        write_json(state.out / "peeks.json", {"finished": sorted({*read_peeks(state.out), finished})})
+        write_results(state)
+    state.say(f"{finished} of {len(state.all_trials)} trials of the plan are finished"
+              + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
+    for trial in state.all_trials:
+        if trial.name in state.rows:
+            state.say(f"  {trial.name}  {gain_line(state.rows[trial.name])}")
+
+
 def write_results(state: StudyState) -> None:
-    "Write the rows there are to results.jsonl, in the order of the trials."
+    "Write the rows there are to results.jsonl, in the order of the trials, with the looks that were taken."
+    seen = read_peeks(state.out)
     with atomic_write(state.out / "results.jsonl") as file:
         file.touch()
         for trial in state.all_trials:
             if trial.name in state.rows:
-                append_json_line(file, state.rows[trial.name])
+                append_json_line(file, with_peeks(state.rows[trial.name], seen))
 
 
 def status_line(state: StudyState) -> str:
@@ -138,8 +174,7 @@ def collect_result(
     state.rows[trial.name] = row
     state.finished_iterations += trial.settings.iterations - ended.iterations_before
     write_results(state)
-    state.say(f"{count_finished_trials(state)} of {len(state.requested_trials)}  {trial.name}  {gain_line(row)}  "
-              f"{spent:.0f} s")
+    state.say(f"{count_finished_trials(state)} of {len(state.requested_trials)}  {trial.name}  {spent:.0f} s")
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #8a393484
 def submit_trial(
@@ -218,6 +253,20 @@ def poll_until_done(
             f"{len(state.failed)} of {len(state.requested_trials)} trials failed, the first is {name}: {why}")
 
 # %% ../../nbs/12_studies/03_scheduler.ipynb #4b11cf17
+def check_same_plan(
+    out: Path,  # the study's folder
+    plan: dict,  # of `plan_record`
+) -> None:
+    "InputError where trials here began with another plan."
+    for file in sorted(out.glob("*/trial.json")):
+        begun = read_json(file).get("plan")
+        if begun and begun["sha256"] != plan["sha256"] and not plan["unplanned"]:
+            raise InputError(f"the plan of a study must stay as it was when its first trial began; {file.parent.name} "
+                             f"began with "
+                             f"{begun['sha256'][:8]}, the plan now is {plan['sha256'][:8]}: give another --out, or "
+                             f"--unplanned")
+
+
 def run_study(
     source: str | Path,  # name of a study, or its folder
     out: str | Path | None = None,  # folder of its runs; None: runs/studies/NAME
@@ -228,6 +277,8 @@ def run_study(
     say: Callable[[str], None] = print,
     every: float = 30.0,  # seconds between two lines of status
     executor: LocalExecutor | None = None,  # where trials run; None: on this host
+    unplanned: bool = False,  # begin without a committed plan, which marks the rows for ever
+    peek: bool = False,  # print outcomes before the plan's last trial, which marks the rows for ever
 ) -> list[dict]:  # rows in the order of the trials
     "Run or continue a study; InputError for bad input, TrainingFailed where trials failed, after the others."
     requested = expand_trials(source, arms, seeds)
@@ -235,11 +286,16 @@ def run_study(
         raise InputError(f"`processes` must be at least 1; got {processes}")
     check_rows(known)
     out = Path(os.path.realpath(out or Path("runs") / "studies" / requested[0].study))
+    others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
+    known, every_trial = [*known, *(row for file in others for row in read_json_lines(file))], expand_trials(source)
+    if not all(find_finished_row(trial, out, known) for trial in requested):
+        plan = plan_record(find_study_folder(source), unplanned)
+        check_same_plan(out, plan)
+        requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
     with study_lock(out), raise_on_sigterm():
-        others = [file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out]
-        known = [*known, *(row for file in others for row in read_json_lines(file))]
-        state = StudyState(out, expand_trials(source), requested, known, say, executor or LocalExecutor())
+        state = StudyState(out, every_trial, requested, known, say, executor or LocalExecutor(), peek=peek)
         state.rows = {t.name: row for t in state.all_trials if (row := find_finished_row(t, out, known))}
         write_results(state)
         poll_until_done(state, processes, every)
-    return [state.rows[t.name] for t in requested]
+        show_outcomes(state)
+    return [with_peeks(state.rows[t.name], read_peeks(out)) for t in requested]

@@ -15,8 +15,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import read_json, write_json
 from ..evaluation import evaluate
-from ..runs import run_folder
-from ..training import trainer
+from ..runs import launch, run_folder
 
 # %% ../../nbs/12_studies/01_trial.ipynb #2cf22b17
 SCALAR_METRICS = ("grad_norm", "reward_mean", "ratio_max_dev")
@@ -45,8 +44,9 @@ def metric_curves(
     trained = [line for line in lines if "reward_mean" in line]
     held = [line for line in lines if any(name.startswith("eval_") for name in line)]
     on = {"iteration": [line["iteration"] for line in trained]}
-    on |= {name: [round_significant(line[name]) for line in trained] for name in SCALAR_METRICS}
-    on |= {name: [round_significant(mean_over_chunks(line[name])) for line in trained] for name in CHUNK_METRICS}
+    on |= {name: [round_significant(line.get(name)) for line in trained] for name in SCALAR_METRICS}
+    on |= {name: [round_significant(mean_over_chunks(line.get(name) or [])) for line in trained]
+           for name in CHUNK_METRICS}
     rewards = [name for name in (trained[-1] if trained else {}) if name.startswith("reward_") and name not in
                ("reward_mean", "reward_std", "reward_se")]
     on |= {name.removeprefix("reward_"): [round_significant(line[name]) for line in trained] for name in rewards}
@@ -111,15 +111,13 @@ def main(
 ) -> int:  # exit code
     "Train and evaluate the trial in a folder, and write its row."
     run = Path((sys.argv[1:] if arguments is None else arguments)[0])
-    if run_folder.read_run_info(run)["status"] != "finished":
-        code = trainer.main([str(run)])
-        if code:
-            return code
     try:
+        if run_folder.read_run_info(run)["status"] != "finished":
+            launch.train_folder(run, fresh=not (run / "train.log").stat().st_size)
         evaluate_trial(run, read_json(run / "trial.json"))
-    except InputError as error:
+    except (InputError, launch.TrainingFailed) as error:
         print(error, file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     write_json(run / "row.json", build_trial_row(run))
     return 0
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['count_seconds', 'TrainingState', 'prepare_state', 'optimizer_class', 'own_prompts', 'held_out_places',
            'needed_prompts', 'load_policy_and_optimizer', 'group_keys', 'stream_scores', 'sample_groups', 'score_base',
-           'measure_profile', 'chunk_trajectories', 'measure_ratio_floor', 'uniform_mix', 'equalize_forwards',
-           'build_update_batches', 'refuse_silent_weights', 'step_optimizer', 'update_policy']
+           'measure_profile', 'measure_ratio_floor', 'equalize_forwards', 'build_update_batches',
+           'refuse_silent_weights', 'step_optimizer', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -30,24 +30,19 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import write_json
-from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks
-from ..method.dynamics import chunks_from_profile, relative_distance
-from ..method.objective import group_advantages
-from ..method.sampler import Sampler
-from ..method.schedule import sigmas
+from ..method.dynamics import relative_distance
 from ..models import fsdp, prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning import model_cost
 from ..reward_serving import placement
-from ..rewards import rewards
 from ..rewards.async_scoring import StreamingScores, scoring_thread
 from ..rewards.image_statistics import image_statistics
-from .rollout import decode_latents, sample_trajectories, sde_batches
-from .update import ReplayContext, UpdateBatch, UpdateStats, accumulate_gradients, all_log_probs
-from .update import build_update_batch, ratio_floor, sample_chunks, split_updates
-from .update import transition_log_probs, transition_weights
+from .methods import Method, ReplayContext, load_method
+from .rollout import Trajectories, decode_latents, sample_trajectories, sde_batches
+from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
+from .update import build_update_batch, ratio_floor, split_updates
 
 # %% ../../nbs/07_training/04_iteration.ipynb #24657c80
 @contextlib.contextmanager
@@ -75,12 +70,12 @@ class TrainingState:
     held_out: list[str]
     reward_weights: dict[str, float]  # of the rewards trained on
     rewards: dict[str, Callable]  # those trained on and those only measured: (images, prompts) -> scores
-    chunks: Chunks  # None until the profile is measured
+    method: Method
     profile: Tensor | None = None  # (T,) mean distances of the base, once measured
     policy: Policy = _LATER
     optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
-    sampler: Sampler = _LATER
+    copies: dict[str, list[Tensor]] = field(default_factory=dict)  # weights that the method keeps, by its names
     limit: int = 0  # transitions in one forward of an update
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
@@ -106,13 +101,13 @@ def prepare_state(
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
                               kwargs_handlers=[InitProcessGroupKwargs(timeout=fsdp.PROCESS_TIMEOUT)])
     setting.check_processes(s, accelerator.num_processes)
+    method = load_method(s)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
-    chunks = s.chunk_rule.chunks or _LATER
-    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, chunks)
+    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #ff763429
 def optimizer_class(
@@ -169,7 +164,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     trained = state.policy.trained
     state.optimizer = optimizer_class(s)(trained, lr=s.learning_rate, weight_decay=s.weight_decay)
     state.ema = EMAModel(trained, decay=s.ema) if s.ema else None
-    state.sampler = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta)  # on the CPU: looking there stops no queue
+    state.copies = {name: [p.detach().clone() for p in trained] for name in state.method.copies}
     state.limit = s.update_batch
     if s.update_memory:
         model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
@@ -206,16 +201,18 @@ def sample_groups(state: TrainingState) -> tuple[ReplayContext, Tensor, dict[str
             arriving.add(images)
             looks.append(image_statistics(images, state.policy.patch * state.policy.vae_scale_factor))
 
+    method, before = state.method, ReplayContext(state.policy, conditioning, _LATER, state.copies)
     with count_seconds(state.seconds, "rollout"):
         stored = {"store": TORCH_DTYPES[s.latents_dtype], "host": s.latents_on == "host"}
-        how = state.sampler, s.rollout_batch, s.shared_noise
-        paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
+        how = method.sampler(state.iteration), s.rollout_batch, s.shared_noise
+        with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
+            paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
     with count_seconds(state.seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     state.looks = torch.cat(looks)
     grouped = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
-    advantage = group_advantages(rewards.combine_rewards(grouped, state.reward_weights), s.advantage_clamp).flatten()
-    return ReplayContext(state.policy, conditioning, paths), advantage, scores
+    advantage = method.advantages(grouped, state.reward_weights).flatten()
+    return replace(before, trajectories=paths), advantage, scores
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
 def score_base(
@@ -227,7 +224,7 @@ def score_base(
     keys, row = group_keys(state, s.baseline_images)
     arriving = stream_scores(state, keys)
     with count_seconds(state.seconds, "baseline"), trainable.base_weights(state.policy):
-        how = state.sampler, s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
+        how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
         for path, _ in sde_batches(state.policy, conditioning, row, keys, *how):
             with count_seconds(state.seconds, "decode"):
                 arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
@@ -237,60 +234,33 @@ def score_base(
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(
     state: TrainingState,
-    latents: Tensor,  # (B, T+1, S, C) of the base
-) -> Chunks:  # the run's chunks
-    "Write profile.json from the base's trajectories and settle the chunks."
-    s = state.s
-    own = relative_distance(latents.float()).to(state.accelerator.device)
+    paths: Trajectories,  # of the base
+) -> Tensor:  # (T,) float64, mean distances over all processes
+    "Write profile.json from the base's trajectories: how far each transition moves, and the chunks that follow."
+    s, sampler = state.s, paths.sampler
+    own = relative_distance(paths.latents.float()).to(state.accelerator.device)
     every: Any = state.accelerator.gather(own)  # a tensor, as what is given
     distance = every.cpu().double()
     mean, std = distance.mean(0), distance.std(0)
-    least = s.chunk_rule.min_size
-    trained = mean[state.sampler.stochastic]
-    found = adaptive_chunks(trained[None], least)[0] if least else None
-    chunks = state.chunks or found or chunks_from_profile(trained)
-    state.profile = mean
     if state.accelerator.is_main_process:
         content = {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps}
-        content |= {"sigmas": state.sampler.sigmas.tolist()}
-        content |= {"mean": mean.tolist(), "std": std.tolist(), "chunks": str(chunks), "trajectories": len(distance)}
-        content |= {"latent_numel": latents[0, 0].numel()}
+        content |= {"sigmas": sampler.sigmas.tolist(), "mean": mean.tolist(), "std": std.tolist()}
+        chunks = state.method.chunks(mean[state.method.places(sampler)])
+        content |= {"chunks": str(chunks), "trajectories": len(distance)}
+        content |= {"latent_numel": paths.latents[0, 0].numel()}
         write_json(state.run / "profile.json", content)
-    return chunks
-
-# %% ../../nbs/07_training/04_iteration.ipynb #cb5e28bd
-def chunk_trajectories(
-    state: TrainingState,
-    latents: Tensor,  # (B, T+1, S, C) of this process
-) -> Chunks | list[Chunks]:  # the run's chunks; with adaptive chunks those of each trajectory
-    "The partition that an update trains."
-    least = state.s.chunk_rule.min_size
-    if least is None:  # they are not adaptive
-        return state.chunks
-    return adaptive_chunks(relative_distance(latents.float()).cpu()[:, state.sampler.stochastic], least)
+    return mean
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
-def measure_ratio_floor(context: ReplayContext, work: UpdateBatch) -> list[float]:
+def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Method) -> list[float]:
     "Largest |ratio - 1| before any update: in the geometry of training, and against the rollout's log-probabilities."
-    now, again = all_log_probs(context, work), torch.zeros(len(work.segment), device=context.policy.device)
-    for part in work.batches:
+    now, again = all_evidence(context, work, method)[0], torch.zeros(len(work.segment), device=context.policy.device)
+    for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]:
         with torch.enable_grad():  # the graph is what differs from `now`
-            again[part] = transition_log_probs(context, work, part)[0].detach()
-    for _ in range(work.idle_forwards):
-        with torch.enable_grad():
-            transition_log_probs(context, work, work.batches[0][:1])
+            again[part] = method.replay(context, work.sample[part], work.index[part], anchor=False)[0][0].detach()
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
     return [ratio_floor(again, now, work), ratio_floor(again, in_rollout.to(again.device), work)]
-
-# %% ../../nbs/07_training/04_iteration.ipynb #669dfb16
-def uniform_mix(
-    s: setting.Settings,
-    iteration: int,  # finished iterations
-) -> float:  # 0 ... 1
-    "Share of equal chances in an iteration's weighted drawing."
-    risen = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
-    return s.weighting_uniform + (1 - s.weighting_uniform) * risen
 
 # %% ../../nbs/07_training/04_iteration.ipynb #e75207ab
 def equalize_forwards(
@@ -311,19 +281,19 @@ def build_update_batches(
     advantage: Tensor,  # (B,)
 ) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
-    s, paths, device = state.s, context.trajectories, state.accelerator.device
-    chunks, allowed = chunk_trajectories(state, paths.latents), s.train_chunk_numbers
-    steady = uniform_mix(s, state.iteration), s.weighting_temperature, state.profile
-    chosen = sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, allowed, *steady)
-    weights, stochastic = transition_weights(s.step_weights, paths.sampler), paths.sampler.stochastic
+    s, method, paths, device = state.s, state.method, context.trajectories, state.accelerator.device
+    assert state.profile is not None  # it was measured
+    chunks = method.partition(paths, state.profile)
+    chosen = method.draw(paths, chunks, state.profile, state.iteration)
+    weights, places = method.weights(paths.sampler), method.places(paths.sampler)
     spread = advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration):
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         kept = kept if len(kept) else part[:1]
-        works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, stochastic))
-        ragged = s.chunk_rule.kind == "adaptive" or s.drop_flat_groups  # else all processes have equally many
+        works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, places))
+        ragged = not isinstance(chunks, Chunks) or s.drop_flat_groups  # else all processes have equally many
         mean: Any = state.accelerator.reduce(items, "mean") if ragged else None  # a tensor, as what is given
         means.append(None if mean is None else float(mean))
     return works if s.sharding == "none" else equalize_forwards(state, works), means
@@ -359,20 +329,25 @@ def update_policy(
 ) -> tuple[list[UpdateBatch], list[UpdateStats], list[float], int, list[float]]:
     "The iteration's updates: their work, outcomes, gradient norms, how many were skipped, and the ratio's two floors."
     s, accelerator = state.s, state.accelerator
+    method = state.method
     works, means = build_update_batches(state, context, advantage)
-    olds = [None] + [all_log_probs(context, work) for work in works[1:]]
+    olds = [None] + [all_evidence(context, work, method) if method.ratio else None for work in works[1:]]
 
     def sync(last: bool):
         parts = s.sharding != "none"  # their gradients are shared out at every backward: no process holds the whole
         return contextlib.nullcontext() if last or parts else accelerator.no_sync(state.policy.module)
 
     with sync(False):  # a forward with graph and no backward: the processes must not wait for each other in it
-        floors = measure_ratio_floor(context, works[0]) if state.iteration == 0 else []
+        floors = measure_ratio_floor(context, works[0], method) if state.iteration == 0 and method.ratio else []
     outcomes, norms = [], []
     for work, old, mean in zip(works, olds, means, strict=True):
         state.optimizer.zero_grad()
-        given = advantage, s.clip_range, old, s.kl, sync, accelerator.backward, mean
+        given = advantage, method, old, sync, accelerator.backward, mean
         outcomes.append(accumulate_gradients(context, work, *given))
         refuse_silent_weights(state.policy, accelerator.num_processes if s.sharding == "none" else 1)
         norms.append(step_optimizer(state))
+    for name, decay in method.copies.items():
+        kept = decay(state.iteration)
+        for mine, p in zip(state.copies[name], state.policy.trained, strict=True):
+            mine.copy_(kept * mine + (1 - kept) * p.detach())
     return works, outcomes, norms, sum(not math.isfinite(norm) for norm in norms), floors

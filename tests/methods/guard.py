@@ -1,0 +1,23 @@
+"""GRPO-Guard (2510.22319): a centred, scaled log-ratio, and gradients divided by the length of their step."""
+
+import torch
+
+from chunk_grpo.training.methods import Method
+
+
+class Guard(Method):
+    "Chunk-GRPO with Guard's ratio."
+
+    def evidence(self, sampler, then, mean, std):
+        return sampler.log_prob(then, mean, std), mean, std.flatten().expand(len(mean))
+
+    def statistic(self, new, old):
+        """std (log r + |change of the mean|^2 / (2 std^2)): its mean under the old policy is 0, as log r's is not."""
+        logp, mean, std = new
+        moved = (mean - old[1]).square().flatten(1).mean(1)
+        return std * (logp - old[0] + moved / (2 * std**2))
+
+    def weights(self, sampler):
+        weights = torch.zeros(len(sampler))
+        weights[self.places(sampler)] = 1 / -sampler.sigmas.diff()[self.places(sampler)]
+        return weights / weights[self.places(sampler)].mean()
