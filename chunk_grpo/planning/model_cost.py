@@ -86,7 +86,7 @@ def meta_policy(
     out.module = out.transformer
     return out.set_resolution(resolution)
 
-# %% ../../nbs/06_planning/00_model_cost.ipynb #a7d73053
+
 def meta_forward(
     config: ModelConfig,
     policy: Policy,  # of `meta_policy`

@@ -468,7 +468,7 @@ def find_smaller(
                 return changes
     return None
 
-
+# %% ../../nbs/06_planning/01_plan.ipynb #5ma11e03
 def describe_on_device(
     s: Settings,
     name: str,  # of the device, for the text
