@@ -21,7 +21,7 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate
 from chunk_grpo.models import trainable
-from chunk_grpo.planning import plan_table
+from chunk_grpo.planning import plan
 from chunk_grpo.runs import drawing, run_folder
 
 SMALL = {"eval_images": 2, "eval_steps": 4, "hybrid_split": 2, "rollout_batch": 3, "threads": 1, "steps": 5,
@@ -161,7 +161,7 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
     assert set(summary["rewards"]["pocket-geneval"]["preserved"]) == {"plain", "hybrid", "as-trained"}
     s = evaluate.evaluation_settings(run, ())
     forwards = 4 * 2 * (3 * 4 + 2 * 5)
-    said = plan_table.describe_evaluation(s)[1]
+    said = dict(plan.describe_counts(s))["evaluation at the end"]
     assert said.startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forwards")
 
 

@@ -14,7 +14,7 @@ from tiny_flux import build
 
 from chunk_grpo.core import settings
 from chunk_grpo.core.validation import parse_yaml
-from chunk_grpo.planning import memory_budget, model_cost, whole_run
+from chunk_grpo.planning import model_cost, plan
 from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +93,7 @@ def shown_rows() -> dict[str, list[str]]:
 
 def test_every_machine_s_preset_stands_in_the_table_and_fits():
     rows = shown_rows()
-    assert list(rows) == list(whole_run.machine_presets())
+    assert list(rows) == list(plan.machine_presets())
     assert not [row for row in rows.values() if "does not fit" in row[1]]
     for name in rows:
         s = settings.load_settings(name)
@@ -101,22 +101,22 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
 
 
 def test_what_does_not_fit_is_said():
-    small = memory_budget.find_device("rtx4090")
+    small = model_cost.find_device("rtx4090")
     for name in ("black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"):
         weights = 2 * model_cost.count_parameters(model_cost.find_model_config(name))
         said = f"| {name.split('/')[1]} on 24 GB | its weights alone {weights / 1e9:.0f} of 24: does not fit |"
-        assert said in TEXT and not memory_budget.fits_on_device(weights, small)
+        assert said in TEXT and not model_cost.fits_on_device(weights, small)
 
 
 @pytest.mark.slow
 def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
     s = settings.load_settings("machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}})
-    total, _ = memory_budget.peak_memory(s, model_cost.find_model_config(s.model), 8)
+    total, _ = model_cost.peak_memory(s, model_cost.find_model_config(s.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
-    assert not memory_budget.fits_on_device(total, memory_budget.find_device("h100"))
+    assert not model_cost.fits_on_device(total, model_cost.find_device("h100"))
 
 
 @pytest.mark.parametrize("preset", [name if "flux1" in name else pytest.param(name, marks=pytest.mark.slow)
-                                    for name in whole_run.machine_presets()])
+                                    for name in plan.machine_presets()])
 def test_the_table_has_what_plan_computes(preset):
-    assert shown_rows()[preset] == list(whole_run.preset_row(preset))
+    assert shown_rows()[preset] == list(plan.preset_row(preset))

@@ -12,8 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
-from chunk_grpo.planning.activation_memory import fit_update_batch
-from chunk_grpo.planning.model_cost import find_model_config, meta_policy, read_model_config
+from chunk_grpo.planning.model_cost import find_model_config, fit_update_batch, meta_policy, read_model_config
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
 from chunk_grpo.training.rollout import decode_latents
@@ -125,7 +124,7 @@ def test_a_run_says_what_share_it_trains(tmp_path):
 def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     "On a GPU torch.compile needs one of C; nothing is loaded without."
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(policy, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    monkeypatch.setattr(trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
         with pytest.raises(InputError, match=f"`compile` must be off on a machine without a {word}"):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
@@ -168,7 +167,7 @@ def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch,
     "Before weights are read: fewer layers would be trained, further ones would be random."
     file = pocket_copy / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    monkeypatch.setattr(policy.Policy, "load_networks", lambda *given: pytest.fail("weights were read"))
+    monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     with pytest.raises(InputError, match="model: .*transformer") as error:
         policy.load_policy(str(pocket_copy), resolution=64)
     assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 """Of a long list of prompts a run encodes those that it draws, once; what is kept is checked when it is read."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -102,7 +103,7 @@ def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
     unseen = 0
     for bit in range(0, 8 * file.stat().st_size, 3):
         flip(file, bit)
-        if not prompt_embeds.prompt_file_problem(file, "a cat", "k"):
+        with contextlib.suppress(InputError):
             row, unseen = prompt_embeds.read_prompt_embeds(file, "a cat", "k"), unseen + 1
             assert row["embeds"].tolist() == [1.0] * 3 and row["mask"].tolist() == [True] * 4
         flip(file, bit)

@@ -126,7 +126,7 @@ def test_attention_kernels(tiny):
 def test_a_kernel_without_masks_is_refused_before_a_weight_is_read(family, tmp_path, monkeypatch):
     "These families pass masks; diffusers would refuse at the first forward."
     folder = str(tiny_families.build(family, tmp_path / "model"))
-    monkeypatch.setattr(trainable.policy, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    monkeypatch.setattr(trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
     with pytest.raises(InputError, match="`attention` must be native, .*whose attention has a mask.*; got 'flash'"):
         trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, attention="flash")
 

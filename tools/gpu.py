@@ -33,7 +33,7 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.subprocesses import terminate_process_group
 from chunk_grpo.measurements import gpu_stages, speed, timing, workload
 from chunk_grpo.models.policy import ModelConfig
-from chunk_grpo.planning import activation_memory, memory_budget, model_cost
+from chunk_grpo.planning import model_cost
 from chunk_grpo.rewards.hpsv3 import HPSv3, build_reward_head
 from chunk_grpo.rewards.hpsv3_prompt import IMAGE_TOKEN, REWARD_TOKEN
 from chunk_grpo.runs import run_folder
@@ -235,9 +235,9 @@ def stage_size(small: bool, folder: Path) -> dict:
 
     def load():
         policy, before = made(), torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
-        parts = memory_budget.training_memory(flux_settings(small), config)
+        parts = model_cost.training_memory(flux_settings(small), config)
         own = sum(p.numel() for p in model_cost.meta_policy(config, 64, 16).vae.parameters())
-        planned = parts["weights"] + own * activation_memory.DTYPE_BYTES[flux_settings(small).dtype]
+        planned = parts["weights"] + own * model_cost.DTYPE_BYTES[flux_settings(small).dtype]
         return {"parameters": sum(p.numel() for p in policy.transformer.parameters()), "held_gb": gigabytes(before),
                 "planned_gb": gigabytes(planned)}
 
@@ -261,7 +261,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             return decode_latents(policy, latents, count)
 
         at_once = min(count, policy.decode_limit)
-        planned = memory_budget.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
+        planned = model_cost.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
         one = torch.cat([decode_latents(policy, row[None], 1) for row in latents[:2]])
         return {"pixels": large, "images": count, "at once": at_once, "seconds": time_calls(call, 1),
                 "peak_gb": gigabytes(timing.measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
@@ -276,7 +276,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             p.grad = torch.zeros_like(p)
         rows = policy.encode(["a prompt"])
         peak = timing.measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
-        planned = activation_memory.batch_activation_bytes(config, s)
+        planned = model_cost.batch_activation_bytes(config, s)
         return {"transitions": count, "seconds": time_calls(lambda: kept_forward(policy, rows, count), 1),
                 "peak_gb": gigabytes(peak), "planned_gb": gigabytes(planned)}
 
@@ -466,7 +466,7 @@ def stage_sharded(small: bool, folder: Path) -> dict:
         for divisor in range(3, 20):  # a third of the blocks, or as many as device and disk have room for
             transformer, vae = part_of_flux(divisor, small)
             config = ModelConfig("FluxPipeline", json.dumps(transformer), json.dumps(vae))
-            parts = memory_budget.training_memory(setting.load_settings(base), config)
+            parts = model_cost.training_memory(setting.load_settings(base), config)
             if sum(parts.values()) < 0.85 * free and model_cost.count_parameters(config) * DISK_BYTES < 0.9 * room:
                 return transformer, vae, config, parts
         raise InputError(f"the device's {free / 1e9:.0f} GB or the disk's {room / 1e9:.0f} GB hold no such model")

@@ -154,20 +154,20 @@ def estimate_rows(
     counts=None,  # of a method's own; None: those of Chunk-GRPO
 ) -> tuple[dict[str, list], float]:  # words above -> rows of name and text; the rate that was used, FLOP/s
     "What a run draws and trains, and what it holds in memory and takes."
-    from chunk_grpo.planning import memory_budget, model_cost, plan_table, whole_run  # here, since they import torch
+    from chunk_grpo.planning import model_cost  # here, since they import torch
     from chunk_grpo.planning import plan as planning
 
-    where = memory_budget.find_device(device) if device else None
-    table, known = plan_table.describe_counts(s, processes, counts), model_cost.find_model_config(s.model) is not None
+    where = model_cost.find_device(device) if device else None
+    table, known = planning.describe_counts(s, processes, counts), model_cost.find_model_config(s.model) is not None
     speed = getattr(where, s.dtype) * 1e12 if where else rate
     given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    estimated = plan_table.describe_estimates(s, speed, processes, counts)
+    estimated = planning.describe_estimates(s, speed, processes, counts)
     if where:
         estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
-        estimated += plan_table.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes,
+        estimated += planning.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes,
                                                    counts)
     words = "estimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate")
-    return {"counted": table, words: [*estimated, *whole_run.describe_whole_run(s, processes)]}, speed
+    return {"counted": table, words: [*estimated, *planning.describe_whole_run(s, processes)]}, speed
 
 # %% ../../nbs/13_cli/02_main.ipynb #691507bb
 def planned_processes(
@@ -191,12 +191,12 @@ def measured_rows(
     speed: float,  # FLOP/s of one process
 ) -> dict[str, list]:  # words above -> rows of name and text
     "A run's seconds beside the prediction for its machine."
-    from chunk_grpo.planning import plan_table  # here, since it imports torch
+    from chunk_grpo.planning import plan as planning  # here, since it imports torch
 
     changed = ", ".join(settings.diff_settings(settings.load_settings(note["settings"]), s)) or "nothing"
     machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
     words = f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
-    rows = plan_table.describe_measured(s, lines, speed, note["processes"])
+    rows = planning.describe_measured(s, lines, speed, note["processes"])
     return {f"{words}\nits settings differ in {changed}": rows}
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models.policy import Policy
-from ..planning.memory_budget import LiveBytesMode
+from ..planning.model_cost import LiveBytesMode
 
 
 def time_call(

@@ -35,7 +35,7 @@ from ..method.dynamics import relative_distance
 from ..models import fsdp, prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning import activation_memory, model_cost
+from ..planning import model_cost
 from ..reward_serving import placement
 from ..rewards.async_scoring import StreamingScores, scoring_thread
 from ..rewards.image_statistics import image_statistics
@@ -168,7 +168,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.limit = s.update_batch
     if s.update_memory:
         model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
-        state.limit = activation_memory.fit_update_batch(model, s).update_batch
+        state.limit = model_cost.fit_update_batch(model, s).update_batch
     return state
 
 # %% ../../nbs/07_training/04_iteration.ipynb #1eb6052a

@@ -24,9 +24,8 @@ from ..method.dynamics import sample_without_replacement, tempered_weights
 from ..method.objective import group_advantages, is_clipped
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
-from ..models import fsdp
 from ..models.policy import Policy, told_sigma
-from ..models.trainable import base_weights, swap_parameter_data
+from ..models.trainable import base_weights, swap_weights
 from ..planning.plan import IterationCounts, iteration_counts, transitions_per_image
 from ..rewards.rewards import combine_rewards, import_callable
 from .rollout import Trajectories, make_generator
@@ -106,13 +105,12 @@ class ReplayContext:
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
         "Within this context the policy has a copy's weights, and no gradient."
-        change = fsdp.swap_local_shards if getattr(self.policy, "sharded", False) else swap_parameter_data
-        change(self.policy.trained, self.copies[name])
+        swap_weights(self.policy, self.policy.trained, self.copies[name])
         try:
             with torch.no_grad():
                 yield
         finally:
-            change(self.policy.trained, self.copies[name])
+            swap_weights(self.policy, self.policy.trained, self.copies[name])
 
 
 def replay_transitions(
