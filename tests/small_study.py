@@ -63,5 +63,5 @@ def wait_for(path, lines, child):
 
 def trainers(out):
     "Processes that work on a trial of the study."
-    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.studies.trial" in (p.info["cmdline"] or [])]
+    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.studies.study" in (p.info["cmdline"] or [])]
     return [p for p in found if str(out) in p.info["cmdline"][-1]]

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from concurrent.futures import Future
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import write_json
-from chunk_grpo.studies import claims, design, scheduler, tuning
+from chunk_grpo.studies import claims, design, study, tuning
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_arms_share_prompts_and_noise(through):
 
 
 def test_only_one_call_works_on_a_study(home, through):
-    with scheduler.study_lock(through):
+    with study.study_lock(through):
         done = call("study", home, "--out", through)
     assert done.returncode == 2 and "is being run by another process" in done.stderr
 
@@ -130,7 +131,7 @@ class Instant:
     def __init__(self, most=99):
         self.left = most
 
-    def capacity(self, out, unfinished):
+    def room(self, out, unfinished):
         return 1
 
     def submit(self, trial, out, slot):
@@ -145,18 +146,11 @@ class Instant:
         write_json(out / trial.name / "row.json", asked | {
             "settings": trial.settings.model_dump(mode="json"),
                 "scores": scores} | design.run_folder.content_hashes(trial.settings))
-        return out / trial.name
+        done = Future()
+        done.set_result((json.loads((out / trial.name / "row.json").read_text()), 1.0))
+        return done
 
-    def is_queued(self, run):
-        return False
-
-    def completed(self, begun):
-        return begun
-
-    def result(self, run):
-        return json.loads((run / "row.json").read_text()), 1.0
-
-    def cancel(self, begun):
+    def close(self):
         pass
 
 
@@ -164,7 +158,7 @@ def study_until(home, out, trials, **marks):
     "What a study says that is stopped after so many trials."
     said = []
     try:
-        scheduler.run_study(home, out, say=said.append, executor=Instant(trials), **marks)
+        study.run_study(home, out, say=said.append, pool=Instant(trials), **marks)
     except KeyboardInterrupt:
         pass
     return "\n".join(said)
@@ -186,10 +180,10 @@ def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):
     assert design.plan_record(folder)["commit"] and not design.plan_record(folder)["unplanned"]
     (folder / "study.yaml").write_text((folder / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
     with pytest.raises(InputError, match="was changed since its commit"):
-        scheduler.run_study(folder, tmp_path / "out", executor=Instant())
+        study.run_study(folder, tmp_path / "out", pool=Instant())
     (folder / "tuned.yaml").write_text("steps: {settings: {learning_rate: 0.5}}")
     with pytest.raises(InputError, match="is not committed"):
-        scheduler.run_study(folder, tmp_path / "out", executor=Instant())
+        study.run_study(folder, tmp_path / "out", pool=Instant())
     study_until(folder, tmp_path / "out", 2, unplanned=True)
     small_study.commit(folder)
     study_until(folder, tmp_path / "out", 99)  # committed since: what was begun before keeps its mark
@@ -204,7 +198,7 @@ def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
     (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
     small_study.commit(home)
     with pytest.raises(InputError, match="must stay as it was when its first trial began; steps-0 began with"):
-        scheduler.run_study(home, out, executor=Instant())
+        study.run_study(home, out, pool=Instant())
     study_until(home, out, 99, unplanned=True)
     assert [plan["unplanned"] for plan in plans(out)] == [False] + [True] * 5
 
@@ -217,7 +211,7 @@ def test_nothing_of_an_outcome_is_said_before_the_last_trial_unless_somebody_pee
     assert all(plan["peeks"] == [] and not plan["unplanned"] for plan in plans(out))
     assert "pocket-clip" not in study_until(home, looked, 2)
     said = []
-    scheduler.run_study(home, looked, arms=["steps"], say=said.append, peek=True)
+    study.run_study(home, looked, arms=["steps"], say=said.append, peek=True)
     assert any("pocket-clip +0.125" in line for line in said) and [plan["peeks"] for plan in plans(looked)] == [[2]] * 2
     study_until(home, looked, 99)
     assert [plan["peeks"] for plan in plans(looked)] == [[2]] * 3  # for ever

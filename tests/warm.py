@@ -22,9 +22,9 @@ PRELOADED = [
     "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
     "chunk_grpo.cli.main", "chunk_grpo.runs.launch", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
     "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
-    "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.scheduler",
-    "chunk_grpo.studies.trial", "frozen"]
-FORKED = ("chunk_grpo.studies.trial", "chunk_grpo.runs.drawing", "chunk_grpo.evaluation.benchmarks")
+    "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.study",
+    "frozen"]
+FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.drawing", "chunk_grpo.evaluation.benchmarks")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 

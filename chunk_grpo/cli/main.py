@@ -416,12 +416,12 @@ def study(
     from chunk_grpo.core.files import read_json_lines
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
-    from chunk_grpo.studies import ray_cluster, scheduler, tuning  # here, since they import torch
+    from chunk_grpo.studies import ray_cluster, study as trials, tuning  # here, since they import torch
 
     again = partial(str, "the same command goes on")
     if tune:
         return _run_or_exit(lambda: tuning.tune_study(name, out, processes, rows, echo_now), again)
-    start = partial(ray_cluster.run_study_on_ray, ray) if ray else scheduler.run_study
+    start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
     marks = {"unplanned": unplanned, "peek": peek}
     found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), chosen, rows, echo_now, **marks),
                          again)
