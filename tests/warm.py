@@ -4,6 +4,7 @@ The program itself is read anew, as by `python -m`. What is about the start of a
 starts the command as a user does, with `commands.command`.
 """
 
+import concurrent.futures.thread
 import contextlib
 import math
 import multiprocessing
@@ -92,6 +93,7 @@ class Forked:
             for number, file in enumerate((stdin, stdout, stderr)):
                 if file is not None:
                     os.dup2(nothing if file == subprocess.DEVNULL else file.fileno(), number)
+            concurrent.futures.thread._threads_queues.clear()  # the fork of a pool's thread has no pool to wait for
             if start_new_session:
                 os.setsid()
             if preexec_fn:
