@@ -920,6 +920,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.Policy.decode_limit': ( '03_models/policy.html#policy.decode_limit',
                                                                                             'chunk_grpo/models/policy.py'),
+                                          'chunk_grpo.models.policy.Policy.load_networks': ( '03_models/policy.html#policy.load_networks',
+                                                                                             'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.Policy.set_resolution': ( '03_models/policy.html#policy.set_resolution',
                                                                                               'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy.Policy.vae_decode': ( '03_models/policy.html#policy.vae_decode',

@@ -185,12 +185,16 @@ class Policy(Family):
         self.folder, self.max_tokens, self.dtype, self.device = Path(folder), max_tokens, dtype, torch.device(device)
         self.guidance, self.true_cfg_scale = guidance, true_cfg_scale
         self.blank: tuple[str, ...] = ("",) if true_cfg_scale > 1 else ()  # prompts that are encoded beside all others
-        self.transformer, self.vae = _load_network(self, 0, weights, host), _load_network(self, 1, dtype)
+        self.transformer, self.vae = self.load_networks(weights, host)
         if vae_tiling:
             self.vae.enable_slicing()
             self.vae.enable_tiling()
         self.module: nn.Module = self.transformer  # what `predict` calls: a trainer may wrap it
         self.set_resolution(resolution)
+
+    def load_networks(self, weights: torch.dtype, host: bool) -> tuple[Any, Any]:
+        "Transformer and VAE, frozen; a policy without a folder makes its own."
+        return _load_network(self, 0, weights, host), _load_network(self, 1, self.dtype)
 
     def set_resolution(self, resolution: int) -> Self:
         "Set the resolution of the images, in pixels a side; InputError where the latents cannot be packed."
