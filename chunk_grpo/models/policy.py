@@ -154,6 +154,10 @@ class Family:
         "The noise levels that the pipeline's own call goes along."
         return sigmas(steps, native_shift(self))
 
+    def load_networks(self, weights: torch.dtype, host: bool) -> tuple[Any, Any]:
+        "Transformer and VAE, frozen; a policy without a folder makes its own."
+        return _load_network(self, 0, weights, host), _load_network(self, 1, self.dtype)
+
     def apply_guidance(self, with_prompt: Tensor, without: Tensor) -> Tensor:  # (B, S, C) each
         "The guided velocity of two."
         return without + self.true_cfg_scale * (with_prompt - without)
@@ -191,10 +195,6 @@ class Policy(Family):
             self.vae.enable_tiling()
         self.module: nn.Module = self.transformer  # what `predict` calls: a trainer may wrap it
         self.set_resolution(resolution)
-
-    def load_networks(self, weights: torch.dtype, host: bool) -> tuple[Any, Any]:
-        "Transformer and VAE, frozen; a policy without a folder makes its own."
-        return _load_network(self, 0, weights, host), _load_network(self, 1, self.dtype)
 
     def set_resolution(self, resolution: int) -> Self:
         "Set the resolution of the images, in pixels a side; InputError where the latents cannot be packed."
