@@ -93,7 +93,7 @@ def gradient_gram(
 
 @dataclass
 class GaussianWorld:
-    "A policy with the four names that a rollout and an update ask for, and a reward of its latents."
+    "A policy with the names that a rollout and an update ask for, and a reward of its latents."
 
     mean: Tensor  # of the data, (C,)
     scale: Tensor  # standard deviation of the data, (C,)
@@ -101,6 +101,7 @@ class GaussianWorld:
     trained: list[Tensor]  # [theta_1 (C,), theta_2 (C,)], leaves with gradient
     tokens: int = 4  # S
     device: torch.device = torch.device("cpu")
+    truncate_timesteps: bool = False
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C)
         "The latents of one image at sigma 1."
