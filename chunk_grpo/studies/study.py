@@ -238,6 +238,41 @@ def format_time_left(
     minutes = (total - done) * seconds / since / 60
     return f"about {minutes:.0f} min left" if minutes < 120 else f"about {minutes / 60:.1f} h left"
 
+# %% ../../nbs/12_studies/01_study.ipynb #57a705e1
+def _write_results(study) -> None:
+    "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
+    seen = _read_peeks(study.out)
+    with atomic_write(study.out / "results.jsonl") as file:
+        file.touch()
+        for trial in study.plan:
+            if trial.name in study.rows:
+                append_json_line(file, _with_peeks(study.rows[trial.name], seen))
+
+
+def _status(study) -> str:
+    now = {trial.name: (max(before, count_finished_iterations(study.out / trial.name)), before, trial)
+           for _, trial, before in study.running.values()}
+    since = study.finished_iterations + sum(n - before for n, before, _ in now.values())
+    total = sum(t.settings.iterations for t in study.unfinished())
+    left = format_time_left(total, sum(n for n, _, _ in now.values()), since, time.time() - study.began)
+    going = ", ".join(f"{name} {n}/{trial.settings.iterations}" for name, (n, _, trial) in now.items())
+    return f"{study.counted()} trials finished; {left}; going: {going or 'none'}"
+
+
+def _show_outcomes(study) -> None:
+    "Print the gains of all rows once the plan is through; a look before that is written down first."
+    finished, whole = len(study.rows), len(study.rows) == len(study.plan)
+    if not finished or not (whole or study.peek):
+        return
+    if not whole:
+        write_json(study.out / "peeks.json", {"finished": sorted({*_read_peeks(study.out), finished})})
+        _write_results(study)
+    study.say(f"{finished} of {len(study.plan)} trials of the plan are finished"
+             + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
+    for trial in study.plan:
+        if trial.name in study.rows:
+            study.say(f"  {trial.name}  {gain_line(study.rows[trial.name])}")
+
 # %% ../../nbs/12_studies/01_study.ipynb #b8269f3d
 class _Progress:
     "A call of `run_study` between its first trial and its last."
@@ -262,15 +297,6 @@ class _Progress:
     def counted(self) -> str:
         return f"{len(self.requested) - len(self.unfinished())} of {len(self.requested)}"
 
-    def write_results(self) -> None:
-        "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
-        seen = _read_peeks(self.out)
-        with atomic_write(self.out / "results.jsonl") as file:
-            file.touch()
-            for trial in self.plan:
-                if trial.name in self.rows:
-                    append_json_line(file, _with_peeks(self.rows[trial.name], seen))
-
     def begin(self, processes: int) -> None:
         "Fill free slots; a row may have come in the meantime from another study."
         for slot in sorted(set(range(processes)) - {slot for slot, _, _ in self.running.values()}):
@@ -290,17 +316,8 @@ class _Progress:
             self.failed[trial.name] = str(error)
             return self.say(f"{trial.name} failed: {error}")
         self.finished_iterations += trial.settings.iterations - before
-        self.write_results()
+        _write_results(self)
         self.say(f"{self.counted()}  {trial.name}  {spent:.0f} s")
-
-    def status(self) -> str:
-        now = {trial.name: (max(before, count_finished_iterations(self.out / trial.name)), before, trial)
-               for _, trial, before in self.running.values()}
-        since = self.finished_iterations + sum(n - before for n, before, _ in now.values())
-        total = sum(t.settings.iterations for t in self.unfinished())
-        left = format_time_left(total, sum(n for n, _, _ in now.values()), since, time.time() - self.began)
-        going = ", ".join(f"{name} {n}/{trial.settings.iterations}" for name, (n, _, trial) in now.items())
-        return f"{self.counted()} trials finished; {left}; going: {going or 'none'}"
 
     def work(self, processes: int, every: float) -> None:
         "Run trials until nothing is left that could begin."
@@ -313,21 +330,7 @@ class _Progress:
                     self.collect(future)
             if time.time() - last > every:
                 last = time.time()
-                self.say(self.status())
-
-    def show_outcomes(self) -> None:
-        "Print the gains of all rows once the plan is through; a look before that is written down first."
-        finished, whole = len(self.rows), len(self.rows) == len(self.plan)
-        if not finished or not (whole or self.peek):
-            return
-        if not whole:
-            write_json(self.out / "peeks.json", {"finished": sorted({*_read_peeks(self.out), finished})})
-            self.write_results()
-        self.say(f"{finished} of {len(self.plan)} trials of the plan are finished"
-                 + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
-        for trial in self.plan:
-            if trial.name in self.rows:
-                self.say(f"  {trial.name}  {gain_line(self.rows[trial.name])}")
+                self.say(_status(self))
 
 # %% ../../nbs/12_studies/01_study.ipynb #4f06a21c
 @contextlib.contextmanager
@@ -349,7 +352,7 @@ def study_lock(
     finally:
         lock.release()
 
-
+# %% ../../nbs/12_studies/01_study.ipynb #57a705e5
 def run_study(
     source: str | Path,  # name of a study, or its folder
     out: str | Path | None = None,  # folder of its runs; None: runs/studies/NAME
@@ -383,7 +386,7 @@ def run_study(
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
         study = _Progress(out, expand_trials(source), requested, known, say, pool, peek)
-        study.write_results()
+        _write_results(study)
         unfinished = study.unfinished()
         room = pool.room(out, unfinished)
         say(f"{study.counted()} trials are finished, {len(unfinished)} are left, {processes or room} {pool.how}; "
@@ -393,7 +396,7 @@ def run_study(
             name, why = next(iter(study.failed.items()))
             raise launch.TrainingFailed(f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: "
                                         f"{why}")
-        study.show_outcomes()
+        _show_outcomes(study)
         return [_with_peeks(study.rows[t.name], _read_peeks(out)) for t in requested]
 
 # %% ../../nbs/12_studies/01_study.ipynb #6d720d2c
