@@ -23,7 +23,7 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..evaluation.evaluate import ode_arms
 from ..models import inputs
-from ..models.trainable import save_trained_weights
+from ..models.trainable import read_saved_weights, save_trained_weights
 from . import samples, tables
 from .figures import ARM_LABELS
 from ..runs import newest_weights, run_folder
@@ -229,6 +229,7 @@ def write_weights(
     "Write an adapter, or the trained transformer."
     if weights.name != "final":
         return save_trained_weights(newest_weights.load_newest_policy(run, s, weights), out)
+    read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     out.mkdir(exist_ok=True)
     for file in weights.iterdir():
         if file.suffix in (".safetensors", ".json"):
