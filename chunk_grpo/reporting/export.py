@@ -229,7 +229,6 @@ def write_weights(
     "Write an adapter, or the trained transformer."
     if weights.name != "final":
         return save_trained_weights(newest_weights.load_newest_policy(run, s, weights), out)
-    read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     out.mkdir(exist_ok=True)
     for file in weights.iterdir():
         if file.suffix in (".safetensors", ".json"):
@@ -247,6 +246,8 @@ def export_run(
     run_folder.check_new_folder(out)
     check_export(run, s, trust)
     weights = newest_weights.find_newest_weights(run)
+    if weights.name == "final":
+        read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     card, base = model_card(run, s, weights, out.name), inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
