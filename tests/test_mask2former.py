@@ -9,13 +9,12 @@ names of mmdet 2.x are from its source; no 2.x was run.
 import hashlib
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tiny_mmdet as tiny
 import torch
+from commands import call
 
 from chunk_grpo import InputError
 from chunk_grpo.evaluation import detector
@@ -137,7 +136,7 @@ def test_the_tool_as_a_user_starts_it(tmp_path, state):
     source = tiny.save(tmp_path, state)
 
     def start(*words):
-        done = subprocess.run([sys.executable, TOOL, *map(str, words)], capture_output=True, text=True)
+        done = call(*words, module=str(TOOL))
         return done.returncode, done.stdout + done.stderr
 
     code, said = start(source, tmp_path / "detector")

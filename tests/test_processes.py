@@ -18,8 +18,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state, sample_groups
 from chunk_grpo.training.rollout import initial_noise
 state = load_policy_and_optimizer(prepare_state(settings.load_settings(sys.argv[1]), sys.argv[2]))
-what, advantage, scores = sample_groups(state)
-paths = what.trajectories
+paths = sample_groups(state).context.trajectories
 torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": paths.keys},
            f"{sys.argv[2]}/{state.accelerator.num_processes}.{state.accelerator.process_index}.pt")
 """

@@ -54,6 +54,7 @@ def test_every_study_has_a_page():
                for name in NAMES)
 
 
+@pytest.mark.slow
 def test_pages_run_without_rows(tmp_path):
     run_pages(tmp_path / "none", tmp_path)
 

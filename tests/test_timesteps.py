@@ -1,5 +1,7 @@
 """`truncate_timesteps`: the network is told whole timesteps in rollout and update, and exact ones in the ODE."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,10 +23,10 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
 
     monkeypatch.setattr(state.policy, "predict", watched)
     phase = "rollout"
-    context, _, _ = iteration.sample_groups(state)
-    state.profile = iteration.measure_profile(state, context.trajectories)
+    rollout = iteration.sample_groups(state)
+    state.profile = iteration.measure_profile(state, rollout.context.trajectories)
     phase = "update"
-    iteration.update_policy(state, context, torch.tensor([1.0, -1.0]))
+    iteration.update_policy(state, replace(rollout, advantage=torch.tensor([1.0, -1.0])))
     phase = "ode"
     sample_ode(state.policy, state.policy.encode(["a red star"]), initial_noise(state.policy, [(0, 0, 0, 0)]),
                state.policy.sigmas(7))

@@ -12,9 +12,10 @@ def iteration_tensors(
     state: TrainingState,  # with policy and optimizer; its weights take a step
 ) -> dict[str, Tensor]:
     "What an iteration computes up to its first update."
-    context, advantage, _ = sample_groups(state)
+    rollout = sample_groups(state)
+    context, advantage = rollout.context, rollout.advantage
     state.profile = relative_distance(context.trajectories.latents.float()).double().mean(0)
-    (work, *_), _ = build_update_batches(state, context, advantage)
+    (work, *_), _ = build_update_batches(state, rollout)
     state.optimizer.zero_grad()
     accumulate_gradients(context, work, advantage, state.method)
     trained, paths = state.policy.trained, context.trajectories

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunk_grpo import InputError
 from chunk_grpo.core.statistics import jackknife_error
-from chunk_grpo.method.chunks import Chunks, Partition
+from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
 from chunk_grpo.training.methods import ReplayContext, replay_transitions
@@ -93,7 +93,7 @@ def gradient_gram(
 
 @dataclass
 class GaussianWorld:
-    "A policy with the four names that a rollout and an update ask for, and a reward of its latents."
+    "A policy with the names that a rollout and an update ask for, and a reward of its latents."
 
     mean: Tensor  # of the data, (C,)
     scale: Tensor  # standard deviation of the data, (C,)
@@ -101,6 +101,7 @@ class GaussianWorld:
     trained: list[Tensor]  # [theta_1 (C,), theta_2 (C,)], leaves with gradient
     tokens: int = 4  # S
     device: torch.device = torch.device("cpu")
+    truncate_timesteps: bool = False
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C)
         "The latents of one image at sigma 1."
@@ -213,7 +214,7 @@ def wrong_sign_shares(
     advantage: Tensor,  # of the trajectories, less the group's mean, in units of its deviation, (P, G)
     step: Tensor,  # estimated advantage of each transition, in the same units, (P, G, n)
     error: Tensor,  # its standard error, (P, G, n)
-    parts: Partition,  # transitions whose moments are averaged, K parts of n
+    parts: Chunks,  # transitions whose moments are averaged, K parts of n
     certain: float = 2.0,  # standard errors from which a sign counts as certain
 ) -> Tensor:  # (6, K): raw, certain, corrected, by_share, share of one transition, how many are certain
     "Shares of wrong signs by (e) and (f), and the share of the variance decided at a transition."
@@ -234,7 +235,7 @@ def wrong_sign_shares(
 def wrong_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
-    parts: Partition | None = None,  # transitions whose moments are averaged; None: each alone
+    parts: Chunks | None = None,  # transitions whose moments are averaged; None: each alone
 ) -> dict[str, Tensor]:  # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
     "How often the trajectory's advantage has the wrong sign at each transition; errors over prompts."
     count, group = rewards.shape
@@ -372,7 +373,7 @@ def alignment_with_errors(
 
 def chunk_sampling_variance(
     second: Tensor,  # mean over images of the inner products of one image's own gradients, (n, n)
-    chunks: Partition,  # K chunks of n transitions
+    chunks: Chunks,  # K chunks of n transitions
     count: int,  # k, chunks drawn, 1 ... K
 ) -> float:
     "What drawing k of K chunks adds (e) to the variance of an image's part of a gradient of weights n / (K cs)."

@@ -81,7 +81,7 @@ class RandomFluxPolicy(FluxPolicy):
         self.configs, self.seed = (transformer or FLUX_TRANSFORMER_CONFIG, autoencoder or FLUX_VAE_CONFIG), seed
         super().__init__(".", **given)
 
-    def load_networks(self, weights: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    def load_networks(self, weights: torch.dtype, host: bool) -> tuple[nn.Module, nn.Module]:
         "Transformer and autoencoder, made where they stay."
         classes, dtypes = map(import_class, self.network_classes), (weights, self.dtype)
         return random_networks(classes, self.configs, dtypes, self.device, self.seed)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from .chunks import Partition
+from .chunks import Chunks
 
 # %% ../../nbs/00_method/03_objective.ipynb #c1733e01
 def group_advantages(
@@ -35,7 +35,7 @@ def group_advantages(
 def chunk_ratio(
     new_logp: Tensor,  # log-probabilities now, (B, n), averaged over latent dimensions
     old_logp: Tensor,  # of the same transitions when they were sampled, (B, n)
-    chunks: Partition,  # K chunks of n transitions
+    chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), exactly 1 where nothing changed; differentiable in new_logp
     """Ratio (14) of every chunk: difference first, then mean, then exp. InputError unless shapes are (B, n)."""
     if new_logp.ndim != 2 or new_logp.shape != old_logp.shape or new_logp.shape[1] != chunks.transitions:

@@ -154,6 +154,10 @@ class Family:
         "The noise levels that the pipeline's own call goes along."
         return sigmas(steps, native_shift(self))
 
+    def load_networks(self, weights: torch.dtype, host: bool) -> tuple[Any, Any]:
+        "Transformer and VAE, frozen; a policy without a folder makes its own."
+        return _load_network(self, 0, weights, host), _load_network(self, 1, self.dtype)
+
     def apply_guidance(self, with_prompt: Tensor, without: Tensor) -> Tensor:  # (B, S, C) each
         "The guided velocity of two."
         return without + self.true_cfg_scale * (with_prompt - without)
@@ -185,7 +189,7 @@ class Policy(Family):
         self.folder, self.max_tokens, self.dtype, self.device = Path(folder), max_tokens, dtype, torch.device(device)
         self.guidance, self.true_cfg_scale = guidance, true_cfg_scale
         self.blank: tuple[str, ...] = ("",) if true_cfg_scale > 1 else ()  # prompts that are encoded beside all others
-        self.transformer, self.vae = _load_network(self, 0, weights, host), _load_network(self, 1, dtype)
+        self.transformer, self.vae = self.load_networks(weights, host)
         if vae_tiling:
             self.vae.enable_slicing()
             self.vae.enable_tiling()

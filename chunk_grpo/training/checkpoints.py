@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['COPIED_FILES', 'truncate_metrics', 'flatten_optimizer', 'load_optimizer_tensors', 'sha256_of', 'hash_files',
-           'sign_manifest', 'write_manifest', 'list_checkpoints', 'remove_old_checkpoints', 'checkpoint_folder',
-           'damaged', 'refuse_damaged', 'read_manifest', 'verify_checkpoint', 'check_owner', 'is_finite',
-           'tensor_problem', 'write_full_checkpoint', 'read_full_checkpoint', 'write_sharded_checkpoint',
-           'read_sharded_checkpoint']
+           'write_manifest', 'list_checkpoints', 'remove_old_checkpoints', 'checkpoint_folder', 'damaged',
+           'refuse_damaged', 'read_manifest', 'verify_checkpoint', 'is_finite', 'tensor_problem',
+           'write_full_checkpoint', 'read_full_checkpoint', 'write_sharded_checkpoint', 'read_sharded_checkpoint']
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #7940fbc3
 import contextlib
@@ -83,7 +82,7 @@ def hash_files(
     return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files}
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #ac2b3303
-def sign_manifest(
+def _sign_manifest(
     content: Mapping,  # JSON
 ) -> str:  # in hex
     "The sha256 of what a manifest says, but for this one field."
@@ -99,7 +98,7 @@ def write_manifest(
     "Write down what every file must be."
     files = {file.name: digests.get(file.name) or sha256_of(file) for file in sorted(folder.iterdir())}
     content = {**about, "files": files}
-    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": sign_manifest(content)}, indent=1) + "\n")
+    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": _sign_manifest(content)}, indent=1) + "\n")
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #da023329
 def list_checkpoints(run: Path) -> list[Path]:
@@ -166,7 +165,7 @@ def read_manifest(folder: Path) -> dict:
         content = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
     if content is None:
         raise damaged(folder, "it has no manifest.json, as if it were cut or of an earlier version")
-    if not isinstance(content.get("files"), dict) or content.get("sha256") != sign_manifest(content):
+    if not isinstance(content.get("files"), dict) or content.get("sha256") != _sign_manifest(content):
         raise damaged(folder, "manifest.json was changed")
     return content
 
@@ -192,10 +191,10 @@ def verify_checkpoint(
         raise damaged(folder, f"it is of iteration {manifest.get('iteration')}")
     if lines and [line["iteration"] for line in lines] != list(range(state["iteration"] + 1)):
         raise damaged(folder, f"its metrics are not those of iterations 0 to {state['iteration']}")
-    check_owner(folder, manifest, about)
+    _check_owner(folder, manifest, about)
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #426cb0f1
-def check_owner(
+def _check_owner(
     folder: Path,  # of a checkpoint
     manifest: Mapping,  # its manifest
     about: Mapping,  # run_id and settings of the run that is to go on
