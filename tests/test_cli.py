@@ -140,7 +140,7 @@ def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_pat
     (tmp_path / "run").mkdir()
     note(tmp_path / "run")
     monkeypatch.setattr(reports, "write_report", lambda *_, **__: pytest.fail("a report was started"))
-    for words, part in (([], "`--run` must be a finished run"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
+    for words, part in (([], "a finished run is needed"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
                         (["eta=0"], "`eta`")):
         answer = CliRunner().invoke(main.app, ["profile", *words, "--run", str(tmp_path / "run")])
         assert isinstance(answer.exception, InputError) and part in str(answer.exception), answer.exception

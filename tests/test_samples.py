@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import call
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError, export_run, sample_run, sample_widget
@@ -210,6 +211,32 @@ def test_a_link_out_of_the_run_is_no_weight(tmp_path, monkeypatch):
     weights.symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(InputError, match="lies outside of it"):
         export_run(run, tmp_path / "mine")
+
+
+DAMAGE = {
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "nan": lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file),
+    "changed": lambda file: save_file({k: v + 0.5 for k, v in load_file(file).items()}, file)}
+
+
+@pytest.mark.parametrize(("damage", "noted"), [*((name, True) for name in DAMAGE), ("cut", False), ("nan", False)])
+def test_damaged_final_weights_are_neither_drawn_nor_published(tmp_path, monkeypatch, damage, noted):
+    "One reader for all commands; without the hashes of run.json what no run can have written is still refused."
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    run, out = make(tmp_path, lora_rank=2), tmp_path / "made"
+    if noted:
+        run_folder.update_run_json(run, final_sha256=checkpoints.hash_files(run / "final"))
+    (weights,) = (run / "final").glob("*.safetensors")
+    DAMAGE[damage](weights)
+    before = sorted(tmp_path.rglob("*"))
+    words = [("export", run, out), ("sample", run, "a star", "--out", out), ("evaluate", run)]
+    for command in words + [("profile", "--run", run, "--out", tmp_path / "p.html")] * noted:
+        done = call(*command)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+        assert ("not those that the training wrote" if noted else "are damaged") in done.stderr
+        if noted:
+            assert sorted(tmp_path.rglob("*")) == before
+        assert not out.exists() and not (run / "evaluation").exists()
 
 
 def test_export_replaces_nothing(lora, tmp_path):

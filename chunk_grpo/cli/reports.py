@@ -158,12 +158,12 @@ def check_profile_options(source: str | None, run: Path | None, counts: dict[str
 def check_profile_settings(source: str | None, run: Path | None, changes: list[str]) -> None:
     "InputError where the settings, or the run, cannot be measured with these changes."
     from chunk_grpo.models import inputs  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
+    from chunk_grpo.runs import run_folder, run_images
 
     begin = source if run is None else run_folder.read_run_settings(run_folder.find_run(run))
     s = settings.load_settings(begin, changes)
-    if run is not None and not (run / "final").is_dir():
-        raise InputError(f"`--run` must be a finished run; {run} has no trained weights in final/")
+    if run is not None:
+        run_images.hash_trained_weights(run)
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
 

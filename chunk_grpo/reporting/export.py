@@ -23,7 +23,7 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..evaluation.evaluate import ode_arms
 from ..models import inputs
-from ..models.trainable import save_trained_weights
+from ..models.trainable import read_saved_weights, save_trained_weights
 from . import samples, tables
 from .figures import ARM_LABELS
 from ..runs import newest_weights, run_folder
@@ -246,6 +246,8 @@ def export_run(
     run_folder.check_new_folder(out)
     check_export(run, s, trust)
     weights = newest_weights.find_newest_weights(run)
+    if weights.name == "final":
+        read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     card, base = model_card(run, s, weights, out.name), inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()

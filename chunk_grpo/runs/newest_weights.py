@@ -19,18 +19,19 @@ from ..core.settings import Settings
 from ..models import trainable
 from ..models.policy import Policy
 from .run_folder import file_of_run, find_run, has_final_weights
-from .run_images import POLICY_FIELDS
+from .run_images import POLICY_FIELDS, hash_trained_weights, load_trained_policy
 from ..training import checkpoints
 
 # %% ../../nbs/08_runs/04_newest_weights.ipynb #eb474e14
 def find_newest_weights(
     run: Path | str,  # its folder
 ) -> Path:  # final/, or the newest checkpoint
-    "Where a run has its newest trained weights; InputError where it has none, or the checkpoint is not whole."
+    "Where a run has its newest trained weights; InputError where it has none, or they are not what was written."
     run = find_run(run)
     if has_final_weights(run):
         for file in (run / "final").iterdir():
             file_of_run(run, f"final/{file.name}")
+        hash_trained_weights(run)
         return file_of_run(run, "final")
     found = checkpoints.list_checkpoints(run)
     if not found:
@@ -86,12 +87,12 @@ def load_newest_policy(
     folder: Path,  # of `find_newest_weights`
 ) -> Policy:  # at the evaluation's resolution
     "The policy of a run with its newest weights; InputError where they do not fit its settings."
-    given = {name: getattr(s, name) for name in POLICY_FIELDS} | {"resolution": s.eval_resolution, "frozen": True}
-    policy = trainable.load_trainable_policy(s.model, device="cuda" if torch.cuda.is_available() else "cpu", **given)
     if folder.name == "final":
-        trainable.load_trained_weights(policy, folder)
-        return policy
-    weights, own = read_checkpoint_weights(folder), trained_parameters(policy, s.sharding)
+        return load_trained_policy(folder.parent, s)
+    given = {name: getattr(s, name) for name in POLICY_FIELDS} | {"resolution": s.eval_resolution, "frozen": True}
+    weights = read_checkpoint_weights(folder)
+    policy = trainable.load_trainable_policy(s.model, device="cuda" if torch.cuda.is_available() else "cpu", **given)
+    own, policy.truncate_timesteps = trained_parameters(policy, s.sharding), s.truncate_timesteps
     if [w.shape for w in weights] != [p.shape for p in own]:
         raise checkpoints.damaged(folder, "its weights are not of the shapes that are trained")
     for p, w in zip(own, weights, strict=True):

@@ -63,14 +63,16 @@ def hash_trained_weights(
     run: Path | str,  # a finished run's folder
 ) -> str:  # sha256
     "What names the trained weights; InputError where they are not those that the training wrote."
-    found = checkpoints.hash_files(find_trained_weights(run))
-    file, found = Path(run) / "run.json", {k: v for k, v in found.items() if k.endswith(".safetensors")}
+    def loaded(sums: Mapping[str, str]) -> dict[str, str]:  # of the files that say what is loaded
+        return {name: digest for name, digest in sums.items() if name.endswith((".safetensors", ".json"))}
+
+    found, file = loaded(checkpoints.hash_files(find_trained_weights(run))), Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
-    noted = {k: v for k, v in note.get("final_sha256", {}).items() if k.endswith(".safetensors")}
+    noted = loaded(note.get("final_sha256", {}))
     if note.get("status") == "finished" and noted and noted != found:
         raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
                          "and resume the run.")
-    sums = list(found.values())
+    sums = [digest for name, digest in found.items() if name.endswith(".safetensors")]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 # %% ../../nbs/08_runs/02_run_images.ipynb #f8c3f966
