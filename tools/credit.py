@@ -64,18 +64,27 @@ def block_gradient(
     return total
 
 
+LAYER_GROUPS = {"attention": ("attn",), "modulation": ("norm",), "mlp": ("ff", "mlp"), "embedding": ("embed",)}
+
+
+def layer_group(name: str) -> str:
+    "attention, modulation, mlp, embedding or output of a FLUX, by a parameter's name."
+    found = next((k for k, words in LAYER_GROUPS.items() if any(word in name for word in words)), "output")
+    return "mlp" if found == "output" and "single_transformer_blocks" in name else found  # a single block's last layer
+
+
 def gradient_gram(
     what: ReplayContext,  # stored trajectories of the present weights; groups together
     advantage: Tensor,  # (B,)
     blocks: int = 8,  # K; divides B into whole groups
-    group: Callable[[str], str] | None = None,  # of a parameter, by its name; None: as the family says
+    group: Callable[[str], str] | None = None,  # of a parameter, by its name; None: FLUX's layers
 ) -> dict[str, Tensor]:  # group -> (K, n, K, n) float64 inner products of the gradients (a)
     "Inner products of the gradients of all blocks and transitions; holds K n gradients in memory."
     trajectories, policy = what.trajectories, what.policy
     places = torch.arange(len(trajectories.keys)).chunk(blocks)
     if len({len(part) for part in places}) > 1 or len(places) < blocks:
         raise InputError(f"blocks: got {blocks} for {len(trajectories.keys)} images, allowed is a divisor.")
-    group = group or policy.layer_group
+    group = group or layer_group
     names = [group(name) for name, p in policy.transformer.named_parameters() if p.requires_grad]
     held: dict[str, list[Tensor]] = {name: [] for name in names}
     transitions = trajectories.latents.shape[1] - 2  # the last is not trained
