@@ -282,7 +282,7 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
     home = "chunk_grpo/presets/pocket/studies"
     studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
-    assert len(studies) == 9
+    assert len(studies) == 10
     expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
     assert not expected - names
