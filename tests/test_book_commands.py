@@ -81,7 +81,7 @@ DAY = {  # commands of README, in the order of a day -> words that make them sho
     "profile": ["--prompts", "1", "--images", "1"],
     "speed": ["chunks=1,2", "--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"],
     "presets": [], "doctor": []}
-ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # eight GPUs, and days; small in test_gpu_host and test_study
+ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu_host and test_study
 
 
 @pytest.mark.slow
