@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunk_grpo.measurements import gpu_stages
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import gpu_stages  # noqa: E402
+
 spec = importlib.util.spec_from_file_location("gpu_tool", ROOT / "tools/gpu.py")
 gpu = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(gpu)
@@ -124,3 +125,23 @@ def test_a_part_that_cannot_be_measured_says_why(tmp_path, monkeypatch):
     parts = gpu.run_stage(6, True, tmp_path)["parts"]
     assert parts["T5-XXL"] == "not measured: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 PiB."
     assert isinstance(parts["HPSv3's Qwen2-VL-7B"], dict)
+
+
+def test_stages_are_read_as_a_table_and_a_sentence(tmp_path):
+    "A stage that ended early keeps what it had measured; one of the tests' small size counts for nothing."
+    def too_much():
+        raise MemoryError("1 PB were asked for")
+
+    parts = {"first": lambda: {"images": 12, "peak": {"gb": 1.25}}, "second": too_much, "third": lambda: {"ok": True}}
+    about = {"stage": 4, "device": "an invented one", "small": False}
+    left = gpu_stages.measure_parts(parts, gpu_stages.stage_file(4, tmp_path), about)
+    assert json.loads((tmp_path / "4-size.json").read_text()) == left
+    assert [gpu_stages.describe_part(part) for part in left["parts"].values()] == [
+        "images 12, peak.gb 1.25", "not measured: MemoryError: 1 PB were asked for", "ok True"]
+    found = gpu_stages.read_gpu_stages(tmp_path)
+    assert found.keys() == {4} and len(gpu_stages.gpu_rows(found)) == 6 + 3
+    said = gpu_stages.gpu_sentence(found)
+    assert "an invented one, 1 of 7 stages" in said and "1 of their parts" in said
+    (tmp_path / "4-size.json").write_text(json.dumps(left | {"small": True}))
+    assert gpu_stages.read_gpu_stages(tmp_path) == {}
+    assert gpu_stages.gpu_sentence({}).startswith("Nothing here was run on a GPU")

@@ -15,7 +15,7 @@ from nbdev.test import test_nb as run_page
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
-from chunk_grpo.measurements import speed, workload
+from chunk_grpo.measurements import speed
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
@@ -30,7 +30,7 @@ FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
 LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
           "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
           "guidance_embeds": True}
-LEVELS = workload.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+LEVELS = speed.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 SIZE = {"resolution": 64, "max_tokens": 16}
 
 
@@ -54,7 +54,7 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
 
 
 def test_speed_without_the_reference_order():
-    s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
+    s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
     result = speed.measure_iteration(s, 1, with_reference=False)
     assert result["gradient_error"] is None and not result["orders"]
     assert "gradients" not in "\n".join(speed.speed_lines(result))
@@ -64,19 +64,19 @@ def test_speed_without_the_reference_order():
 def test_every_order_leaves_the_same_gradient(changes):
     "In as many forwards as its batches: DanceGRPO's one a transition, GCPO's one a chunk, Flow-GRPO's one for three."
     given = ["prompts_per_iteration=1", "images_per_prompt=4", "steps=5", "rollout_batch=4", *changes]
-    b = workload.prepare_workload(workload.load_workload_settings("pocket", given))
+    b = speed.prepare_workload(speed.load_workload_settings("pocket", given))
     paths, calls = b.rollout(), []
     trained, forward = b.update(paths), b.policy.transformer.forward
     b.policy.transformer.forward = lambda *args, **more: calls.append(1) or forward(*args, **more)
-    chunks = workload.list_transitions(b, paths)
+    chunks = speed.list_transitions(b, paths)
     each = [transition for chunk in chunks for transition in chunk]
     ours, threes = b.gradient(), [each[n : n + 3] for n in range(0, len(each), 3)]
     assert len(each) == trained and ours.norm() > 0
     for batches in (chunks, threes, [[one] for one in each]):
         calls.clear()
-        workload.accumulate_batched_gradients(b, paths, batches)
+        speed.accumulate_batched_gradients(b, paths, batches)
         assert len(calls) == len(batches) and speed.gradient_difference(b, ours) < 1e-5
-    workload.accumulate_batched_gradients(b, paths, chunks[1:])  # a chunk is left out
+    speed.accumulate_batched_gradients(b, paths, chunks[1:])  # a chunk is left out
     with pytest.raises(RuntimeError, match="the gradients of two orders differ"):
         speed.gradient_difference(b, ours)
 
@@ -90,13 +90,13 @@ def test_a_wrong_model_is_one_sentence():
 @pytest.mark.parametrize("change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")])
 def test_settings_that_cannot_be_measured(change, sentence):
     with pytest.raises(InputError, match=sentence):
-        workload.load_workload_settings("pocket", [change])
+        speed.load_workload_settings("pocket", [change])
 
 
 @pytest.mark.parametrize("changes", [[], ["lora_rank=0", "dtype=float32"], ["gradient_checkpointing=true"]])
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
-    s = workload.load_workload_settings("flux-size", [*small, *FEW, *changes])
+    s = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
     result = speed.measure_iteration(s, 1, transformer=LAYERS, autoencoder=LEVELS)
     assert "reward" not in result["phases"] and result["gradient_error"] <= speed.GRADIENT_TOLERANCE[s.dtype]
     assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
@@ -106,8 +106,8 @@ def test_flux_size_goes_the_same_way(changes):
 
 
 def test_two_passes_take_the_memory_of_one_transition():
-    s = workload.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
-    one, two, whole = speed.measure_two_pass_memory(workload.prepare_workload(s)).values()
+    s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
+    one, two, whole = speed.measure_two_pass_memory(speed.prepare_workload(s)).values()
     assert abs(two / one - 1) < 0.1 and whole > 4 * one
 
 

@@ -3,7 +3,7 @@
     python tools/gpu.py [STAGE ...] [--out runs/results/gpu] [--small]
 
 Each stage runs in a process of its own, for eight minutes at most, and leaves a JSON file; the page
-nbs/10_measurements/04_gpu_stages.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
+nbs/findings/speed.ipynb says what it holds and how to read it. `--small` runs the same code with tiny
 sizes on whatever is there, a CPU too: what tests do. Files of small stages are marked, and no page counts them.
 """
 
@@ -22,6 +22,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import gpu_stages
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +32,7 @@ from chunk_grpo.core import machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.subprocesses import terminate_process_group
-from chunk_grpo.measurements import gpu_stages, speed, timing, workload
+from chunk_grpo.measurements import speed
 from chunk_grpo.models.policy import ModelConfig
 from chunk_grpo.planning import model_cost
 from chunk_grpo.rewards.hpsv3 import HPSv3, build_reward_head
@@ -46,7 +47,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL_TRANSFORMER = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
                      "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32,
                      "axes_dims_rope": (4, 6, 6), "guidance_embeds": True}
-SMALL_VAE = workload.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+SMALL_VAE = speed.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 
 
 def say(text: str) -> None:
@@ -67,14 +68,14 @@ def gigabytes(count: int | None) -> float | None:
 def time_calls(call, repeats: int = 3) -> float:
     "Median seconds of a call, after one that does not count."
     call()
-    return statistics.median(timing.time_call(call, DEVICE)[1] for _ in range(repeats))
+    return statistics.median(speed.time_call(call, DEVICE)[1] for _ in range(repeats))
 
 
 def sizes(small: bool) -> tuple[dict, dict, ModelConfig]:
     "FLUX.1-dev's transformer and VAE, or tiny ones, and the same as the plan knows them."
     if not small:
         known = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
-        return workload.FLUX_TRANSFORMER_CONFIG, workload.FLUX_VAE_CONFIG, known
+        return speed.FLUX_TRANSFORMER_CONFIG, speed.FLUX_VAE_CONFIG, known
     names = ("FluxPipeline", *map(json.dumps, (SMALL_TRANSFORMER, SMALL_VAE)))
     return SMALL_TRANSFORMER, SMALL_VAE, ModelConfig(*names)
 
@@ -214,7 +215,7 @@ def stage_tests(small: bool, folder: Path) -> dict:
 def flux_settings(small: bool, **changes) -> setting.Settings:
     "The settings of a FLUX of that size with an adapter."
     size = {"resolution": 64, "max_tokens": 16, "dtype": "float32", "lora_rank": 2} if small else {}
-    return workload.load_workload_settings("flux-size", size | changes)
+    return speed.load_workload_settings("flux-size", size | changes)
 
 
 def kept_forward(policy, rows: dict, count: int) -> None:
@@ -231,7 +232,7 @@ def stage_size(small: bool, folder: Path) -> dict:
 
     @functools.cache
     def made():
-        return workload.load_workload_policy(flux_settings(small), transformer, vae)
+        return speed.load_workload_policy(flux_settings(small), transformer, vae)
 
     def load():
         policy, before = made(), torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
@@ -251,7 +252,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             return policy.velocity(latents, torch.full((count,), 0.5), rows)
 
         return {"pixels": resolution, "rows": count, "seconds": time_calls(call),
-                "peak_gb": gigabytes(timing.measure_peak_bytes(call, DEVICE)), "finite": bool(call().isfinite().all())}
+                "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)), "finite": bool(call().isfinite().all())}
 
     def decode(count: int):
         policy = made().set_resolution(large)
@@ -264,7 +265,7 @@ def stage_size(small: bool, folder: Path) -> dict:
         planned = model_cost.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
         one = torch.cat([decode_latents(policy, row[None], 1) for row in latents[:2]])
         return {"pixels": large, "images": count, "at once": at_once, "seconds": time_calls(call, 1),
-                "peak_gb": gigabytes(timing.measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
+                "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
                 "from one by one": (call()[:2] - one).abs().max().item()}
 
     def update(count: int, checkpointing: bool):
@@ -275,7 +276,7 @@ def stage_size(small: bool, folder: Path) -> dict:
         for p in policy.trained:
             p.grad = torch.zeros_like(p)
         rows = policy.encode(["a prompt"])
-        peak = timing.measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
+        peak = speed.measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
         planned = model_cost.batch_activation_bytes(config, s)
         return {"transitions": count, "seconds": time_calls(lambda: kept_forward(policy, rows, count), 1),
                 "peak_gb": gigabytes(peak), "planned_gb": gigabytes(planned)}
@@ -371,7 +372,7 @@ def stage_encoders(small: bool, folder: Path) -> dict:
     def measured(call, count: int, model) -> dict:
         seconds = time_calls(call)
         return {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds,
-                "a second": count / seconds, "peak_gb": gigabytes(timing.measure_peak_bytes(call, DEVICE)),
+                "a second": count / seconds, "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)),
                 "weights_gb": gigabytes(sum(p.nbytes for p in model.parameters()))}
 
     def prompts():
@@ -419,7 +420,7 @@ def part_of_flux(divisor: int, small: bool) -> tuple[dict, dict]:
     if small:
         return SMALL_TRANSFORMER | text, SMALL_VAE
     blocks = {"num_layers": 19 // divisor, "num_single_layers": 38 // divisor}
-    return workload.FLUX_TRANSFORMER_CONFIG | blocks | text, workload.FLUX_VAE_CONFIG
+    return speed.FLUX_TRANSFORMER_CONFIG | blocks | text, speed.FLUX_VAE_CONFIG
 
 
 def write_random_model(folder: Path, transformer: dict, vae: dict, dtype: torch.dtype) -> Path:
@@ -428,7 +429,7 @@ def write_random_model(folder: Path, transformer: dict, vae: dict, dtype: torch.
 
     shutil.copytree(pocket.pocket_model_path(), folder, ignore=shutil.ignore_patterns("transformer", "vae"))
     classes = FluxTransformer2DModel, AutoencoderKL
-    made = workload.random_networks(classes, (transformer, vae), (dtype, dtype), DEVICE, 0)
+    made = speed.random_networks(classes, (transformer, vae), (dtype, dtype), DEVICE, 0)
     for part, network in zip(("transformer", "vae"), made, strict=True):
         network.save_pretrained(folder / part, max_shard_size="5GB")
     return folder

@@ -23,7 +23,7 @@ import torch
 from chunk_grpo.core import machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
-from chunk_grpo.measurements import speed, timing, workload
+from chunk_grpo.measurements import speed
 from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
@@ -36,7 +36,7 @@ PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
-FEW = workload.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
+FEW = speed.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
 AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
           "rollout_batch=2", "update_batch=2"]
 AT_256_IN_GROUPS = [*AT_256[:-3], "prompts_per_iteration=2", "images_per_prompt=4", "updates_per_iteration=1",
@@ -51,13 +51,13 @@ def say(text):
 def median(function, device, repeats):
     "Median seconds of a call, after one that does not count."
     function()
-    return statistics.median(timing.time_call(function, device)[1] for _ in range(repeats))
+    return statistics.median(speed.time_call(function, device)[1] for _ in range(repeats))
 
 
 def in_turn(before, after, device, repeats):
     "Median seconds of two calls, each measured after the other."
     (before(), after())
-    spent = [(timing.time_call(before, device)[1], timing.time_call(after, device)[1]) for _ in range(repeats)]
+    spent = [(speed.time_call(before, device)[1], speed.time_call(after, device)[1]) for _ in range(repeats)]
     return [statistics.median(column) for column in zip(*spent, strict=True)]
 
 
@@ -176,7 +176,7 @@ def levers(b, repeats):
     say("compiling")
     trainable.compile_blocks(b.policy)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    seconds = timing.time_call(lambda: b.update(b.rollout()), device)[1]
+    seconds = speed.time_call(lambda: b.update(b.rollout()), device)[1]
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     note = f"compile: true; {count} compilations, {seconds:.0f} s with the first iteration, before that"
     row("rollout: compiled blocks", "what lies between the matrices is fused: a fifth to a half less",
@@ -239,8 +239,8 @@ def grown(model, repeats, changes):
         found[what] = []
         for value, more in values:
             gc.collect()
-            b = workload.prepare_workload(workload.load_workload_settings(model, [*changes, *more]))
-            paths, one = b.rollout(), timing.count_flops(b.policy, b.conditioning)
+            b = speed.prepare_workload(speed.load_workload_settings(model, [*changes, *more]))
+            paths, one = b.rollout(), speed.count_flops(b.policy, b.conditioning)
             trained = b.update(paths)
             memory = speed.measure_two_pass_memory(b) if what == "chunk" else {}
             entry = {"value": value, "rollout": median(b.rollout, b.device, repeats), "transitions": trained,
@@ -257,7 +257,7 @@ def orders(s, repeats):
     "The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    middle = workload.load_workload_settings("flux-size", AT_256_IN_GROUPS)
+    middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
     found = {"pocket": speed.measure_iteration(s, repeats, say=say),
              "a FLUX of middle size": speed.measure_iteration(middle, repeats, say=say, transformer=MIDDLE,
                                                               autoencoder=FEW)}
@@ -289,7 +289,7 @@ def main():
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out")
     a = parser.parse_args()
-    s, parts = workload.load_workload_settings(a.model, a.changes), a.parts.split(",")
+    s, parts = speed.load_workload_settings(a.model, a.changes), a.parts.split(",")
     result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": machine.machine_info(),
               "threads": torch.get_num_threads(), "versions": machine.library_versions(),
               "git_commit": machine.current_git_commit()}
@@ -300,12 +300,12 @@ def main():
         if a.out:
             write_json(Path(a.out), result)
 
-    middle = workload.load_workload_settings("flux-size", AT_256)
+    middle = speed.load_workload_settings("flux-size", AT_256)
     if "profile" in parts:
         say("profile")
-        shares = {a.model: profiled(workload.prepare_workload(s))}
+        shares = {a.model: profiled(speed.prepare_workload(s))}
         if a.model == "pocket":
-            shares["a FLUX of middle size"] = profiled(workload.prepare_workload(middle, MIDDLE, FEW))
+            shares["a FLUX of middle size"] = profiled(speed.prepare_workload(middle, MIDDLE, FEW))
         keep(profile=shares)
     if "iteration" in parts:
         keep(iteration=speed.measure_iteration(s, a.repeats, say=say))
@@ -316,10 +316,10 @@ def main():
     if "ranks" in parts and a.model == "pocket":
         keep(ranks=ranks(2 + a.repeats))
     if "levers" in parts:  # the last, since they leave the policy compiled
-        keep(levers=levers(workload.prepare_workload(s), a.repeats))
+        keep(levers=levers(speed.prepare_workload(s), a.repeats))
         if a.model == "pocket":
             say("a FLUX of middle size")
-            keep(**{"levers of a middle size": levers(workload.prepare_workload(middle, MIDDLE, FEW), a.repeats)})
+            keep(**{"levers of a middle size": levers(speed.prepare_workload(middle, MIDDLE, FEW), a.repeats)})
     if a.out:
         say(f"numbers: {a.out}")
 
