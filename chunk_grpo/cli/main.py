@@ -246,9 +246,8 @@ def measure_and_print(model: str, changes: list[str], repeats: int, reference: b
     "Measure an iteration, print its lines and write its numbers."
     from chunk_grpo.core.files import write_json  # these here, since they import torch
     from chunk_grpo.measurements import speed as measuring
-    from chunk_grpo.measurements import workload
 
-    s = workload.load_workload_settings(model, changes)
+    s = measuring.load_workload_settings(model, changes)
     result = measuring.measure_iteration(s, repeats, reference, lambda text: print(text, file=sys.stderr, flush=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
     if out:
