@@ -239,6 +239,20 @@ def test_damaged_final_weights_are_neither_drawn_nor_published(tmp_path, monkeyp
         assert not out.exists() and not (run / "evaluation").exists()
 
 
+def test_a_card_quotes_no_file_that_a_foreign_run_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    run, secret = make(tmp_path, lora_rank=2), tmp_path / "secret.txt"
+    secret.write_text("a password of ours\n")
+    note = json.loads((run / "run.json").read_text())
+    note["settings"]["eval_prompts"] = str(secret)
+    (run / "run.json").write_text(json.dumps(note))
+    for words in ((), ("--trust",)):
+        done = call("export", run, tmp_path / f"made{len(words)}", *words)
+        assert done.returncode == 0, done.stderr
+        card = (tmp_path / f"made{len(words)}/README.md").read_text()
+        assert ("a password of ours" in card) == bool(words), "only a user who trusts the run may publish its prompts"
+
+
 def test_export_replaces_nothing(lora, tmp_path):
     (tmp_path / "thesis.tex").write_text("dear")
     done = call("export", lora, tmp_path)

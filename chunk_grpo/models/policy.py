@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['LORA_TARGETS', 'TORCH_DTYPES', 'align_parameters', 'native_shift', 'scheduler_sigmas', 'told_sigma',
-           'largest_vae_activation', 'predict_pair', 'padded_batch_size', 'ModelConfig', 'Family', 'Policy',
-           'load_policy']
+           'largest_vae_activation', 'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -92,7 +91,7 @@ def largest_vae_activation(
     return max(max(wide[i : i + 2]) * (resolution >> i) ** 2 for i in range(len(wide) - 1))
 
 # %% ../../nbs/03_models/02_policy.ipynb #053beda1
-def predict_pair(
+def _predict_pair(
     policy: "Policy",
     latents: Tensor,  # (B, S, C)
     sigma: Tensor,  # (B,)
@@ -217,7 +216,7 @@ class Policy(Family):
         with torch.autocast(self.device.type, self.dtype) if low else contextlib.nullcontext():
             if not self.blank:
                 return self.predict(latents, sigma, conditioning).float()
-            both = predict_pair(self, latents, sigma, conditioning)
+            both = _predict_pair(self, latents, sigma, conditioning)
         return self.apply_guidance(*both)
 
     def vae_decode(self, latents: Tensor) -> Tensor:  # the VAE's (B, C, h, w) or with a frame -> (B, 3, ...) in [0, 1]

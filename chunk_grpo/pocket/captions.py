@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
-           'CAPTION_PATTERNS', 'HELDOUT_BODIES', 'VALIDATION_PROMPTS', 'TEST_PROMPTS', 'CaptionSpec', 'parse_caption',
-           'caption_bodies', 'split_category_captions', 'split_prompts', 'hard_negatives']
+           'CaptionSpec', 'parse_caption', 'caption_bodies', 'split_category_captions', 'split_prompts',
+           'hard_negatives']
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #d080d402
 import re
@@ -42,7 +42,7 @@ class CaptionSpec:
 
 _S, _P, _C = "|".join(SHAPES), "|".join(SHAPE_PLURALS.values()), "|".join(POCKET_COLOURS)
 _SHAPE_OF = {plural: shape for shape, plural in SHAPE_PLURALS.items()}
-CAPTION_PATTERNS = {
+_CAPTION_PATTERNS = {
     "single_object": re.compile(f"a ({_S})"),
     "two_object": re.compile(f"a ({_S}) and a ({_S})"),
     "counting": re.compile(f"({'|'.join(COUNT_WORDS)}) ({_P})"),
@@ -58,7 +58,7 @@ def parse_caption(
 ) -> CaptionSpec:
     "The meaning of a caption; raises InputError for one outside the grammar."
     body = caption[_PREFIX.match(caption).end():]
-    for category, pattern in CAPTION_PATTERNS.items():
+    for category, pattern in _CAPTION_PATTERNS.items():
         found = pattern.fullmatch(body)
         if not found:
             continue
@@ -95,9 +95,9 @@ def caption_bodies(
     return said[category]
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #41b1a847
-HELDOUT_BODIES = {"two_object": (2, 6), "counting": (2, 4), "colors": (3, 8), "position": (8, 24),
+_HELDOUT_BODIES = {"two_object": (2, 6), "counting": (2, 4), "colors": (3, 8), "position": (8, 24),
                   "color_attr": (8, 24)}  # for validation, and kept back in all
-VALIDATION_PROMPTS, TEST_PROMPTS = 8, 16  # of each category
+_VALIDATION_PROMPTS, _TEST_PROMPTS = 8, 16  # of each category
 
 
 def split_category_captions(
@@ -111,14 +111,14 @@ def split_category_captions(
         rows = [[CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body]
         held, rest = [p for row in rows for p in row[:4]], [p for row in rows for p in row[4:]]
     else:
-        order, (few, cut) = rng.permutation(len(body)), HELDOUT_BODIES[category]
+        order, (few, cut) = rng.permutation(len(body)), _HELDOUT_BODIES[category]
         held = [p + body[i] for p in CAPTION_PREFIXES for i in order[:cut]]
         rest = [p + body[i] for p in CAPTION_PREFIXES for i in order[cut:]]
         chosen = {p + body[i] for p in CAPTION_PREFIXES for i in order[:few]}
     held, rest = ([x[i] for i in rng.permutation(len(x))] for x in (held, rest))
-    validation = [p for p in held if p in chosen] or held[:VALIDATION_PROMPTS]
+    validation = [p for p in held if p in chosen] or held[:_VALIDATION_PROMPTS]
     test = [p for p in held if p not in validation]
-    return rest, validation[:VALIDATION_PROMPTS], test[:TEST_PROMPTS]
+    return rest, validation[:_VALIDATION_PROMPTS], test[:_TEST_PROMPTS]
 
 # %% ../../nbs/01_pocket/01_captions.ipynb #a86beb57
 def split_prompts(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pocket_vocabulary', 'new_tokenizer', 'tokenize_captions', 'sample_captioned_images', 'numpy_to_vae_input', 'new_vae',
-           'vae_loss', 'clipped_step', 'fit_vae', 'train_vae', 'refine_decoder', 'save_training_state',
-           'load_training_state', 'train_resumable']
+           'vae_loss', 'clipped_step', 'train_vae', 'refine_decoder', 'save_training_state', 'load_training_state',
+           'train_resumable']
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #8e6fc13d
 import math
@@ -121,7 +121,7 @@ def clipped_step(
     schedule.step()
 
 # %% ../../nbs/01_pocket/04_vae.ipynb #a64d7ec3
-def fit_vae(
+def _fit_vae(
     vae: AutoencoderKL, # trained in place
     data: torch.Tensor, # pictures (N, 3, 64, 64), uint8
     steps: int,
@@ -163,7 +163,7 @@ def train_vae(
         return vae.eval()
     vae.to(memory_format=torch.channels_last)
     data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
-    fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
+    _fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
     save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
     return vae.eval()
 
@@ -186,7 +186,7 @@ def refine_decoder(
         return vae
     vae.to(memory_format=torch.channels_last).encoder.requires_grad_(False)
     data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
-    fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
+    _fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
     save_file({k: v.contiguous() for k, v in vae.decoder.state_dict().items()}, path)
     return vae.requires_grad_(True).eval()
 

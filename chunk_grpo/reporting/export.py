@@ -248,7 +248,9 @@ def export_run(
     weights = newest_weights.find_newest_weights(run)
     if weights.name == "final":
         read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
-    card, base = model_card(run, s, weights, out.name), inputs.locate_model(s.model)
+    told = s if trust or run_folder.is_own_run(run) or s.eval_prompts.startswith("pocket:") else s.model_copy(
+        update={"eval_prompts": ""})  # else the card would quote any file of this machine that the run names
+    card, base = model_card(run, told, weights, out.name), inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
         if not s.lora_rank:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ScoringRequest', 'score_requests', 'answer_requests', 'gather_requests', 'ScoringQueue', 'ServerLimits',
-           'check_limits', 'Places', 'check_token', 'read_body', 'parse_scoring_request', 'score_request', 'add_routes',
-           'create_scoring_app', 'server_config', 'serve_in_thread', 'check_address', 'run_reward_server']
+           'check_limits', 'Places', 'check_token', 'read_body', 'parse_scoring_request', 'score_request',
+           'create_scoring_app', 'serve_in_thread', 'run_reward_server']
 
 # %% ../../nbs/05_reward_serving/05_server.ipynb #3b85d05e
 import asyncio
@@ -231,7 +231,7 @@ async def score_request(
     return {"id": number, "scores": [[f"{number}:{i}", x] for i, x in enumerate(scores.tolist())]}
 
 # %% ../../nbs/05_reward_serving/05_server.ipynb #9badd807
-def add_routes(
+def _add_routes(
     app,  # FastAPI application
     scoring: ScoringQueue,
     about: dict,  # what the server says of itself
@@ -276,11 +276,11 @@ def create_scoring_app(
     about = {"name": name, "protocol": PROTOCOL_VERSION, "device": reward_device(reward), "versions": scorer_versions(),
              "batch_wait_ms": batch_wait_ms, **{f"max_{key}": value for key, value in asdict(limits).items()}}
     app.state.head_seconds = limits.head_seconds
-    add_routes(app, ScoringQueue(name, reward, limits.images, batch_wait_ms), about, token, limits)
+    _add_routes(app, ScoringQueue(name, reward, limits.images, batch_wait_ms), about, token, limits)
     return app
 
 # %% ../../nbs/05_reward_serving/05_server.ipynb #a70920c6
-def server_config(
+def _server_config(
     app,  # of `create_scoring_app`
     host: str,
     port: int,
@@ -315,7 +315,7 @@ def serve_in_thread(
     "Serve on this machine, in a thread, as long as the block lasts."
     import uvicorn  # an extra of the package
 
-    server = uvicorn.Server(server_config(app, "127.0.0.1", port, "warning"))
+    server = uvicorn.Server(_server_config(app, "127.0.0.1", port, "warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -329,7 +329,7 @@ def serve_in_thread(
         thread.join()
 
 # %% ../../nbs/05_reward_serving/05_server.ipynb #93e00cac
-def check_address(
+def _check_address(
     host: str,  # to listen at
     port: int,
     token: str | None,  # that clients must send
@@ -361,11 +361,11 @@ def run_reward_server(
     batch_wait_ms: float = 0.0,
 ) -> None:
     "Load a reward and serve it until the process is stopped; InputError for what cannot be served."
-    check_address(host, port, token)
+    _check_address(host, port, token)
     check_limits(limits)
     if not 0 <= batch_wait_ms <= 60_000:
         raise InputError(f"batch_wait_ms: got {batch_wait_ms}; allowed is 0 to 60000.")
     app = create_scoring_app(name, load(), token, limits, batch_wait_ms)
     import uvicorn  # an extra of the package
 
-    uvicorn.Server(server_config(app, host, port, "info")).run()
+    uvicorn.Server(_server_config(app, host, port, "info")).run()

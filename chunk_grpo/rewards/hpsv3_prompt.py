@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['QUALITY_INSTRUCTION', 'ALIGNMENT_INSTRUCTION', 'INSTRUCTION_ENDING', 'INSTRUCTION_SHA256', 'REWARD_TOKEN',
-           'IMAGE_TOKEN', 'IMAGE_FACTOR', 'TARGET_PIXELS', 'PATCH_SIZE', 'format_hpsv3_chat', 'check_special_tokens',
-           'smart_resize', 'patchify_image']
+           'IMAGE_TOKEN', 'IMAGE_FACTOR', 'TARGET_PIXELS', 'format_hpsv3_chat', 'check_special_tokens', 'smart_resize',
+           'patchify_image']
 
 # %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #bac1ccc2
 import hashlib
@@ -136,7 +136,7 @@ def smart_resize(
     return h, w
 
 # %% ../../nbs/04_rewards/05_hpsv3_prompt.ipynb #1b7ecdca
-PATCH_SIZE = IMAGE_FACTOR // 2  # pixels of a patch's side
+_PATCH_SIZE = IMAGE_FACTOR // 2  # pixels of a patch's side
 
 
 def patchify_image(
@@ -144,7 +144,7 @@ def patchify_image(
 ) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14); the grid: 1, rows, columns
     "A picture as rows of patches, in the order of the vision tower."
     rows, columns = x.shape[-2] // IMAGE_FACTOR, x.shape[-1] // IMAGE_FACTOR
-    cut = x[0].reshape(3, rows, 2, PATCH_SIZE, columns, 2, PATCH_SIZE)
+    cut = x[0].reshape(3, rows, 2, _PATCH_SIZE, columns, 2, _PATCH_SIZE)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6)  # block row, block column, row and column in it, channel, pixels
     twice = torch.stack([cut, cut], 5)
-    return twice.reshape(4 * rows * columns, 6 * PATCH_SIZE * PATCH_SIZE), [1, 2 * rows, 2 * columns]
+    return twice.reshape(4 * rows * columns, 6 * _PATCH_SIZE * _PATCH_SIZE), [1, 2 * rows, 2 * columns]

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Images', 'WEIGHT_BITS', 'RESIZE_KERNELS', 'OPENAI_CLIP_MEAN', 'OPENAI_CLIP_STD', 'check_image_tensor',
            'images_to_tensor', 'round_to_levels', 'images_to_pil', 'bicubic_kernel', 'resize_weights',
-           'resize_last_axis', 'resize_like_pillow', 'shortest_edge_size', 'center_crop', 'normalize_images',
-           'ImageTransform', 'same_size_batches', 'transform_images']
+           'resize_like_pillow', 'shortest_edge_size', 'center_crop', 'normalize_images', 'ImageTransform',
+           'same_size_batches', 'transform_images']
 
 # %% ../../nbs/04_rewards/01_images.ipynb #01cf153b
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ def resize_weights(
     return (w + 0.5 * w.sign()).trunc()
 
 # %% ../../nbs/04_rewards/01_images.ipynb #65700312
-def resize_last_axis(
+def _resize_last_axis(
     x: Tensor,  # (..., n), whole numbers 0 ... 255 in float64
     m: int,  # pixels out
     kind: str,
@@ -136,9 +136,9 @@ def resize_like_pillow(
         raise InputError(f"size: got {tuple(size)}, allowed are a height and a width of at least 1 pixel.")
     x = round_to_levels(x).double()
     if x.shape[-1] != size[1]:
-        x = resize_last_axis(x, size[1], kind)
+        x = _resize_last_axis(x, size[1], kind)
     if x.shape[-2] != size[0]:
-        x = resize_last_axis(x.transpose(-1, -2), size[0], kind).transpose(-1, -2)
+        x = _resize_last_axis(x.transpose(-1, -2), size[0], kind).transpose(-1, -2)
     return (x / 255).float()
 
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022

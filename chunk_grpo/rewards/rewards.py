@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLACEMENT_OPTIONS', 'incompressibility', 'compressibility', 'import_callable', 'check_reward_options',
            'refuse_placement', 'load_reward', 'check_scores', 'score_images', 'combine_rewards', 'jpeg_kilobytes',
-           'FileSizeReward', 'load_file_size_reward']
+           'FileSizeReward']
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
 import functools
@@ -183,7 +183,7 @@ class FileSizeReward:
         return torch.tensor([self.sign * jpeg_kilobytes(image, self.quality) for image in images])
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #8731ada7
-def load_file_size_reward(
+def _load_file_size_reward(
     sign: int,  # 1 or -1
     quality: int = 95,  # of JPEG, 1 ... 95
 ) -> FileSizeReward:
@@ -193,5 +193,5 @@ def load_file_size_reward(
     return FileSizeReward(sign, quality)
 
 
-incompressibility = functools.partial(load_file_size_reward, 1)
-compressibility = functools.partial(load_file_size_reward, -1)
+incompressibility = functools.partial(_load_file_size_reward, 1)
+compressibility = functools.partial(_load_file_size_reward, -1)
