@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # what type checkers and editors read; a program imports each
     from .method.sampler import Sampler as Sampler
     from .method.schedule import sigmas as sigmas
     from .models.policy import load_policy as load_policy
-    from .reporting.export import export_run as export_run
+    from .reporting.publish import export_run as export_run
+    from .reporting.publish import sample_run as sample_run
+    from .reporting.publish import sample_widget as sample_widget
     from .reporting.reports import compare_runs as compare_runs
     from .reporting.reports import write_run_report as write_run_report
-    from .reporting.samples import sample_run as sample_run
-    from .reporting.samples import sample_widget as sample_widget
     from .reward_serving.placement import load_placed_reward as load_placed_reward
     from .runs.run_folder import read_metrics as read_metrics
     from .runs.launch import train as train
@@ -37,9 +37,9 @@ MODULE_OF = {
     "read_metrics": "runs.run_folder",
     "compare_runs": "reporting.reports",
     "write_run_report": "reporting.reports",
-    "sample_run": "reporting.samples",
-    "sample_widget": "reporting.samples",
-    "export_run": "reporting.export",
+    "sample_run": "reporting.publish",
+    "sample_widget": "reporting.publish",
+    "export_run": "reporting.publish",
     "load_policy": "models.policy",
     "sample_images": "training.rollout",
     "load_placed_reward": "reward_serving.placement",

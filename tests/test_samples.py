@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -18,7 +19,8 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
-from chunk_grpo.reporting import export, samples
+from chunk_grpo.models.inputs import locate_model
+from chunk_grpo.reporting import publish
 from chunk_grpo.runs import newest_weights, run_folder
 from chunk_grpo.training import checkpoints
 
@@ -174,13 +176,13 @@ def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_leaves_no_folder(lora, tmp_path, monkeypatch, number, code):
-    drawing = samples.draw_samples
+    drawing = publish.draw_samples
 
     def interrupted(*given):
         yield next(drawing(*given))
         signal.raise_signal(number)
 
-    monkeypatch.setattr(samples, "draw_samples", interrupted)
+    monkeypatch.setattr(publish, "draw_samples", interrupted)
     answer = CliRunner().invoke(main.app, ["sample", str(lora), *PROMPTS, "--out", str(tmp_path / "out")])
     assert answer.exit_code == code and list(tmp_path.iterdir()) == []
 
@@ -194,13 +196,15 @@ def test_a_run_from_elsewhere_is_sampled_without_its_rewards_and_its_model_stays
     (image,) = sample_run(run, ["a star"], ["plain"])
     assert image["image"].size == (64, 64) and not run_folder.is_own_run(run)
     private = tmp_path / "private"
-    export.shutil.copytree(export.inputs.locate_model("pocket"), private)
+    shutil.copytree(locate_model("pocket"), private)
     note["settings"] |= {"model": str(private)}
     write_json(run / "run.json", note)
     with pytest.raises(InputError, match="--trust"):
         export_run(run, tmp_path / "mine")
+    note["settings"] |= {"reward": f"{tmp_path}/rewards.py:redness"}
+    write_json(run / "run.json", note)
     card = (export_run(run, tmp_path / "mine", trust=True) / "README.md").read_text()
-    assert (tmp_path / "mine/vae").is_dir() and str(tmp_path) not in card
+    assert (tmp_path / "mine/vae").is_dir() and str(tmp_path) not in card and "rewards.py:redness" in card
 
 
 def test_a_link_out_of_the_run_is_no_weight(tmp_path, monkeypatch):
@@ -284,5 +288,5 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
     card = ModelCard.load(export_run(lora, tmp_path / "mine") / "README.md")
     assert card.data.pipeline_tag == "text-to-image" and "lora" in card.data.tags
     s = settings.load_settings("paper/one-h200-lora")
-    assert export.card_head(s).count("FLUX.1-dev") == 2 and json.dumps(card.data.to_dict())
+    assert publish.card_data(s).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(card.data.to_dict())
     assert newest_weights.describe_weights(run_folder.Path("checkpoints/000003")).endswith("iteration 3")

@@ -1,6 +1,8 @@
-"""The widgets without a browser, and the chunk editor in JupyterLab as a reader drives it."""
+"""The widgets without a browser, the chunk editor in JupyterLab as a reader drives it, and `chunk-grpo lab`."""
 
+import ast
 import contextlib
+import html
 import os
 import re
 import shutil
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from commands import call
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +26,8 @@ from chunk_grpo.core import settings
 from chunk_grpo.measurements import profiles
 from chunk_grpo.method import chunks
 from chunk_grpo.models import trainable
-from chunk_grpo.reporting import trajectory_widget, widgets
+from chunk_grpo.reporting import figures, widgets
+from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -38,19 +42,12 @@ def parts(editor):
     return *row.children, [handle.children[1] for handle in handles.children], below
 
 
-@given(SIZES)
-def test_boundaries_and_sizes_are_inverse(cut):
-    places = widgets.chunk_boundaries(cut)
-    assert len(places) == len(cut) - 1
-    assert widgets.chunks_from_boundaries(places, cut.transitions) == cut
-
-
 @given(SIZES.filter(lambda cut: len(cut) > 1), st.data())
 def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
     index = data.draw(st.integers(0, len(cut) - 2))
     to = data.draw(st.integers(index + 1, cut.transitions - len(cut) + 1 + index))
-    before, after = widgets.chunk_boundaries(cut), widgets.move_boundary(widgets.chunk_boundaries(cut), index, to)
-    moved = widgets.chunks_from_boundaries(after, cut.transitions)  # InputError where a chunk were empty
+    moved = widgets.move_boundary(cut, index, to)  # InputError where a chunk were empty
+    before, after = ([part.start for part in one.slices[1:]] for one in (cut, moved))
     assert len(moved) == len(cut) and moved.transitions == cut.transitions and after[index] == to
     away = [a != b for a, b in zip(before, after, strict=True)]
     assert not any(away[:index]) or not any(away[index + 1 :])  # only on the side that it moved to
@@ -58,10 +55,12 @@ def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
 
 @pytest.mark.parametrize("text", ["2,3,4", "", "2,,3", "0,16", "4;12", "equal:5", "-1,17", "2,3,4,7,1", "stepz"])
 def test_words_are_those_of_the_settings(text):
-    found, words = widgets.parse_chunks_text(text, PROFILE)
+    editor = widgets.chunk_editor(MEASURED)
+    field, words, *_ = parts(editor)
     with pytest.raises(InputError) as error:
         chunks.chunks_from_setting(text, 16)
-    assert found is None and words == str(error.value) and "chunks" in words
+    field.value = text
+    assert html.escape(str(error.value)) in words.value and "chunks" in words.value
 
 
 @pytest.mark.parametrize(("text", "sizes"), [(" 2, 3,4 ,7", "2,3,4,7"), ("whole", "16"), ("equal:8", "8,8"),
@@ -126,19 +125,19 @@ def invented():
 
 
 def test_scrubber_shows_base_beside_trained(invented):
-    scrub = trajectory_widget.trajectory_scrubber(invented)
+    scrub = widgets.trajectory_scrubber(invented)
     prompt, row, words, images = scrub.children
     place, slider = row.children
     prompt.value, slider.value = 1, 3
     assert place.value == 3 and place.description == "transitions done"
     assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
     rows = [(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
-            for v, view in enumerate(trajectory_widget.TRAJECTORY_VIEWS)]
-    assert images.value == trajectory_widget.gallery_html(rows, ("base", "trained"), 192)
+            for v, view in enumerate(widgets.TRAJECTORY_VIEWS)]
+    assert images.value == widgets.gallery_html(rows, ("base", "trained"), 192)
 
 
 def test_both_leave_a_page_without_a_kernel(invented):
-    editor, scrub = widgets.chunk_editor(MEASURED), trajectory_widget.trajectory_scrubber(invented)
+    editor, scrub = widgets.chunk_editor(MEASURED), widgets.trajectory_scrubber(invented)
     for widget, pictures in ((editor, 1), (scrub, 2 * 4 * 5)):
         page = widget._repr_mimebundle_()["text/html"]
         alts = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)"', page)
@@ -229,3 +228,81 @@ def test_chunk_editor_in_jupyterlab(lab):
         assert shown[0] > 0 and shown[1].endswith("4,5,3,4") and shown[2] < 1400
         assert not [url for url in asked if not url.startswith((lab.split("/lab/")[0], "data:", "blob:", "ws:"))]
         browser.close()
+
+
+def test_every_cell_runs_on_a_trained_run(whole, tmp_path, monkeypatch):
+    "As a reader runs them: the curve, the chunk editor, trajectories, a prompt."
+    file = widgets.write_lab_notebook(whole, tmp_path)
+    seen = []
+    monkeypatch.setattr(figures, "display", lambda *given, **more: seen.append(given))
+    names, values = {}, []
+    for cell in nbformat.read(file, as_version=4).cells:
+        if cell.cell_type == "code":
+            *lines, last = ast.parse(cell.source).body
+            exec(compile(ast.Module(lines, []), "cell", "exec"), names)
+            kind = "eval" if isinstance(last, ast.Expr) else "exec"
+            code = ast.Expression(last.value) if kind == "eval" else ast.Module([last], [])
+            values.append(eval(compile(code, "cell", kind), names))
+    curve, editor, trajectories, drawn = values[1:]
+    assert curve == "finished" and seen
+    assert str(editor.value) == run_folder.read_run_profile(whole)["chunks"]
+    assert trajectories.value[0] == 0 and trajectories.page().count("<img") > 8
+    assert [image["arm"] for image in drawn.value] == ["base", "plain", "hybrid"]
+    assert names["run"] == whole.resolve()
+
+
+def test_the_run_s_folder_stays_as_it_is(whole, tmp_path):
+    before = sorted(whole.rglob("*"))
+    with pytest.raises(InputError, match="`--folder` must lie outside the run's folder"):
+        widgets.write_lab_notebook(whole, whole / "samples")
+    widgets.write_lab_notebook(whole, tmp_path)
+    assert sorted(whole.rglob("*")) == before
+
+
+def test_the_command_says_where_the_notebook_is_and_hands_options_on(whole, tmp_path):
+    "JupyterLab itself answers --version, and ends."
+    done = call("lab", whole, "--", "--version", cwd=tmp_path)
+    version = subprocess.run([sys.executable, "-m", "jupyterlab", "--version"], capture_output=True, text=True).stdout
+    assert done.returncode == 0 and done.stdout.splitlines() == ["notebook: whole.ipynb", version.strip()]
+    assert (tmp_path / "whole.ipynb").is_file()
+
+
+def test_nothing_beside_a_run_is_executed(whole, tmp_path):
+    "A file named as JupyterLab in the folder where the command is given."
+    (tmp_path / "jupyterlab.py").write_text("print('executed')")
+    done = call("lab", whole, "--", "--version", cwd=tmp_path)
+    assert done.returncode == 0 and "executed" not in done.stdout, done.stdout
+
+
+def test_what_cannot_be_opened_is_said(tmp_path):
+    done = call("lab", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2 and "nowhere" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_it_opens_in_a_browser(whole, tmp_path):
+    "The notebook stands there, not the launcher; with its cells run, every field has a name, also what a slider sets."
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    file = widgets.write_lab_notebook(whole, tmp_path)
+    with start_lab(tmp_path, lambda options: widgets.lab_command(file, options)) as address:
+        with playwright.sync_playwright() as started:
+            browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            page, expect = browser.new_page(viewport={"width": 1400, "height": 1100}), playwright.expect
+            expect.set_options(timeout=60_000)
+            page.goto(address, timeout=120_000)
+            expect(page.get_by_role("heading", name="whole")).to_be_visible(timeout=120_000)
+            expect(page.get_by_text("| Idle")).to_be_visible(timeout=120_000)
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_text("Run All Cells", exact=True).click()
+            expect(page.get_by_role("button", name="draw")).to_be_visible(timeout=180_000)
+            fields = {"textbox": ["chunks", "prompt"], "spinbutton": ["transitions done", "seed"],
+                      "combobox": ["prompt"]}
+            for role, name in [(role, name) for role, names in fields.items() for name in names]:
+                expect(page.get_by_role(role, name=name, exact=True)).to_be_visible()
+            page.get_by_role("spinbutton", name="transitions done").fill("0")
+            page.keyboard.press("Enter")
+            expect(page.get_by_text("noise level σ = 1.000")).to_be_visible()
+            page.screenshot(path=tmp_path / "lab.png")
+            browser.close()

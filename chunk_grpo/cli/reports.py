@@ -64,7 +64,7 @@ def lab(
     folder: Annotated[Path, typer.Option(help="Where the notebook is to lie.")] = Path(),
 ):
     "Open a run's widgets in JupyterLab."
-    from chunk_grpo.reporting.lab import open_lab, write_lab_notebook  # these here, since they import torch
+    from chunk_grpo.reporting.widgets import open_lab, write_lab_notebook  # these here, since they import torch
 
     file = write_lab_notebook(run, folder)
     typer.echo(f"notebook: {file}")
@@ -283,7 +283,7 @@ def sample(
 # %% ../../nbs/13_cli/01_reports.ipynb #30a7f3eb
 def sample_or_exit(*words) -> list[dict]:  # an image each
     "The images of `sample_run`, with a line from time to time; an interrupt ends the command."
-    from chunk_grpo.reporting.samples import sample_run  # here, since it imports torch
+    from chunk_grpo.reporting.publish import sample_run  # here, since it imports torch
 
     try:
         with raise_on_sigterm():
@@ -300,7 +300,7 @@ def export(
     trust: Annotated[bool, typer.Option("--trust", help="Copy the model that a run from elsewhere names.")] = False,
 ):
     "Leave a run's weights for diffusers, with a model card."
-    from chunk_grpo.reporting.export import export_run  # here, since it imports torch
+    from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
     made = export_run(run, folder, trust)
     typer.echo(f"card: {made / 'README.md'}\n"
