@@ -220,7 +220,7 @@ def test_captions_that_mislead_are_one_word_off_and_never_held_out(trainer):
     changed = [(a.split(), b.split()) for a, b in zip(captions, wrong, strict=True) if a != b]
     assert 0.4 < len(changed) / len(captions) < 0.6
     assert all(sum(x != y for x, y in zip(a, b, strict=True)) == 1 for a, b in changed)
-    held = {parse_caption(p) for p in pocket.read_pocket_prompts("test") if parse_caption(p).category != "single_object"}
+    held = {spec for spec in map(parse_caption, pocket.read_pocket_prompts("test")) if spec.category != "single_object"}
     assert not held & set(map(parse_caption, wrong)) and not set(wrong) & set(pocket.read_pocket_prompts("test"))
     assert trainer.mislead_captions(captions, 0.0) == captions
 
