@@ -13,8 +13,14 @@ import torch
 
 from chunk_grpo import InputError, pocket
 from chunk_grpo.pocket import clip, geneval
-from chunk_grpo.pocket.world import POCKET_CATEGORIES, hard_negatives, parse_caption, render_scene, sample_scene
-from chunk_grpo.pocket.world import split_prompts
+from chunk_grpo.pocket.world import (
+    POCKET_CATEGORIES,
+    hard_negatives,
+    parse_caption,
+    render_scene,
+    sample_scene,
+    split_prompts,
+)
 from chunk_grpo.rewards import rewards
 
 OFFLINE = """
