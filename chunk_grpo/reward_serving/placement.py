@@ -39,6 +39,57 @@ from ..rewards import rewards
 _SERVER_FILE = Path(chunk_grpo.__file__).parent / "reward_serving" / "server.py"
 
 
+def _kill(child: subprocess.Popen | None) -> None:
+    "End a child and what it started."
+    if child is not None:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)  # it leads a session of its own
+        child.wait()
+
+
+def _launch(words: list, same: bool, token: str, seconds: float) -> tuple[subprocess.Popen, dict]:
+    "A child that serves, and what it said when it was ready; TransientError where it died or took too long."
+    own = {k: v for k, v in os.environ.items() if same or not k.startswith("PYTHON")}
+    if same:
+        own |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
+                "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
+    ready, told = os.pipe()
+    words = [*words, "--parent", os.getpid(), "--ready", told]
+    words += ["--gpu", torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    child = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=2, pass_fds=[told],
+                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": token}, start_new_session=True)
+    os.close(told)
+    try:
+        with os.fdopen(ready, "rb") as pipe:
+            came = select.select([pipe], [], [], seconds)[0]
+            line = pipe.readline() if came else b""
+        if not line:
+            raise TransientError(_end_of(child) if came else f"no answer within {seconds:g} s")
+        return child, json.loads(line)
+    except BaseException:
+        _kill(child)
+        raise
+
+
+def _end_of(child: subprocess.Popen) -> str:
+    "What became of a child that closed its connection."
+    try:
+        code = child.wait(5)
+    except subprocess.TimeoutExpired:
+        return "it closed its connection"
+    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"
+
+
+LOCAL_OPTIONS = ("start_timeout", "timeout", "pause", "retries", "pixels")  # of `LocalServer`
+
+
+def _check_option(name: str, value) -> None:
+    number = type(value) in (int, float) and 0 <= value <= 1e6 and (name != "retries" or value == int(value))
+    if not (value in ("exact", "bytes") if name == "pixels" else number):
+        raise InputError(f"`{name}` must be a number from 0, `retries` a whole one, `pixels` exact or bytes; "
+                         f"got {value!r}")
+
+# %% ../../nbs/05_reward_serving/02_placement.ipynb #d3879c83
 @dataclass(eq=False)
 class LocalServer:
     "A reward in a child process; called like any other, by one thread at a time."
@@ -61,12 +112,8 @@ class LocalServer:
     def __post_init__(self):
         if self.python and not os.access(self.python, os.X_OK):
             raise InputError(f"`python` must be the interpreter of an environment; {str(self.python)!r} is no program")
-        for name in LOCAL_OPTIONS[:4]:
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value <= 1e6 or name == "retries" and value != int(value):
-                raise InputError(f"`{name}` must be a number from 0, `retries` a whole one; got {value!r}")
-        if self.pixels not in ("exact", "bytes"):
-            raise InputError(f"`pixels` must be exact or bytes; got {self.pixels!r}")
+        for name in LOCAL_OPTIONS:
+            _check_option(name, getattr(self, name))
 
     def __call__(self, images: Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> Tensor:  # (B,)
         "Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."
@@ -83,33 +130,13 @@ class LocalServer:
     def close(self) -> None:
         "End the child and what it started; a later call would start another."
         child, self.child = self.child, None
-        if child is not None:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)  # it leads a session of its own
-            child.wait()
+        _kill(child)
 
     def _with_child(self, path: str, body: bytes | None) -> dict:
-        def ask() -> dict:
-            try:
-                if self.child is None:
-                    self._start_child()
-                return client.exchange(self.url, path, self.timeout, self.token, body)
-            except TransientError as error:
-                ended = self.child.poll() if "no answer within" in str(error) else self._exit_status()
-                self.close()
-                if ended is None:
-                    raise
-                killed = ended < 0 and f"it was killed by {signal.Signals(-ended).name}"
-                raise TransientError(killed or f"it exited with status {ended}") from None
-            except InputError:  # the child said it, and may be asked again
-                raise
-            except BaseException:
-                self.close()
-                raise
-
         with self.lock:
             try:
-                return client.call_with_retries(ask, f"the worker of {self.name}", self.retries, self.pause)
+                return client.call_with_retries(lambda: self._ask(path, body), f"the worker of {self.name}",
+                                                self.retries, self.pause)
             except client.RewardUnavailable:
                 raise
             except InputError as error:
@@ -117,39 +144,24 @@ class LocalServer:
                 ours = said.startswith("reward: ")
                 raise InputError(said if ours else f"reward: {self.name} failed in its worker: {said}") from None
 
-    def _exit_status(self) -> int | None:
+    def _ask(self, path: str, body: bytes | None) -> dict:
         try:
-            return self.child.wait(5)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _start_child(self) -> None:
-        own = {k: v for k, v in os.environ.items() if not self.python or not k.startswith("PYTHON")}
-        if not self.python:
-            own |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
-                    "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
-        ready, told = os.pipe()
-        words = [self.python or sys.executable, _SERVER_FILE, self.loader, "--name", self.name, "--options",
-                 json.dumps(self.options), "--parent", os.getpid(), "--ready", told]
-        words += ["--gpu", torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        own["CHUNK_GRPO_REWARD_TOKEN"] = self.token
-        self.child = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=2, env=own,
-                                      pass_fds=[told], start_new_session=True)
-        os.close(told)
-        with os.fdopen(ready, "rb") as pipe:
-            if not select.select([pipe], [], [], self.start_timeout)[0]:
-                raise TransientError(f"no answer within {self.start_timeout:g} s")
-            line = pipe.readline()
-        if not line:
-            raise TransientError("it closed its output")
-        said = json.loads(line)
-        if "failed" in said:
+            if self.child is None:
+                words = [self.python or sys.executable, _SERVER_FILE, self.loader, "--name", self.name,
+                         "--options", json.dumps(self.options)]
+                self.child, said = _launch(words, self.python is None, self.token, self.start_timeout)
+                if "failed" in said:
+                    self.close()
+                    raise InputError(f"reward: the worker of {self.name} cannot load it: {said['failed']}")
+                self.url = f"http://127.0.0.1:{said['port']}"
+            return client.exchange(self.url, path, self.timeout, self.token, body)
+        except InputError:  # the child said it, and may be asked again
+            raise
+        except BaseException as error:
+            lost = isinstance(error, TransientError) and self.child and "no answer within" not in str(error)
+            said = TransientError(_end_of(self.child)) if lost else error
             self.close()
-            raise InputError(f"reward: the worker of {self.name} cannot load it: {said['failed']}")
-        self.url = f"http://127.0.0.1:{said['port']}"
-
-
-LOCAL_OPTIONS = ("start_timeout", "timeout", "pause", "retries", "pixels")  # of `LocalServer`
+            raise said from None
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #90d7fbb2
 ENVIRONMENTS_DIR = Path(chunk_grpo.__file__).parent / "reward_serving"
@@ -188,7 +200,7 @@ def environment_python(
         raise InputError(f"`environment` must have been made: `chunk-grpo reward-env {environment}` makes it")
     return place / "bin/python"
 
-
+# %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
 def create_environment(
     name: str,
     say: Callable[[str], None] = print,

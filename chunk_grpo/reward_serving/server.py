@@ -158,7 +158,7 @@ def scorer_versions() -> dict[str, str]:
             found[name] = version(name)
     return found
 
-
+# %% ../../nbs/05_reward_serving/00_server.ipynb #b9c2e89a
 def create_scoring_app(
     name: str,  # the reward's name
     reward: Callable,  # (images, prompts) -> scores
