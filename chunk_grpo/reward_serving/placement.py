@@ -243,6 +243,7 @@ def create_environment(
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
+    here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
     **options,  # of the reward, and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name, loaded where its options say; InputError where they are wrong."
@@ -259,12 +260,12 @@ def load_placed_reward(
     if named == ["url"]:
         return client.load_remote_reward(options["url"], **{"reward": name} | rest)
     if not named:
-        return rewards.load_reward(name, **rest)
+        return rewards.load_reward(name, here, **rest)
     how = {key: rest.pop(key) for key in LOCAL_OPTIONS if key in rest}
     environment = "hpsv3" if backend == "package" else options.get("environment")
     loader, given = name, rest
     if backend == "package":
         loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
     elif not environment:
-        loader, given = "chunk_grpo.rewards.rewards:load_reward", {"name": name} | rest
+        loader, given = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | rest
     return LocalServer(name, loader, given, environment_python(environment) if environment else None, **how).start()
