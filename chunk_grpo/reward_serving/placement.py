@@ -47,25 +47,28 @@ def _kill(child: subprocess.Popen | None) -> None:
         child.wait()
 
 
-def _launch(words: list, same: bool, token: str, seconds: float) -> tuple[subprocess.Popen, dict]:
-    "A child that serves, and what it said when it was ready; TransientError where it died or took too long."
-    own = {k: v for k, v in os.environ.items() if same or not k.startswith("PYTHON")}
-    if same:
+def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
+    "A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."
+    own = {k: v for k, v in os.environ.items() if not server.python or not k.startswith("PYTHON")}
+    if not server.python:
         own |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
                 "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
     ready, told = os.pipe()
-    words = [*words, "--parent", os.getpid(), "--ready", told]
+    words = [server.python or sys.executable, _SERVER_FILE, server.loader, "--name", server.name, "--options",
+             json.dumps(server.options), "--parent", os.getpid(), "--ready", told]
     words += ["--gpu", torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     child = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=2, pass_fds=[told],
-                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": token}, start_new_session=True)
+                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token}, start_new_session=True)
     os.close(told)
     try:
         with os.fdopen(ready, "rb") as pipe:
-            came = select.select([pipe], [], [], seconds)[0]
+            came = select.select([pipe], [], [], server.start_timeout)[0]
             line = pipe.readline() if came else b""
         if not line:
-            raise TransientError(_end_of(child) if came else f"no answer within {seconds:g} s")
-        return child, json.loads(line)
+            raise TransientError(_end_of(child) if came else f"no answer within {server.start_timeout:g} s")
+        if "failed" in (said := json.loads(line)):
+            raise InputError(f"reward: the worker of {server.name} cannot load it: {said['failed']}")
+        return child, f"http://127.0.0.1:{said['port']}"
     except BaseException:
         _kill(child)
         raise
@@ -147,13 +150,7 @@ class LocalServer:
     def _ask(self, path: str, body: bytes | None) -> dict:
         try:
             if self.child is None:
-                words = [self.python or sys.executable, _SERVER_FILE, self.loader, "--name", self.name,
-                         "--options", json.dumps(self.options)]
-                self.child, said = _launch(words, self.python is None, self.token, self.start_timeout)
-                if "failed" in said:
-                    self.close()
-                    raise InputError(f"reward: the worker of {self.name} cannot load it: {said['failed']}")
-                self.url = f"http://127.0.0.1:{said['port']}"
+                self.child, self.url = _launch(self)
             return client.exchange(self.url, path, self.timeout, self.token, body)
         except InputError:  # the child said it, and may be asked again
             raise
