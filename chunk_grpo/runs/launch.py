@@ -31,7 +31,8 @@ from .. import InputError
 from ..core.files import lock_log, read_json, sync_tree, write_json
 from ..core.settings import Settings, check_processes
 from ..core.subprocesses import Terminated, die_with_parent, raise_on_sigterm
-from .run_folder import create_run, discard_run, has_final_weights, read_metrics_lines, read_run_info
+from .run_folder import create_run, discard_run, file_of_run, has_final_weights, read_metrics_lines
+from .run_folder import read_run_info
 from .run_folder import read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
 from ..training.checkpoints import hash_files
@@ -120,7 +121,7 @@ def _note_end(run: Path, error: BaseException, fresh: bool, log: str = "train.lo
     "Write down why a run ended; only machine 0, whose log is train.log, changes more than its log."
     code, words, text = _explain(error)
     if text:
-        with open(run / log, "a", encoding="utf-8") as file:
+        with open(file_of_run(run, log), "a", encoding="utf-8") as file:
             file.write(text)
     if log == "train.log" and code == 2 and fresh and not read_metrics_lines(run):
         discard_run(run)
@@ -194,14 +195,14 @@ def _launch(
                               run_id=uuid.uuid4().hex if nodes == 1 else "chunk-grpo", max_restarts=max_restarts,
                               **meeting)
         try:
-            elastic_launch(config, sys.executable)("-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
+            elastic_launch(config, sys.executable)("-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
         except ChildFailedError as error:
             raise _first_failure(error.failures) from None
         except (torch.distributed.DistError, RendezvousError, TimeoutError) as error:
             raise InputError(f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
                              f"{str(error).splitlines()[0]}") from None
         finally:
-            with contextlib.suppress(FileNotFoundError), open(run / log, "ab") as kept:
+            with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as kept:
                 for file in sorted(Path(logs).rglob("stderr.log")):
                     kept.write(file.read_bytes())
 
