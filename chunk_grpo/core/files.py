@@ -153,7 +153,8 @@ def check_place(
 ) -> None:
     "InputError where nothing could be written; makes nothing."
     whole = Path(path).absolute()
-    for part in whole.resolve().parents if file else (whole.resolve(), *whole.resolve().parents):
+    real = Path(os.path.realpath(whole))
+    for part in real.parents if file else (real, *real.parents):
         if part.name in ("checkpoints", "final") and (part.parent / "run.json").is_file():
             raise InputError(f"{name} must lie outside of {part}, which belongs to a run; got {path}")
     if file and os.path.isdir(whole):
