@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'JudgeOption', 'JudgeModelOption',
            'JudgeKeyOption', 'REPORTED_PACKAGES', 'FOLDER_OPTIONS', 'DRAWBENCH_SHEET', 'print_rows', 'split_commas',
-           'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
+           'printable', 'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
            'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'score_given_images', 'print_benchmark_scores',
            'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words', 'evaluate', 'reward_env',
            'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_prompt_lists', 'list_rewards',
@@ -50,6 +50,11 @@ def split_commas(
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
+def printable(text: str) -> str:
+    "The text with control characters as escapes: what a run's files say cannot drive the terminal."
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def echo_now(text: str) -> None:
     "Print a line at once, also into a pipe."
     print(text, flush=True)
@@ -57,7 +62,7 @@ def echo_now(text: str) -> None:
 
 def echo_error(text: str) -> None:
     "The same on the error stream, where the standard output holds JSON."
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def ended_code(error: KeyboardInterrupt | SystemExit) -> int:

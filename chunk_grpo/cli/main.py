@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ import typer
 
 from .. import InputError, __version__
 from .evaluation import JsonOption, OverridesArgument, echo_now, ended_code, evaluate_with_progress
-from .evaluation import evaluation_app, examples, print_json, print_rows, split_commas
+from .evaluation import evaluation_app, examples, print_json, print_rows, printable, split_commas
 from .reports import output_file, reports_app
 from ..core import settings
 
@@ -65,13 +66,20 @@ class _Lasting(io.FileIO):
         return len(data)
 
 
-def _lasting(stream):
-    "A stream that ends nothing because it cannot be written; one without a file stays as it is."
+class _Screen(io.TextIOWrapper):
+    "Shows control characters as escapes, whichever command prints them."
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text) if isinstance(text, str) else text)  # click tries bytes
+
+
+def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
+    "The stream with another writer of bytes and of text below it; one without a file stays as it is."
     try:
-        raw = _Lasting(stream.fileno(), "w", closefd=False)
+        new = raw(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+    return text(io.BufferedWriter(new), stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,9 +97,11 @@ def root_callback(
 ):
     "Reinforcement learning of flow-matching image models by chunks."  # a group also while it has one command
     if ctx.invoked_subcommand not in PRINTING_COMMANDS:
-        ctx.with_resource(contextlib.redirect_stdout(_lasting(sys.stdout)))
-        ctx.with_resource(contextlib.redirect_stderr(_lasting(sys.stderr)))
-    elif threading.current_thread() is threading.main_thread():
+        ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout)))
+        ctx.with_resource(contextlib.redirect_stderr(_rewrap(sys.stderr, text=io.TextIOWrapper)))  # it has bars
+        return
+    ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout, io.FileIO)))
+    if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         ctx.call_on_close(lambda: (sys.stdout.flush(), signal.signal(signal.SIGPIPE, before)))
 
@@ -191,9 +201,10 @@ def measured_rows(
     speed: float,  # FLOP/s of one process
 ) -> dict[str, list]:  # words above -> rows of name and text
     "A run's seconds beside the prediction for its machine."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.runs import run_folder
 
-    changed = ", ".join(settings.diff_settings(settings.load_settings(note["settings"]), s)) or "nothing"
+    changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
     machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
     words = f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
     rows = planning.describe_measured(s, lines, speed, note["processes"])
@@ -228,7 +239,9 @@ def plan(
     "Say what a run would draw, hold and take."
     check_plan_words(source, run, rate, device, share)
     note, lines, processes = run_and_metrics(run, processes)
-    s = settings.load_settings(source if source else note["settings"], overrides or ())
+    if not source:
+        from chunk_grpo.runs import run_folder  # here, since it imports torch
+    s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     if not source:
         check_run_model(run, s)
     processes = planned_processes(s, processes, device)
@@ -445,7 +458,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
             file.writelines(traceback.format_exception(error))
         words = " ".join(str(error).split())[:300]
         code, text = 1, f"an unforeseen {type(error).__name__}: {words}; the traceback is in {name}"
-    text = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")  # one line
     return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
@@ -454,6 +467,7 @@ def main():
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on image processors say nothing here
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that fills is no line of a log
+    warnings.formatwarning = lambda message, *_: f"chunk-grpo: {printable(str(message))}\n"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:

@@ -66,7 +66,7 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
             if first:
                 started = read_run_info(run).get("started") or began
                 update_run_json(run, status="running", started=started, error=None)
-            train_run(read_run_settings(run), run, [*as_callbacks(callbacks), _Finish(began)], say)
+            train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), _Finish(began)], say)
         except Exception:
             if not _is_finished(run):
                 raise
