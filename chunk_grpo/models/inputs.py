@@ -77,7 +77,7 @@ def read_tensor_shapes(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27f65255
 FAMILIES = {  # classes of diffusers that have a policy, and where it is
-    "FluxPipeline": "models.flux.FluxPolicy",
+    "FluxPipeline": "models.families.FluxPolicy",
     "StableDiffusion3Pipeline": "models.families.SD3Policy",
     "QwenImagePipeline": "models.families.QwenImagePolicy",
     "ZImagePipeline": "models.families.ZImagePolicy",
