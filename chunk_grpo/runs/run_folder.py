@@ -35,8 +35,7 @@ from ..core.settings import Settings, check_processes, check_resume, load_settin
 from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
 from ..models.inputs import read_tensor_shapes, sample_prompt_indices
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
-from ..planning.model_cost import find_model_config
-from ..planning.plan import prompt_embeds_bytes, run_disk_bytes
+from ..planning.plan import find_model_config, prompt_embeds_bytes, run_disk_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #75dcf98f
 _ENCODER_FOLDERS = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))

@@ -34,7 +34,7 @@ from ..method.dynamics import relative_distance
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning import model_cost
+from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.async_scoring import StreamingScores, scoring_thread
 from ..rewards.image_statistics import image_statistics
@@ -164,8 +164,8 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.copies = {name: [p.detach().clone() for p in trained] for name in state.method.copies}
     state.limit = s.update_batch
     if s.update_memory:
-        model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
-        state.limit = model_cost.fit_update_batch(model, s).update_batch
+        model: Any = plan.read_model_config(state.policy.folder)  # it was loaded, so it is known
+        state.limit = plan.fit_update_batch(model, s).update_batch
     return state
 
 # %% ../../nbs/07_training/04_iteration.ipynb #1eb6052a
