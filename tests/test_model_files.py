@@ -152,6 +152,37 @@ def test_a_model_that_lacks_a_part_makes_no_run(pocket_copy, tmp_path, name):
     assert MISSING[name] in str(error.value) and not (tmp_path / "run").exists()
 
 
+TOKENIZERS = {"empty": "", "cut": None, "a list": "[]", "an object": "{}",
+              "no model": '{"version": "1.0", "model": {}}',
+              "bytes": "\\0\\1\\2", "deep": "[" * 10_000}
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
+@pytest.mark.parametrize("damage", TOKENIZERS)
+def test_a_damaged_tokenizer_makes_no_run(pocket_copy, tmp_path, part, damage):
+    "It would fail in training, at the first prompt."
+    file = pocket_copy / part / "tokenizer.json"
+    file.write_text(file.read_text()[:1000] if TOKENIZERS[damage] is None else TOKENIZERS[damage])
+    with pytest.raises(InputError, match=f"model: .*{part}") as error:
+        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
+    "Its tokens are numbers that the encoder has no row for."
+    file = pocket_copy / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] = {word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()}
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
+        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_every_family_s_tokenizers_can_be_used(name, tmp_path):
+    inputs.check_tokenizers(tiny_families.build(name, tmp_path / "model"))
+
+
 @pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"])
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
 def test_a_damaged_file_of_a_model_is_one_sentence(pocket_copy, name, text):
