@@ -51,6 +51,7 @@ def load_in_child(
 # %% ../../nbs/05_reward_serving/07_placement.ipynb #b19238ae
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows, or in another environment module:function or file.py:function
+    here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
     **options,  # of the reward and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name, loaded where its options say; InputError where they are wrong."
@@ -64,4 +65,4 @@ def load_placed_reward(
     if where == "worker":
         return load_in_child(name, rest)
     left_out = (*rewards.PLACEMENT_OPTIONS, *["backend"] * (name == "hpsv3"))  # false, empty or plain
-    return rewards.load_reward(name, **{key: value for key, value in rest.items() if key not in left_out})
+    return rewards.load_reward(name, here, **{key: value for key, value in rest.items() if key not in left_out})
