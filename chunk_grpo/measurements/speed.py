@@ -31,11 +31,11 @@ from ..method.objective import clipped_objective
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
-from ..models.flux import FluxPolicy
+from ..models.families import FluxPolicy
 from ..models.inputs import import_class, read_prompts
 from ..models.policy import TORCH_DTYPES, Policy, told_sigma
 from ..planning import plan
-from ..planning.model_cost import LiveBytesMode
+from ..planning.plan import LiveBytesMode
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.methods import Method, ReplayContext, sample_chunks
