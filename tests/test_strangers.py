@@ -134,6 +134,18 @@ def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
     check(stranger, events)
 
 
+@pytest.mark.parametrize("words", [("evaluate", "."), ("verify", "."), ("sample", ".", "a red star"),
+                                   ("export", ".", "made"), ("profile", "--run", ".")], ids=" ".join)
+def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger, words):
+    note = read_json(stranger / "run.json")
+    note["settings"] |= {"model": "evil/model", "reward": "pocket-clip", "reward_options": {},
+                         "eval_prompts": "pocket:test", "prompts": "pocket:train"}
+    write_json(stranger / "run.json", note)
+    done, events = watched(stranger, *words)
+    assert done.returncode == 2 and "the model evil/model of the hub" in done.stderr and "--trust" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not [e for e in events if e[0] in ("ask", "connect")]
+
+
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
 def test_images_beside_the_run_are_not_shown(stranger, far):
     secret = stranger.parent / "outside" / "secret.png"
