@@ -33,11 +33,10 @@ from ..core.files import (
     make_folders, read_json, read_json_lines, remove_abandoned, sync_to_disk, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.settings import Settings, check_processes, check_resume, load_settings
-from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
-from ..models.inputs import read_tensor_shapes, sample_prompt_indices
+from ..models.inputs import check_pipeline_folder, check_tokenizers, find_family, hash_model_files
+from ..models.inputs import locate_model, read_prompts, read_tensor_shapes, sample_prompt_indices
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
-from ..planning.model_cost import find_model_config
-from ..planning.plan import prompt_embeds_bytes, run_disk_bytes
+from ..planning.plan import find_model_config, prompt_embeds_bytes, run_disk_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #75dcf98f
 _ENCODER_FOLDERS = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
@@ -52,6 +51,7 @@ def content_hashes(
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
+    check_tokenizers(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
 
