@@ -23,6 +23,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import gpu_stages
+import orders
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -298,12 +299,13 @@ def stage_speed(small: bool, folder: Path) -> dict:
     def measure(reference: bool, **changes):
         gc.collect()
         s = flux_settings(small, **few, **changes)
-        found = speed.measure_iteration(s, 1 if small else 2, reference, say, transformer=transformer, autoencoder=vae)
+        measure_it = orders.measure if reference else speed.measure_iteration
+        found = measure_it(s, 1 if small else 2, say, transformer=transformer, autoencoder=vae)
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
-        phases = {name: {key: phase[key] for key in kept if phase[key] is not None}
+        phases = {name: {key: phase[key] for key in kept if phase.get(key) is not None}
                   for name, phase in found["phases"].items()}
         rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations", "orders")
-        return phases | {key: found[key] for key in rest}
+        return phases | {key: found.get(key) for key in rest}
 
     return {"plain": lambda: measure(True), "checkpointed": lambda: measure(False, gradient_checkpointing=True),
             "compiled": lambda: measure(False, compile=True)}

@@ -238,20 +238,20 @@ def plan(
         print_rows(rows)
 
 # %% ../../nbs/13_cli/02_main.ipynb #7e8cdb5f
-def measure_and_print(model: str, changes: list[str], repeats: int, reference: bool, out: Path | None) -> None:
+def measure_and_print(model: str, changes: list[str], repeats: int, out: Path | None) -> None:
     "Measure an iteration, print its lines and write its numbers."
     from chunk_grpo.core.files import write_json  # these here, since they import torch
     from chunk_grpo.measurements import speed as measuring
 
     s = measuring.load_workload_settings(model, changes)
-    result = measuring.measure_iteration(s, repeats, reference, lambda text: print(text, file=sys.stderr, flush=True))
+    result = measuring.measure_iteration(s, repeats, lambda text: print(text, file=sys.stderr, flush=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
     if out:
         write_json(out, result)
         typer.echo(f"numbers: {out}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #91944203
-@app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1 --no-reference"))
+@app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
 def speed(
     overrides: OverridesArgument = None,
     model: Annotated[str, typer.Option(help="pocket, flux-size, a settings file or a preset.")] = "pocket",
@@ -260,8 +260,6 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the orders of DanceGRPO, GCPO's "
-                                            "chunks and Flow-GRPO.")] = True,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."
@@ -270,7 +268,7 @@ def speed(
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
-    measure_and_print(model, changes, repeats, reference, file)
+    measure_and_print(model, changes, repeats, file)
 
 # %% ../../nbs/13_cli/02_main.ipynb #b0cc239f
 def run_name(
