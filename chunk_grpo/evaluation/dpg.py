@@ -143,7 +143,7 @@ _DPG_PROMPT_COUNT = 1065  # of the whole benchmark
 
 def evaluate_dpg(
     file: Path,  # dpg_bench.csv
-    images: Mapping[str, Path],  # arm -> folder with {item_id}.png, or an arm of an evaluation; base is compared with
+    images: Mapping[str, Path],  # arm -> folder with {item_id}.png; base is compared with
     judge: Judge,
     out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
     count: int = 1,  # images a prompt: 1, or up to 4 in a grid
@@ -153,7 +153,7 @@ def evaluate_dpg(
     "Judge the images of all arms; InputError where something is missing, before the first question."
     api_key(judge)
     items, sha256 = read_dpg_prompts(file)
-    files = arm_images(images, {item.name: item.prompt for item in items})
+    files = arm_images(images, [item.name for item in items])
     questions = [
         ImageQuestion(f"{arm}/{item.name}/{n}/{p.number}", dpg_question_text(p.question), paths[item.name], box)
         for arm, paths in files.items() for item in items for n, box in enumerate(_grid_boxes(paths[item.name], count))

@@ -120,7 +120,7 @@ def _comparability(judges: Sequence[str], rubric: Path | None, unparsed: int) ->
 # %% ../../nbs/09_evaluation/04_wise.ipynb #54f905e9
 def evaluate_wise(
     checkout: Path,  # of PKU-YuanGroup/WISE
-    images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png, or an arm of an evaluation; base is compared with
+    images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png; base is compared with
     judge: Judge,
     out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
     rubric: Path | None = None,  # a text of your own with {prompt} and {explanation}
@@ -130,7 +130,7 @@ def evaluate_wise(
     "Judge the images of all arms; InputError where something is missing, before the first question."
     api_key(judge)
     items, files = read_wise_prompts(checkout)
-    text, found = read_rubric(rubric), arm_images(images, {str(i.number): i.prompt for i in items})
+    text, found = read_rubric(rubric), arm_images(images, [str(i.number) for i in items])
     questions = [ImageQuestion(f"{arm}/{i.number}", _fill_rubric(text, i), paths[str(i.number)])
                  for arm, paths in found.items() for i in items]
     answers = ask_judge(judge, questions, parse_wise_answer, Path(out) / "answers.jsonl", say, http)
