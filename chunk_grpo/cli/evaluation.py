@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'JudgeOption', 'JudgeModelOption',
            'JudgeKeyOption', 'REPORTED_PACKAGES', 'FOLDER_OPTIONS', 'DRAWBENCH_SHEET', 'print_rows', 'split_commas',
-           'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
+           'printable', 'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
            'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'score_given_images', 'print_benchmark_scores',
            'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words', 'evaluate', 'reward_env',
            'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_prompt_lists', 'list_rewards',
@@ -49,6 +49,11 @@ def split_commas(
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
+def printable(text: str) -> str:
+    "The text with control characters as escapes: what a run's files say cannot drive the terminal."
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def echo_now(text: str) -> None:
     "Print a line at once, also into a pipe."
     print(text, flush=True)
@@ -56,7 +61,7 @@ def echo_now(text: str) -> None:
 
 def echo_error(text: str) -> None:
     "The same on the error stream, where the standard output holds JSON."
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def ended_code(error: KeyboardInterrupt | SystemExit) -> int:
@@ -185,27 +190,35 @@ def evaluate_benchmark(
 def foreign_demands(
     s,  # the run's settings
     changed: set[str],  # settings that the user has given
+    rewards_too: bool = True,  # the images are scored
 ) -> list[str]:
-    "What an evaluation would run or contact because the run's settings name it."
+    "What a command would fetch, run or contact because the run's settings name it."
     from chunk_grpo.core import settings as setting  # these here, since they import torch
+    from chunk_grpo.planning.plan import known_model_configs
     from chunk_grpo.rewards import rewards
 
+    here = s.model == "pocket" or s.model in known_model_configs() or Path(s.model).is_dir()
+    demands = [f"the code {code}" for code in setting.named_code(s)]
+    demands += [] if here or "model" in changed else [f"the model {s.model} of the hub"]
+    if not rewards_too:
+        return demands
     names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
     found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
-    found += [f"the code {code}" for code in setting.named_code(s)]
     given = {} if "reward_options" in changed else s.reward_options
-    return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
+    return found + demands + [f"{name} with {given[name]}" for name in names if given.get(name)]
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b26d0682
-def check_trust(run: Path, overrides: list[str], doing: str = "evaluating") -> None:
-    "InputError where a run from elsewhere names code, places or options of rewards."
+def check_trust(run: Path, overrides: list[str], doing: str = "evaluating", rewards_too: bool = True) -> None:
+    "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     folder = run_folder.find_run(run)
-    wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
+    changed = {text.partition("=")[0] for text in overrides}
+    wanted = foreign_demands(run_folder.read_run_settings(folder), changed, rewards_too)
     if wanted and not run_folder.is_own_run(folder):
         raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
-                         f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
+                         f"{', and '.join(wanted)}; look at its run.json, then add --trust"
+                         f"{', or give other rewards' * rewards_too}.")
 
 
 def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None,
