@@ -98,17 +98,17 @@ def test_a_killed_process_is_restarted_and_the_run_ends_as_if_nothing_had_been(t
     (tmp_path / "red.py").write_text(
         "import os, pathlib, signal\n"
         "def score(images, prompts):\n"
-        "    mark = pathlib.Path(os.environ.get('MARK', '/nowhere/x'))\n"
-        "    begun = pathlib.Path('run/checkpoints/000001').exists() and os.environ.get('RANK') == '1'\n"
-        "    if begun and mark.parent.exists() and not mark.exists():\n"
+        "    mark = pathlib.Path('killed')\n"
+        "    begun = pathlib.Path('run/checkpoints/000001').exists()\n"
+        "    if begun and os.environ.get('RANK') == '1' and not mark.exists():\n"
         "        mark.touch()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return images[:, 0].mean((1, 2))\n")
-    words = [*TINY, "iterations=3", "checkpoint_every=1", "reward=red.py:score", "--processes", "2", "--no-report"]
-    run("train", *words, "--out", "whole", cwd=tmp_path)
-    run("train", *words, "--out", "run", "--max-restarts", "1", cwd=tmp_path, MARK=tmp_path / "killed")
+    words = ["train", *TINY, "iterations=3", "checkpoint_every=1", "reward=red.py:score", "--processes", "2"]
+    run(*words, "--no-report", "--out", "whole", cwd=tmp_path)
+    run(*words, "--no-report", "--out", "run", "--max-restarts", "1", cwd=tmp_path)
     assert (tmp_path / "killed").exists()
-    for file in (tmp_path / "whole/final").glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "run/final" / file.name).read_bytes()
-    done = call("train", *words, "--out", "run", cwd=tmp_path)
-    assert done.returncode == 2
+    files = list((tmp_path / "whole/final").glob("*.safetensors"))
+    assert files and all(file.read_bytes() == (tmp_path / "run/final" / file.name).read_bytes() for file in files)
+    done = call(*words[:-1], "1", "--out", "x", "--nodes", "2", "--rendezvous", "a:1", "--max-restarts", "1", cwd=tmp_path)
+    assert done.returncode == 2 and "`max_restarts` must be 0" in done.stderr

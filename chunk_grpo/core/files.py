@@ -170,7 +170,7 @@ def check_place(
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
 _CONFIG = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 _Amount = Annotated[float, Field(ge=0)]
 
 

@@ -67,7 +67,7 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
             if first:
                 started = read_run_info(run).get("started") or began
                 update_run_json(run, status="running", started=started, error=None)
-            train_run(read_run_settings(run), run, [*as_callbacks(callbacks), _Finish(began)], say)
+            train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), _Finish(began)], say)
         except Exception:
             if not _is_finished(run):
                 raise
@@ -190,6 +190,7 @@ def _launch(
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]  # what it tells stands in the error
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"} if nodes == 1 else {
         "rdzv_backend": "static", "rdzv_endpoint": rendezvous, "rdzv_configs": {"rank": node_rank, "timeout": 600}}
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps old keys at a restart
     with tempfile.TemporaryDirectory(prefix="chunk-grpo-torchrun-") as logs, _own_signals():
         config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(logs, redirects=Std.ERR),
                               run_id=uuid.uuid4().hex if nodes == 1 else "chunk-grpo", max_restarts=max_restarts,
@@ -258,6 +259,9 @@ def train(
     elif callbacks:
         raise InputError(f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
                          f"got {len(callbacks)}")
+    if nodes > 1 and max_restarts:
+        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
+                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if node_rank:
