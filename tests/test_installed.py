@@ -110,5 +110,6 @@ def test_a_killed_process_is_restarted_and_the_run_ends_as_if_nothing_had_been(t
     assert (tmp_path / "killed").exists()
     files = list((tmp_path / "whole/final").glob("*.safetensors"))
     assert files and all(file.read_bytes() == (tmp_path / "run/final" / file.name).read_bytes() for file in files)
-    done = call(*words[:-1], "1", "--out", "x", "--nodes", "2", "--rendezvous", "a:1", "--max-restarts", "1", cwd=tmp_path)
+    machines = ["--nodes", "2", "--rendezvous", "a:1", "--max-restarts", "1"]
+    done = call(*words[:-1], "1", "--out", "x", *machines, cwd=tmp_path)
     assert done.returncode == 2 and "`max_restarts` must be 0" in done.stderr
