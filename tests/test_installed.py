@@ -54,8 +54,8 @@ def test_a_users_own_reward_is_found_in_training_and_in_its_evaluation(tmp_path)
 @pytest.mark.parametrize("words", ["verify run --processes 2", "evaluate run --processes 2 --json", "watch run"])
 def test_modules_beside_a_strangers_run_are_not_executed(words, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
-    for name in ("chunk_grpo.py", "jupyterlab.py", "torch.py", "diffusers.py"):
-        (tmp_path / name).write_text(EVIL)
+    for name in ("chunk_grpo", "jupyterlab", "torch", "diffusers"):
+        (tmp_path / f"{name}.py").write_text(EVIL)
     shell(words, tmp_path)
     assert not (tmp_path / "ran").exists()
 
