@@ -227,8 +227,12 @@ def _check_nodes(
     nodes: int,
     node_rank: int,
     rendezvous: str,  # HOST:PORT of the first machine
+    max_restarts: int = 0,
 ) -> None:
     "InputError where machines cannot meet like that."
+    if nodes > 1 and max_restarts:
+        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
+                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
     if not 0 <= node_rank < nodes:
         raise InputError(f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}")
     host, _, port = rendezvous.rpartition(":")
@@ -253,15 +257,12 @@ def train(
 ) -> Path:  # the folder of the finished run
     "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
     total = processes * nodes
-    _check_nodes(nodes, node_rank, rendezvous)
+    _check_nodes(nodes, node_rank, rendezvous, max_restarts)
     if total == 1:
         check_launcher(os.environ)
     elif callbacks:
         raise InputError(f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
                          f"got {len(callbacks)}")
-    if nodes > 1 and max_restarts:
-        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
-                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if node_rank:
