@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import append_json_line, write_json
-from chunk_grpo.models import fsdp, trainable
+from chunk_grpo.models import trainable
 from chunk_grpo.runs import drawing, run_folder, run_images
 from chunk_grpo.training import checkpoints, trainer
 
@@ -34,7 +34,7 @@ def fresh(run: Path, kind: str) -> SimpleNamespace:
     net = torch.nn.Module()
     net.layers, net._repeated_blocks = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]), ["Linear"]
     sharded = kind == "parts"
-    trained = fsdp.shard_model(net, torch.device("cpu"), torch.float32) if sharded else list(net.parameters())
+    trained = trainable.shard_model(net, torch.device("cpu"), torch.float32) if sharded else list(net.parameters())
     s = settings.load_settings("pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"})
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
     return SimpleNamespace(
@@ -59,7 +59,7 @@ def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> 
 
 
 def values(state) -> list:
-    return [fsdp.full_tensor(p.detach()).clone().tolist() for p in state.policy.trained]
+    return [trainable.full_tensor(p.detach()).clone().tolist() for p in state.policy.trained]
 
 
 def begin(run: Path, kind: str) -> SimpleNamespace:

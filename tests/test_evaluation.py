@@ -141,7 +141,7 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     torch.set_num_threads(2)  # what a process finds where nobody chose
     by_two, changes = shutil.copytree(run, tmp_path / "two"), ["threads=0", "eval_rewards=[pocket-clip]"]
     seen, load = [], drawing.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
-    monkeypatch.setattr(drawing, "load_scorers", lambda s: seen.append(torch.get_num_threads()) or load(s))
+    monkeypatch.setattr(drawing, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of))
     for place, processes in ((run, 1), (by_two, 2)):
         evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes)
     assert (seen, torch.get_num_threads()) == ([1], 2) and scores(run) == scores(by_two)

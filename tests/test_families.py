@@ -278,7 +278,7 @@ def test_a_distilled_klein_is_not_guided(tmp_path):
 
 def test_no_pipeline_is_imported_before_its_model():
     "The package, the families' own classes and the settings know every pipeline by name only."
-    names = ["families", "flux"]
+    names = ["families"]
     text = ("import sys, chunk_grpo.models.policy, chunk_grpo.core.settings\n"
             f"print([n for n in {names} if 'chunk_grpo.models.' + n in sys.modules])\n"
             "from chunk_grpo.models.inputs import FAMILIES, find_family\n"

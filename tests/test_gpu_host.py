@@ -14,7 +14,7 @@ from tiny_flux import build
 
 from chunk_grpo.core import settings
 from chunk_grpo.core.validation import parse_yaml
-from chunk_grpo.planning import model_cost, plan
+from chunk_grpo.planning import plan
 from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,22 +101,37 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
 
 
 def test_what_does_not_fit_is_said():
-    small = model_cost.find_device("rtx4090")
+    small = plan.find_device("rtx4090")
     for name in ("black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"):
-        weights = 2 * model_cost.count_parameters(model_cost.find_model_config(name))
+        weights = 2 * plan.count_parameters(plan.find_model_config(name))
         said = f"| {name.split('/')[1]} on 24 GB | its weights alone {weights / 1e9:.0f} of 24: does not fit |"
-        assert said in TEXT and not model_cost.fits_on_device(weights, small)
+        assert said in TEXT and not small.fits(weights)
 
 
 @pytest.mark.slow
 def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
     s = settings.load_settings("machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}})
-    total, _ = model_cost.peak_memory(s, model_cost.find_model_config(s.model), 8)
+    total, _ = plan.peak_memory(s, plan.find_model_config(s.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
-    assert not model_cost.fits_on_device(total, model_cost.find_device("h100"))
+    assert not plan.find_device("h100").fits(total)
+
+
+def preset_row(preset: str) -> list[str]:
+    "What a preset takes on its machine, as the page's table has it; hours without decoding and rewards."
+    s, (device, processes) = settings.load_settings(preset), plan.machine_presets()[preset]
+    config, where = plan.find_model_config(s.model), plan.find_device(device)
+    s = plan.fit_update_batch(config, s)
+    total, _ = plan.peak_memory(s, config, processes)
+    once, times, last = plan._evaluation_flops(s, config)
+    rate = getattr(where, s.dtype) * 1e12 * plan.ASSUMED_MFU * processes
+    training = sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
+    hours = training + once * times / rate, last * (1 if plan.held_out_count(s) else 400) / rate
+    sizes = plan.all_disk_bytes(s, config), plan.host_memory(s, config, processes)
+    there = f"{total / 1e9:.0f} of {where.gigabytes}" + ("" if where.fits(total) else ": does not fit")
+    return [preset, there, *(f"{x / 3600:.3g}" for x in hours), *(f"{sum(n.values()) / 1e9:.3g}" for n in sizes)]
 
 
 @pytest.mark.parametrize("preset", [name if "flux1" in name else pytest.param(name, marks=pytest.mark.slow)
                                     for name in plan.machine_presets()])
 def test_the_table_has_what_plan_computes(preset):
-    assert shown_rows()[preset] == list(plan.preset_row(preset))
+    assert shown_rows()[preset] == preset_row(preset)

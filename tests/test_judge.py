@@ -46,15 +46,13 @@ def small(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    "A checkout of WISE with 1,000 invented things in two of its sets, and images of both arms."
+    "A checkout of WISE with 1,000 invented things, and images of both arms."
     home = tmp_path_factory.mktemp("wise")
-    sets = {"WISE_legacy/data": ("_rewrite", "thing"), "data_verified": ("_verified", "other thing")}
-    for folder, (suffix, word) in sets.items():
-        (home / folder).mkdir(parents=True)
-        for part, low, high in zip(wise.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True):
-            rows = [{"prompt_id": n, "Prompt": f"{word} {n}", "Explanation": "as it is", "Subcategory": "things"}
-                    for n in range(low, high + 1)]
-            (home / folder / f"{part}{suffix}.json").write_text(json.dumps(rows))
+    (home / "WISE_legacy/data").mkdir(parents=True)
+    for part, low, high in zip(wise.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True):
+        rows = [{"prompt_id": n, "Prompt": f"thing {n}", "Explanation": "as it is", "Subcategory": "things"}
+                for n in range(low, high + 1)]
+        (home / f"WISE_legacy/data/{part}_rewrite.json").write_text(json.dumps(rows))
     return home, pictures(home / "images", range(1, 1001))
 
 
@@ -174,21 +172,20 @@ def test_wise_killed_twice_goes_on_to_the_same_table(checkout, tmp_path):
         assert whole["arms"][arm]["categories"]["time"]["mean"] == pytest.approx(sum(scores[400:567]) / 167)
     difference = whole["overall"]["plain-base"]
     assert difference["n"] == 1000 and difference["lo"] < difference["mean"] < difference["hi"]
-    shown = wise.wise_table(whole)
-    assert list(shown.index) == ["base", "plain"] and shown.judge.tolist() == [NAME, NAME] and shown.n.sum() == 2000
+    assert list(whole["judge"]["judges"]) == [NAME]
+    assert sum(part["n"] for arm in whole["arms"].values() for part in arm["categories"].values()) == 2000
     assert whole["label"].startswith(f"not comparable with the paper: the judge is {NAME} instead of gpt-4o-2024-05-13")
 
 
-def test_the_two_sets_of_wise_are_never_mixed(checkout, tmp_path):
+def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
     home, images = checkout
     one = {"base": images["base"]}
-    with serve(lambda text, grey: f"Score: {number(text) % 2}") as stub:
+    (tmp_path / "own.txt").write_text("Prompt: {prompt}. Score it.")
+    with serve(three_scores) as stub:
         judge = Judge(stub.url, "asked-for", max_concurrency=6)
-        found = wise.evaluate_wise(home, one, judge, tmp_path / "out", version="verified")
-        assert found["overall"]["base"]["mean"] == pytest.approx(0.5)
-        assert "one score of 0 or 1 instead of a WiScore" in found["label"]
+        found = wise.evaluate_wise(home, one, judge, tmp_path / "out")
         with pytest.raises(InputError, match="belongs to another text; take a new folder"):
-            wise.evaluate_wise(home, one, judge, tmp_path / "out", version="rewritten")
+            wise.evaluate_wise(home, one, judge, tmp_path / "out", rubric=tmp_path / "own.txt")
         assert sum(stub.came.values()) == 1000 and json.loads((tmp_path / "out/summary.json").read_text()) == found
 
 
@@ -216,8 +213,7 @@ def test_nonsense_is_counted_and_said(small, tmp_path):
     assert found["judge"]["unparsed"] == found["judge"]["questions"] == 72 and found["judge"]["refused"] == 0
     assert found["overall"] == {"base": None, "plain": None, "plain-base": None}
     assert found["arms"]["base"]["between"] == [0.0, 1.0]
-    shown = dpg.dpg_table(found)
-    assert shown.unparsed.tolist() == [12, 12] and shown.overall.isna().all()
+    assert [arm["unparsed"] for arm in found["arms"].values()] == [12, 12]
     assert len(read_json_lines(tmp_path / "out/answers.jsonl")) == 3 * 72
 
 
@@ -301,11 +297,11 @@ def test_another_image_or_judge_is_another_question(small, tmp_path):
 def test_scores_are_read_in_any_order_and_dress(numbers, order, colon, between):
     scores = dict(zip(wise.WISCORE_SCALES, numbers, strict=True))
     text = between.join(f"{name.capitalize()}{colon}{scores[name]}" for name in order)
-    assert wise.wise_answer_parser("original")(text) == scores
-    assert wise.wise_answer_parser("original")(text + between + f"Realism{colon}{(scores['realism'] + 1) % 3}") is None
+    assert wise.parse_wise_answer(text) == scores
+    assert wise.parse_wise_answer(text + between + f"Realism{colon}{(scores['realism'] + 1) % 3}") is None
 
 
 @given(st.text(alphabet="consitery: 0123/.*\n\"aemlhRAC-", max_size=80))
 def test_whatever_a_judge_says_is_scores_or_nothing(text):
-    found = wise.wise_answer_parser("original")(text)
+    found = wise.parse_wise_answer(text)
     assert found is None or set(found) == set(wise.WISCORE_SCALES) and set(found.values()) <= {0, 1, 2}

@@ -10,9 +10,9 @@ from commands import call, run
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
+from chunk_grpo.core.settings import import_callable
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
-from chunk_grpo.rewards.rewards import import_callable
 from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks
 from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch, split_updates

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
-from chunk_grpo.planning.model_cost import find_model_config, fit_update_batch, meta_policy, read_model_config
+from chunk_grpo.planning.plan import find_model_config, fit_update_batch, meta_policy, read_model_config
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
 from chunk_grpo.training.rollout import decode_latents
@@ -150,6 +150,37 @@ def test_a_model_that_lacks_a_part_makes_no_run(pocket_copy, tmp_path, name):
     with pytest.raises(InputError, match=r"model: ") as error:
         run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
     assert MISSING[name] in str(error.value) and not (tmp_path / "run").exists()
+
+
+TOKENIZERS = {"empty": "", "cut": None, "a list": "[]", "an object": "{}",
+              "no model": '{"version": "1.0", "model": {}}',
+              "bytes": "\\0\\1\\2", "deep": "[" * 10_000}
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
+@pytest.mark.parametrize("damage", TOKENIZERS)
+def test_a_damaged_tokenizer_makes_no_run(pocket_copy, tmp_path, part, damage):
+    "It would fail in training, at the first prompt."
+    file = pocket_copy / part / "tokenizer.json"
+    file.write_text(file.read_text()[:1000] if TOKENIZERS[damage] is None else TOKENIZERS[damage])
+    with pytest.raises(InputError, match=f"model: .*{part}") as error:
+        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
+    "Its tokens are numbers that the encoder has no row for."
+    file = pocket_copy / "tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] = {word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()}
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
+        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", tiny_families.BUILDERS)
+def test_every_family_s_tokenizers_can_be_used(name, tmp_path):
+    inputs.check_tokenizers(tiny_families.build(name, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"])

@@ -9,7 +9,7 @@ import pytest
 from run_page import PRELOADED, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("02_ray_cluster", "06_own_study", "03_gpu_host", "06_checkpoints", "01_launch", "04_fsdp",
+LONGEST = ("02_ray_cluster", "06_own_study", "03_gpu_host", "06_checkpoints", "01_launch", "04_trainable",
            "00_evaluate")  # begun first
 PAGES = sorted([*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), ROOT / "nbs/index.ipynb"],
                key=lambda page: (page.stem not in LONGEST, str(page)))

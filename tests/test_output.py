@@ -56,7 +56,7 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
 def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with contextlib.redirect_stdout(main._lasting(sys.stdout)):
+        with contextlib.redirect_stdout(main._rewrap(sys.stdout)):
             print("one", flush=True)
             print("two", flush=True)
         monkeypatch.undo()

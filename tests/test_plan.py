@@ -20,7 +20,7 @@ from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import machine, settings
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.planning import model_cost, plan
+from chunk_grpo.planning import plan
 from chunk_grpo.runs import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,11 +46,11 @@ def test_an_iterations_forwards():
     assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan.backward_forwards(two) == 3
     looking = plan.iteration_counts(settings.load_settings(s, {"baseline_images": 2}))
     assert looking == dataclasses.replace(counts, baseline=16 * 2 * 16 + 16, scored=192 + 32)
-    network = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
+    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     flops = [plan.iteration_flops(settings.load_settings(s, {"true_cfg_scale": scale}), network) for scale in (1, 3)]
     assert all(flops[1][phase] == 2 * n for phase, n in flops[0].items())
     other = plan.IterationCounts(rollout=10, trained=2, extra=1)  # of another method
-    forward = model_cost.forward_flops(network, s.resolution, s.max_tokens)
+    forward = plan.forward_flops(network, s.resolution, s.max_tokens)
     assert plan.iteration_flops(s, network, other) == {"rollout": 10 * forward, "update": 7 * forward}
 
 
@@ -60,7 +60,7 @@ def test_a_final_evaluation_draws_five_arms():
     assert plan.held_out_count(settings.load_settings({"eval_prompts": "not-here.txt"})) is None
     sizes = [plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), 1000, 2) for x in (0, 0.9)]
     assert [parts["checkpoints"] for parts in sizes] == [1000 * 12 * 3, 1000 * 16 * 3]
-    network = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
+    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     whole, parts = (plan.host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp"))
     assert whole["weights while they load"] == 2 * parts["weights while they load"]  # float32 and bfloat16
 
@@ -77,7 +77,7 @@ def test_counts_name_everything_once():
 def test_a_broken_model_folder_is_named(tmp_path):
     def fails():
         with pytest.raises(InputError, match="config.json"):
-            model_cost.find_model_config(str(tmp_path))
+            plan.find_model_config(str(tmp_path))
 
     fails()
     for part in ("transformer", "vae"):
@@ -107,22 +107,22 @@ def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     "Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."
-    network = model_cost.find_model_config(family)
+    network = plan.find_model_config(family)
     real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
-    assert model_cost.count_parameters(network) == sum(p.numel() for p in base)
-    trained = model_cost.count_trained_parameters(network, rank)
+    assert plan.count_parameters(network) == sum(p.numel() for p in base)
+    trained = plan.count_trained_parameters(network, rank)
     assert trained == sum(p.numel() for p in real.trained)
 
     rows = full_rows(real, network)
     x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
-    assert model_cost.latent_numel(network, SIDE) == x[0].numel()
+    assert plan.latent_numel(network, SIDE) == x[0].numel()
     if not rank:
         with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it counts this
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
-        assert 2 * model_cost.forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
+        assert 2 * plan.forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
 
-    with model_cost.track_saved_tensors(real) as kept:
+    with plan.track_saved_tensors(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
     words = {"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank}
     s = settings.load_settings({**words, "update_batch": 2, "gradient_checkpointing": False})
@@ -132,7 +132,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
 def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
     "What the settings' own batch keeps, counted for every family."
     given = s.resolution, s.max_tokens, s.dtype, s.lora_rank, s.lora_targets if s.lora_rank else ()
-    fixed, row = model_cost._counted_bytes(network, *given, s.gradient_checkpointing)
+    fixed, row = plan._counted_bytes(network, *given, s.gradient_checkpointing)
     return fixed + row * s.update_batch
 
 
@@ -162,30 +162,30 @@ def run_every_block(net, total):
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (4, True)])
 def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypatch):
     "Six blocks in each list, of which two of a kind run: the bytes of all six."
-    network = model_cost.find_model_config(family)
+    network = plan.find_model_config(family)
     sizes = json.loads(network.transformer)
     lists = {name: 6 for name in sizes if name in ("num_layers", "num_single_layers", "n_layers")}
     network = dataclasses.replace(network, transformer=json.dumps(sizes | lists))
     assert lists
     given = network, SIDE, TOKENS, "bfloat16", rank, settings.load_settings().lora_targets, checkpointing
-    few = model_cost._counted_bytes.__wrapped__(*given)
-    monkeypatch.setattr(model_cost, "run_alike_once", run_every_block)
-    assert few == model_cost._counted_bytes.__wrapped__(*given)
+    few = plan._counted_bytes.__wrapped__(*given)
+    monkeypatch.setattr(plan, "run_alike_once", run_every_block)
+    assert few == plan._counted_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize("name, resolution", [("sd3", 64), ("qwen", 320)])
 def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, monkeypatch):
     "Two images of several tiles: one of a kind is decoded."
-    network = model_cost.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
+    network = plan.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
     given = network, resolution, "float32", True, 2
-    few = model_cost.peak_decode_bytes.__wrapped__(*given)
-    monkeypatch.setattr(model_cost, "_run_tile_once", lambda run, live: run)
-    assert few == model_cost.peak_decode_bytes.__wrapped__(*given)
+    few = plan.peak_decode_bytes.__wrapped__(*given)
+    monkeypatch.setattr(plan, "_run_tile_once", lambda run, live: run)
+    assert few == plan.peak_decode_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize("model", [
     name if name.endswith(("FLUX.1-dev", "klein-4B")) else pytest.param(name, marks=pytest.mark.slow)
-    for name in model_cost.known_model_configs()])
+    for name in plan.known_model_configs()])
 def test_every_known_model_has_a_whole_plan(model):
     "On a device that has no room for some of them."
     s = settings.load_settings(
@@ -200,25 +200,25 @@ def test_every_known_model_has_a_whole_plan(model):
     )
     names = [name for name, _ in plan.describe_estimates(s, 1e15)]
     assert {"parameters", "one forward", "memory a process"} <= set(names)
-    text = dict(plan.describe_on_device(s, "a100-80", model_cost.find_device("a100-80")))
+    text = dict(plan.describe_estimates(s, 0, device="a100-80"))
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
 @pytest.mark.parametrize("changes, factor", [({}, 1), ({"ema": 0.9}, 4 / 3), ({"lora_rank": 32}, 131 / 11901)])
 def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
     "Three of twelve bytes a weight, or of sixteen with a moving average."
-    m = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
+    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     parts = plan.all_disk_bytes(settings.load_settings("paper/chunk", changes), m)
     assert parts["checkpoints"] == pytest.approx(3 * 12 * 11.9e9 * factor, rel=0.02)
     assert parts["embeddings"] == pytest.approx((150 * 16 + 400) * 512 * 4096 * 2, rel=0.01)
 
 
 def test_a_plan_says_what_the_host_needs():
-    words = ["plan", "machines/8x80gb-full-flux1-dev", "--device", "h100", "--processes", "8"]
+    words = ["plan", "machines/8x80gb-full-flux1-dev", "--device", "h100"]  # the preset carries its eight processes
     answer = CliRunner().invoke(main.app, words)
     assert answer.exit_code == 0, answer.output
     rows = {line.split("  ")[0]: line for line in answer.output.splitlines()}
-    assert "checkpoints 428 GB" in rows["disk"]
+    assert " fits, " in rows["on 8 x h100"] and "checkpoints 428 GB" in rows["disk"]
     assert "190 GB at most: weights while they load" in rows["memory of the host"]
 
 
@@ -234,26 +234,26 @@ def test_a_plan_says_what_the_host_needs():
     ({"true_cfg_scale": 3.0}, 1, "activations", 2),
     ({"update_batch": 8}, 1, "activations", 2)])
 def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
-    m, base = model_cost.find_model_config("black-forest-labs/FLUX.1-dev"), settings.load_settings({"dtype": "float32"})
+    m, base = plan.find_model_config("black-forest-labs/FLUX.1-dev"), settings.load_settings({"dtype": "float32"})
     before, after = (
-        model_cost.training_memory(base, m),
-        model_cost.training_memory(settings.load_settings(base, changes), m, processes),
+        plan.training_memory(base, m),
+        plan.training_memory(settings.load_settings(base, changes), m, processes),
     )
     assert after[part] == pytest.approx(before[part] * factor, rel=0.01)  # activations have a part of no batch
 
 
 def test_update_memory_is_used_and_not_exceeded():
-    m, base = model_cost.find_model_config("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_cfg_scale": 2.0}
+    m, base = plan.find_model_config("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_cfg_scale": 2.0}
     for gigabytes in (8, 30, 60.5):
-        s = model_cost.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
+        s = plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
         more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
         assert (
-            model_cost.batch_activation_bytes(m, s)
+            plan.batch_activation_bytes(m, s)
             <= gigabytes * 1e9
-            < model_cost.batch_activation_bytes(m, more)
+            < plan.batch_activation_bytes(m, more)
         )
     assert (
-        model_cost.fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch
+        plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch
         == 1
     )
 
@@ -279,11 +279,11 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_share_makes_it_longer():
-    m = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
-    s, where = settings.load_settings({"lora_rank": 16}), model_cost.find_device("h100")
+    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    s, where = settings.load_settings({"lora_rank": 16}), plan.find_device("h100")
     half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
-    text = dict(plan.describe_on_device(s, "h100", where, 0.3))
+    text = dict(plan.describe_estimates(s, 0, device="h100", share=0.3))
     assert "30% of 989 TFLOP/s, assumed" in text["time an iteration"]
 
 
@@ -354,6 +354,17 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, 
     answer = CliRunner().invoke(main.app, ["train", *words, "--out", str(tmp_path)])
     assert answer.exit_code == 0, answer.output
     assert seen["n"] == wanted
+
+
+@pytest.mark.parametrize("gpus, wanted", [(8, 8), (1, 1)])
+def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
+    "To `train` where the machine has as many devices; to `plan` always, unless a number is given."
+    monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0})
+    s = settings.load_settings("machines/8x80gb-full-flux1-dev")
+    assert main.training_processes(s, None, 1, None, "machines/8x80gb-full-flux1-dev") == wanted
+    assert main.training_processes(s, None, 1, None, "paper/chunk") == 1
+    assert main.planned_processes(s, None, "", "paper/eight-gpu-full") == 8
+    assert main.planned_processes(s, 2, "h100", "paper/eight-gpu-full") == 2
 
 
 def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):

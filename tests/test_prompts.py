@@ -9,7 +9,7 @@ import torch
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, prompt_embeds
-from chunk_grpo.models.flux import FluxPolicy
+from chunk_grpo.models.families import FluxPolicy
 from chunk_grpo.training import iteration, trainer
 
 SMALL = {"iterations": 3, "prompts_per_iteration": 2, "images_per_prompt": 2, "steps": 3, "chunks": "1,1", "threads": 1,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError, export_run, sample_run, sample_widget
-from chunk_grpo.cli import main
+from chunk_grpo.cli import main, reports
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.evaluation.evaluate import evaluate
@@ -290,3 +290,10 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
     s = settings.load_settings("paper/one-h200-lora")
     assert publish.card_data(s).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(card.data.to_dict())
     assert newest_weights.describe_weights(run_folder.Path("checkpoints/000003")).endswith("iteration 3")
+
+
+def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, tmp_path):
+    monkeypatch.setattr(reports, "sample_or_exit", lambda *given: [])
+    said = {text: CliRunner().invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")]).output
+            for text in ("a red castle", "a red star")}
+    assert "the model knows no word castle" in said["a red castle"] and "warning" not in said["a red star"]

@@ -26,6 +26,9 @@ from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import orders  # noqa: E402
+
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
 LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
           "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
@@ -43,21 +46,20 @@ def tiny(tmp_path_factory):
 def test_speed_says_what_an_iteration_takes(tmp_path):
     given = ["--prompts", 1, "--images", 2, "--steps", 4, "--repeats", 1, "--out", tmp_path / "speed.json"]
     said = run("speed", *FEW, *given)
-    for word in ("rollout", "decode", "reward", "update", "share of rate", "the gradients of all orders are equal"):
-        assert word in said
+    assert all(word in said for word in ("rollout", "decode", "reward", "update", "share of rate"))
     kept = json.loads((tmp_path / "speed.json").read_text())
-    assert kept["images"] == 2 and kept["transitions"] == 6 and kept["gradient_error"] < 1e-5
-    assert list(kept["orders"]) == ["batched, as here", "DanceGRPO", "GCPO, chunks", "Flow-GRPO, batches of 3"]
-    assert all(set(each) == {"rollout", "update"} and min(each.values()) > 0 for each in kept["orders"].values())
+    assert kept["images"] == 2 and kept["transitions"] == 6
     assert set(kept["phases"]) == {"rollout", "decode", "reward", "update"}
     assert {"torch", "diffusers"} <= set(kept["versions"]) and kept["machine"]["cores"]
 
 
-def test_speed_without_the_reference_order():
+def test_the_orders_of_other_code_are_measured_in_turn():
     s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
-    result = speed.measure_iteration(s, 1, with_reference=False)
-    assert result["gradient_error"] is None and not result["orders"]
-    assert "gradients" not in "\n".join(speed.speed_lines(result))
+    found = orders.measure(s, 1)
+    assert list(found["orders"]) == ["batched, as here", "DanceGRPO", "GCPO, chunks", "Flow-GRPO, batches of 3"]
+    assert all(set(each) == {"rollout", "update"} and min(each.values()) > 0 for each in found["orders"].values())
+    assert found["gradient_error"] < 1e-5 and set(found["phases"]) == {"rollout", "decode", "reward", "update"}
+    assert found["phases"]["update"]["reference_seconds"] > 0 and len(found["two_pass_bytes"]) == 3
 
 
 @pytest.mark.parametrize("changes", [["chunks=1,3"], ["chunks=2,2", "chunk_fraction=0.5"], ["chunks=steps"]])
@@ -68,17 +70,17 @@ def test_every_order_leaves_the_same_gradient(changes):
     paths, calls = b.rollout(), []
     trained, forward = b.update(paths), b.policy.transformer.forward
     b.policy.transformer.forward = lambda *args, **more: calls.append(1) or forward(*args, **more)
-    chunks = speed.list_transitions(b, paths)
+    chunks = orders.list_transitions(b, paths)
     each = [transition for chunk in chunks for transition in chunk]
     ours, threes = b.gradient(), [each[n : n + 3] for n in range(0, len(each), 3)]
     assert len(each) == trained and ours.norm() > 0
     for batches in (chunks, threes, [[one] for one in each]):
         calls.clear()
-        speed.accumulate_batched_gradients(b, paths, batches)
-        assert len(calls) == len(batches) and speed.gradient_difference(b, ours) < 1e-5
-    speed.accumulate_batched_gradients(b, paths, chunks[1:])  # a chunk is left out
+        orders.accumulate_batched(b, paths, batches)
+        assert len(calls) == len(batches) and orders.gradient_difference(b, ours) < 1e-5
+    orders.accumulate_batched(b, paths, chunks[1:])  # a chunk is left out
     with pytest.raises(RuntimeError, match="the gradients of two orders differ"):
-        speed.gradient_difference(b, ours)
+        orders.gradient_difference(b, ours)
 
 
 def test_a_wrong_model_is_one_sentence():
@@ -97,8 +99,8 @@ def test_settings_that_cannot_be_measured(change, sentence):
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
     s = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
-    result = speed.measure_iteration(s, 1, transformer=LAYERS, autoencoder=LEVELS)
-    assert "reward" not in result["phases"] and result["gradient_error"] <= speed.GRADIENT_TOLERANCE[s.dtype]
+    result = orders.measure(s, 1, transformer=LAYERS, autoencoder=LEVELS)
+    assert "reward" not in result["phases"] and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[s.dtype]
     assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
     assert bool(result["recomputed_flop"]) == s.gradient_checkpointing
     assert ("computes" in "\n".join(speed.speed_lines(result))) == s.gradient_checkpointing
@@ -107,7 +109,7 @@ def test_flux_size_goes_the_same_way(changes):
 
 def test_two_passes_take_the_memory_of_one_transition():
     s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
-    one, two, whole = speed.measure_two_pass_memory(speed.prepare_workload(s)).values()
+    one, two, whole = orders.measure_two_passes(speed.prepare_workload(s)).values()
     assert abs(two / one - 1) < 0.1 and whole > 4 * one
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import papermill
 import pytest
 import synthetic
-from commands import environment
+from commands import call, environment
 from PIL import Image
 
 from chunk_grpo import InputError
@@ -134,6 +134,18 @@ def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
     check(stranger, events)
 
 
+@pytest.mark.parametrize("words", [("evaluate", "."), ("verify", "."), ("sample", ".", "a red star"),
+                                   ("export", ".", "made"), ("profile", "--run", ".")], ids=" ".join)
+def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger, words):
+    note = read_json(stranger / "run.json")
+    note["settings"] |= {"model": "evil/model", "reward": "pocket-clip", "reward_options": {},
+                         "eval_prompts": "pocket:test", "prompts": "pocket:train"}
+    write_json(stranger / "run.json", note)
+    done, events = watched(stranger, *words)
+    assert done.returncode == 2 and "the model evil/model of the hub" in done.stderr and "--trust" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not [e for e in events if e[0] in ("ask", "connect")]
+
+
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
 def test_images_beside_the_run_are_not_shown(stranger, far):
     secret = stranger.parent / "outside" / "secret.png"
@@ -241,3 +253,56 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
 def test_the_page_of_a_report_shows_no_formula(name):
     book = json.loads(reports.find_report_notebook(name).read_text())
     assert not [cell for cell in book["cells"] if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
+
+
+ESCAPE = "\x1b]0;owned\x07\x9b2J"  # sets a terminal's title, and clears its screen
+
+
+@pytest.mark.parametrize("words", [("watch",), ("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join)
+def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
+    "Names of metrics, rewards and machines as a stranger may write them."
+    run = synthetic.write(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line | {f"eval_{ESCAPE}": 0.5}) + "\n" for line in lines))
+    note, summary = read_json(run / "run.json"), read_json(run / "evaluation/summary.json")
+    note["machine"]["gpus"] = [ESCAPE]
+    summary["rewards"][ESCAPE] = summary["rewards"]["pocket-clip"]
+    write_json(run / "run.json", note)
+    write_json(run / "evaluation/summary.json", summary)
+    done = call(*words, run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "owned" in done.stdout and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("odd", [
+    {"reward_mean": None}, {"reward_mean": 1e308, "seconds_total": 1e308}, {"eval_x": "text"}, {"eval_x": 10**400},
+    {"eval_x": [1]}, {"iteration": 10**400}, {"iteration": 0}, {"clip_fraction": [1e308]}],
+    ids=lambda odd: str(odd)[:30])
+def test_watch_shows_odd_metrics_or_refuses_them(tmp_path, odd):
+    run = synthetic.write(tmp_path / "run", evaluated=False)
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    (run / "metrics.jsonl").write_text(json.dumps(line | odd) + "\n")
+    done = call("watch", run)
+    if done.returncode:
+        assert done.returncode == 2 and "metrics.jsonl is damaged" in done.stderr and done.stderr.count("\n") == 1
+    else:
+        assert done.stdout.startswith("iteration ") and "the run is finished" in done.stdout and not done.stderr
+    assert all(len(line) < 300 for line in (done.stdout + done.stderr).splitlines())
+
+
+@pytest.mark.parametrize("words", [("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join)
+def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_path, words):
+    run = synthetic.write(tmp_path / "theirs")
+    note = read_json(run / "run.json")
+    note["settings"] |= {"temperature_of_rain": 3}
+    note["versions"] |= {"chunk_grpo": "9.9"}
+    write_json(run / "run.json", note)
+    done = call(*words, run, cwd=tmp_path)
+    assert done.returncode == 0 and len(set(done.stderr.splitlines())) == 1, done.stderr
+    assert all(part in done.stderr for part in ("temperature_of_rain", "theirs", "made by chunk_grpo 9.9"))
+    again = call("verify", run)
+    assert again.returncode == 2 and "theirs, made by chunk_grpo 9.9" in again.stderr, again.stderr
+    note["settings"]["clip_range"] = "wide"
+    write_json(run / "run.json", note)
+    done = call(*words, run, cwd=tmp_path)
+    assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr and "`clip_range`" in done.stderr

@@ -23,6 +23,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import gpu_stages
+import orders
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,7 +35,7 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.subprocesses import terminate_process_group
 from chunk_grpo.measurements import speed
 from chunk_grpo.models.policy import ModelConfig
-from chunk_grpo.planning import model_cost
+from chunk_grpo.planning import plan
 from chunk_grpo.rewards.hpsv3 import HPSv3, build_reward_head
 from chunk_grpo.rewards.hpsv3_prompt import IMAGE_TOKEN, REWARD_TOKEN
 from chunk_grpo.runs import run_folder
@@ -74,7 +75,7 @@ def time_calls(call, repeats: int = 3) -> float:
 def sizes(small: bool) -> tuple[dict, dict, ModelConfig]:
     "FLUX.1-dev's transformer and VAE, or tiny ones, and the same as the plan knows them."
     if not small:
-        known = model_cost.find_model_config("black-forest-labs/FLUX.1-dev")
+        known = plan.find_model_config("black-forest-labs/FLUX.1-dev")
         return speed.FLUX_TRANSFORMER_CONFIG, speed.FLUX_VAE_CONFIG, known
     names = ("FluxPipeline", *map(json.dumps, (SMALL_TRANSFORMER, SMALL_VAE)))
     return SMALL_TRANSFORMER, SMALL_VAE, ModelConfig(*names)
@@ -236,9 +237,9 @@ def stage_size(small: bool, folder: Path) -> dict:
 
     def load():
         policy, before = made(), torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
-        parts = model_cost.training_memory(flux_settings(small), config)
-        own = sum(p.numel() for p in model_cost.meta_policy(config, 64, 16).vae.parameters())
-        planned = parts["weights"] + own * model_cost.DTYPE_BYTES[flux_settings(small).dtype]
+        parts = plan.training_memory(flux_settings(small), config)
+        own = sum(p.numel() for p in plan.meta_policy(config, 64, 16).vae.parameters())
+        planned = parts["weights"] + own * plan.DTYPE_BYTES[flux_settings(small).dtype]
         return {"parameters": sum(p.numel() for p in policy.transformer.parameters()), "held_gb": gigabytes(before),
                 "planned_gb": gigabytes(planned)}
 
@@ -262,7 +263,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             return decode_latents(policy, latents, count)
 
         at_once = min(count, policy.decode_limit)
-        planned = model_cost.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
+        planned = plan.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
         one = torch.cat([decode_latents(policy, row[None], 1) for row in latents[:2]])
         return {"pixels": large, "images": count, "at once": at_once, "seconds": time_calls(call, 1),
                 "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
@@ -277,7 +278,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             p.grad = torch.zeros_like(p)
         rows = policy.encode(["a prompt"])
         peak = speed.measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
-        planned = model_cost.batch_activation_bytes(config, s)
+        planned = plan.batch_activation_bytes(config, s)
         return {"transitions": count, "seconds": time_calls(lambda: kept_forward(policy, rows, count), 1),
                 "peak_gb": gigabytes(peak), "planned_gb": gigabytes(planned)}
 
@@ -298,12 +299,13 @@ def stage_speed(small: bool, folder: Path) -> dict:
     def measure(reference: bool, **changes):
         gc.collect()
         s = flux_settings(small, **few, **changes)
-        found = speed.measure_iteration(s, 1 if small else 2, reference, say, transformer=transformer, autoencoder=vae)
+        measure_it = orders.measure if reference else speed.measure_iteration
+        found = measure_it(s, 1 if small else 2, say, transformer=transformer, autoencoder=vae)
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
-        phases = {name: {key: phase[key] for key in kept if phase[key] is not None}
+        phases = {name: {key: phase[key] for key in kept if phase.get(key) is not None}
                   for name, phase in found["phases"].items()}
         rest = ("matrix_rate", "images", "transitions", "gradient_error", "compilations", "orders")
-        return phases | {key: found[key] for key in rest}
+        return phases | {key: found.get(key) for key in rest}
 
     return {"plain": lambda: measure(True), "checkpointed": lambda: measure(False, gradient_checkpointing=True),
             "compiled": lambda: measure(False, compile=True)}
@@ -467,15 +469,15 @@ def stage_sharded(small: bool, folder: Path) -> dict:
         for divisor in range(3, 20):  # a third of the blocks, or as many as device and disk have room for
             transformer, vae = part_of_flux(divisor, small)
             config = ModelConfig("FluxPipeline", json.dumps(transformer), json.dumps(vae))
-            parts = model_cost.training_memory(setting.load_settings(base), config)
-            if sum(parts.values()) < 0.85 * free and model_cost.count_parameters(config) * DISK_BYTES < 0.9 * room:
+            parts = plan.training_memory(setting.load_settings(base), config)
+            if sum(parts.values()) < 0.85 * free and plan.count_parameters(config) * DISK_BYTES < 0.9 * room:
                 return transformer, vae, config, parts
         raise InputError(f"the device's {free / 1e9:.0f} GB or the disk's {room / 1e9:.0f} GB hold no such model")
 
     def model():
         transformer, vae, config, _ = chosen()
         write_random_model(folder / "model", transformer, vae, torch.float32 if small else torch.bfloat16)
-        return {"parameters": model_cost.count_parameters(config), "double blocks": transformer["num_layers"],
+        return {"parameters": plan.count_parameters(config), "double blocks": transformer["num_layers"],
                 "single blocks": transformer["num_single_layers"]}
 
     def train(name: str, iterations: int):

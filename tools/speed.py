@@ -18,6 +18,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import orders
 import torch
 
 from chunk_grpo.core import machine
@@ -28,7 +29,7 @@ from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.async_scoring import StreamingScores
 from chunk_grpo.runs import launch, run_folder
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
@@ -72,12 +73,12 @@ def with_settings(b, **changes):
 def profiled(b):
     "Operations by the device's own time, the largest first: name, share, calls."
     kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if b.device.type == "cuda" else []
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if b.policy.device.type == "cuda" else []
     found, paths = {}, b.rollout()
     for name, call in (("rollout", b.rollout), ("update", lambda: b.update(paths))):
         with torch.profiler.profile(activities=kinds) as profiler:
             call()
-        field = "self_device_time_total" if b.device.type == "cuda" else "self_cpu_time_total"
+        field = "self_device_time_total" if b.policy.device.type == "cuda" else "self_cpu_time_total"
         events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, field))
         total = sum(getattr(e, field) for e in events)
         found[name] = [{"operation": e.key, "share": getattr(e, field) / total, "calls": e.count} for e in events[:8]]
@@ -101,8 +102,8 @@ def eager(b, call):
 
 def levers(b, repeats):
     "A row a change: what was expected, seconds before and after."
-    rows, device, paths = [], b.device, b.rollout()
-    what, every = b.replay(paths), torch.arange(len(b.keys))
+    rows, device, paths = [], b.policy.device, b.rollout()
+    what, every = ReplayContext(b.policy, b.conditioning, paths), torch.arange(len(b.keys))
     chosen = b.chosen(paths)
     work = build_update_batch(every, chosen, b.chunks, b.s.update_batch)
 
@@ -212,7 +213,7 @@ def with_reward(b, repeats):
              ("rollout to scores: scored while the next batch is drawn", "nothing where both want the same cores",
               in_order, beside)]
     for change, expected, before, after in pairs:
-        was, is_ = in_turn(before, after, b.device, repeats)
+        was, is_ = in_turn(before, after, b.policy.device, repeats)
         rows.append({"change": change, "expected": expected, "before": was, "after": is_, "note": ""})
         say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
     return rows
@@ -242,9 +243,9 @@ def grown(model, repeats, changes):
             b = speed.prepare_workload(speed.load_workload_settings(model, [*changes, *more]))
             paths, one = b.rollout(), speed.count_flops(b.policy, b.conditioning)
             trained = b.update(paths)
-            memory = speed.measure_two_pass_memory(b) if what == "chunk" else {}
-            entry = {"value": value, "rollout": median(b.rollout, b.device, repeats), "transitions": trained,
-                     "update": median(lambda b=b, paths=paths: b.update(paths), b.device, repeats),
+            memory = orders.measure_two_passes(b) if what == "chunk" else {}
+            entry = {"value": value, "rollout": median(b.rollout, b.policy.device, repeats), "transitions": trained,
+                     "update": median(lambda b=b, paths=paths: b.update(paths), b.policy.device, repeats),
                      "flop": one,
                      "memory": dict(zip(("one", "two passes", "one pass"), memory.values(), strict=False))}
             found[what].append(entry)
@@ -253,14 +254,13 @@ def grown(model, repeats, changes):
     return found
 
 
-def orders(s, repeats):
+def both_orders(s, repeats):
     "The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
-    found = {"pocket": speed.measure_iteration(s, repeats, say=say),
-             "a FLUX of middle size": speed.measure_iteration(middle, repeats, say=say, transformer=MIDDLE,
-                                                              autoencoder=FEW)}
+    found = {"pocket": orders.measure(s, repeats, say),
+             "a FLUX of middle size": orders.measure(middle, repeats, say, transformer=MIDDLE, autoencoder=FEW)}
     torch.set_num_threads(threads)
     return found
 
@@ -308,9 +308,9 @@ def main():
             shares["a FLUX of middle size"] = profiled(speed.prepare_workload(middle, MIDDLE, FEW))
         keep(profile=shares)
     if "iteration" in parts:
-        keep(iteration=speed.measure_iteration(s, a.repeats, say=say))
+        keep(iteration=orders.measure(s, a.repeats, say))
     if "orders" in parts and a.model == "pocket":
-        keep(orders=orders(s, a.repeats))
+        keep(orders=both_orders(s, a.repeats))
     if "growth" in parts:
         keep(growth=grown(a.model, a.repeats, a.changes))
     if "ranks" in parts and a.model == "pocket":

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'JudgeOption', 'JudgeModelOption',
            'JudgeKeyOption', 'REPORTED_PACKAGES', 'FOLDER_OPTIONS', 'DRAWBENCH_SHEET', 'print_rows', 'split_commas',
-           'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
+           'printable', 'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
            'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'score_given_images', 'print_benchmark_scores',
            'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words', 'evaluate', 'reward_env',
            'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_prompt_lists', 'list_rewards',
@@ -13,7 +13,6 @@ __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', '
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -50,6 +49,11 @@ def split_commas(
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
+def printable(text: str) -> str:
+    "The text with control characters as escapes: what a run's files say cannot drive the terminal."
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def echo_now(text: str) -> None:
     "Print a line at once, also into a pipe."
     print(text, flush=True)
@@ -57,7 +61,7 @@ def echo_now(text: str) -> None:
 
 def echo_error(text: str) -> None:
     "The same on the error stream, where the standard output holds JSON."
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def ended_code(error: KeyboardInterrupt | SystemExit) -> int:
@@ -186,27 +190,35 @@ def evaluate_benchmark(
 def foreign_demands(
     s,  # the run's settings
     changed: set[str],  # settings that the user has given
+    rewards_too: bool = True,  # the images are scored
 ) -> list[str]:
-    "What an evaluation would run or contact because the run's settings name it."
+    "What a command would fetch, run or contact because the run's settings name it."
     from chunk_grpo.core import settings as setting  # these here, since they import torch
+    from chunk_grpo.planning.plan import known_model_configs
     from chunk_grpo.rewards import rewards
 
+    here = s.model == "pocket" or s.model in known_model_configs() or Path(s.model).is_dir()
+    demands = [f"the code {code}" for code in setting.named_code(s)]
+    demands += [] if here or "model" in changed else [f"the model {s.model} of the hub"]
+    if not rewards_too:
+        return demands
     names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
     found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
-    found += [f"the code {code}" for code in setting.named_code(s)]
     given = {} if "reward_options" in changed else s.reward_options
-    return found + [f"{name} with {given[name]}" for name in names if given.get(name)]
+    return found + demands + [f"{name} with {given[name]}" for name in names if given.get(name)]
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b26d0682
-def check_trust(run: Path, overrides: list[str], doing: str = "evaluating") -> None:
-    "InputError where a run from elsewhere names code, places or options of rewards."
+def check_trust(run: Path, overrides: list[str], doing: str = "evaluating", rewards_too: bool = True) -> None:
+    "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     folder = run_folder.find_run(run)
-    wanted = foreign_demands(run_folder.read_run_settings(folder), {text.partition("=")[0] for text in overrides})
+    changed = {text.partition("=")[0] for text in overrides}
+    wanted = foreign_demands(run_folder.read_run_settings(folder), changed, rewards_too)
     if wanted and not run_folder.is_own_run(folder):
         raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
-                         f"{', and '.join(wanted)}; look at its run.json, then add --trust, or give other rewards.")
+                         f"{', and '.join(wanted)}; look at its run.json, then add --trust"
+                         f"{', or give other rewards' * rewards_too}.")
 
 
 def check_evaluate_words(run: Path | None, benchmark: str, images: list[str] | None,
@@ -255,9 +267,9 @@ def evaluate(
 @evaluation_app.command(epilog=examples("reward-env hpsv3"))
 def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
     "Make a reward's own environment; minutes, once."
-    from chunk_grpo.reward_serving import environments  # here, since only this needs it
+    from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
-    environments.create_environment(name, echo_now)
+    placement.create_environment(name, echo_now)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #8758c9b6
 @evaluation_app.command(epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"))
@@ -268,13 +280,9 @@ def serve_reward(
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
-    max_pixels: Annotated[int, typer.Option(help="Most pixels of a request's images in all.")] = 64 * 1024**2,
-    batch_wait_ms: Annotated[float, typer.Option(help="Milliseconds to wait for other requests.")] = 0.0,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
 ):
     "Serve a reward over HTTP until it is stopped."
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise InputError("serve-reward: fastapi and uvicorn are not installed; install them with "
-                         "`pip install 'chunk-grpo[server]'`.")
     if token and not os.environ.get(token):
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
     from chunk_grpo.core import validation
@@ -283,9 +291,11 @@ def serve_reward(
     pairs = (text.partition("=") for text in options or ())
     given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
     secret = os.environ.get(token) if token else None
-    limits = server.ServerLimits(images=max_images, pixels=max_pixels)
-    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits,
-                             batch_wait_ms)
+    try:
+        limits = server.ServerLimits(max_images, max_bytes)
+        server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
 REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
@@ -358,18 +368,16 @@ def list_prompt_lists() -> list[tuple[str, str]]:
 # %% ../../nbs/13_cli/00_evaluation.ipynb #26a8da5f
 def list_rewards() -> list[tuple[str, str]]:
     "Every reward with what it lacks here."
-    from chunk_grpo.reward_serving import environments  # here, since only this needs it
+    from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
     names = ("pocket-clip", "pocket-geneval", "incompressibility", "compressibility")
     out = [(f"reward {name}", "ready, shipped") for name in names]
     out += [(f"reward {name}", missing_weights_note(name)) for name in ("clip", "pickscore", "imagereward", "hpsv3")]
     try:
-        made = f"ready, {environments.environment_python('hpsv3').parents[1]}"
+        made = f"ready, {placement.environment_python('hpsv3').parents[1]}"
     except InputError:
         made = "missing its environment: chunk-grpo reward-env hpsv3"
-    served = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
-    return [*out, ("reward hpsv3, backend package", made),
-            ("serve-reward", "ready" if served else "missing fastapi, uvicorn: pip install 'chunk-grpo[server]'")]
+    return [*out, ("reward hpsv3, backend package", made)]
 
 
 def list_benchmarks() -> list[tuple[str, str]]:

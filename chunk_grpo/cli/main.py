@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ import typer
 
 from .. import InputError, __version__
 from .evaluation import JsonOption, OverridesArgument, echo_now, ended_code, evaluate_with_progress
-from .evaluation import evaluation_app, examples, print_json, print_rows, split_commas
+from .evaluation import evaluation_app, examples, print_json, print_rows, printable, split_commas
 from .reports import output_file, reports_app
 from ..core import settings
 
@@ -65,13 +66,20 @@ class _Lasting(io.FileIO):
         return len(data)
 
 
-def _lasting(stream):
-    "A stream that ends nothing because it cannot be written; one without a file stays as it is."
+class _Screen(io.TextIOWrapper):
+    "Shows control characters as escapes, whichever command prints them."
+
+    def write(self, text: str) -> int:
+        return super().write(printable(text) if isinstance(text, str) else text)  # click tries bytes
+
+
+def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
+    "The stream with another writer of bytes and of text below it; one without a file stays as it is."
     try:
-        raw = _Lasting(stream.fileno(), "w", closefd=False)
+        new = raw(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream
-    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True)
+    return text(io.BufferedWriter(new), stream.encoding, "backslashreplace", line_buffering=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -89,9 +97,11 @@ def root_callback(
 ):
     "Reinforcement learning of flow-matching image models by chunks."  # a group also while it has one command
     if ctx.invoked_subcommand not in PRINTING_COMMANDS:
-        ctx.with_resource(contextlib.redirect_stdout(_lasting(sys.stdout)))
-        ctx.with_resource(contextlib.redirect_stderr(_lasting(sys.stderr)))
-    elif threading.current_thread() is threading.main_thread():
+        ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout)))
+        ctx.with_resource(contextlib.redirect_stderr(_rewrap(sys.stderr, text=io.TextIOWrapper)))  # it has bars
+        return
+    ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout, io.FileIO)))
+    if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         ctx.call_on_close(lambda: (sys.stdout.flush(), signal.signal(signal.SIGPIPE, before)))
 
@@ -125,10 +135,10 @@ def check_plan_words(source: str | None, run: Path | None, rate: float, device: 
 # %% ../../nbs/13_cli/02_main.ipynb #0614f69f
 def check_run_model(run: Path, s: settings.Settings) -> None:
     "InputError where a stranger's run would have a folder beside it read."
-    from chunk_grpo.planning import model_cost  # these here, since they import torch
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.runs import run_folder
 
-    if s.model not in ("pocket", *model_cost.known_model_configs()) and not run_folder.is_own_run(run):
+    if s.model not in ("pocket", *planning.known_model_configs()) and not run_folder.is_own_run(run):
         raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and its model "
                          f"{s.model!r} is not one that chunk-grpo knows")
     if settings.named_code(s) and not run_folder.is_own_run(run):
@@ -154,32 +164,28 @@ def estimate_rows(
     counts=None,  # of a method's own; None: those of Chunk-GRPO
 ) -> tuple[dict[str, list], float]:  # words above -> rows of name and text; the rate that was used, FLOP/s
     "What a run draws and trains, and what it holds in memory and takes."
-    from chunk_grpo.planning import model_cost  # here, since they import torch
-    from chunk_grpo.planning import plan as planning
+    from chunk_grpo.planning import plan as planning  # here, since it imports torch
 
-    where = model_cost.find_device(device) if device else None
-    table, known = planning.describe_counts(s, processes, counts), model_cost.find_model_config(s.model) is not None
-    speed = getattr(where, s.dtype) * 1e12 if where else rate
+    speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate
+    table, known = planning.describe_counts(s, processes, counts), planning.find_model_config(s.model) is not None
     given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    estimated = planning.describe_estimates(s, speed, processes, counts)
-    if where:
-        estimated = [row for row in estimated if not row[0].startswith(("memory", "least"))]
-        estimated += planning.describe_on_device(s, device, where, share or planning.ASSUMED_MFU, processes,
-                                                   counts)
     words = "estimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate")
-    return {"counted": table, words: [*estimated, *planning.describe_whole_run(s, processes)]}, speed
+    estimated = planning.describe_estimates(s, speed, processes, counts, device, share or planning.ASSUMED_MFU)
+    return {"counted": table, words: estimated}, speed
 
 # %% ../../nbs/13_cli/02_main.ipynb #691507bb
 def planned_processes(
     s: settings.Settings,
     processes: int | None,  # None: nobody said it
     device: str = "",  # that the plan is for; "": this machine
+    source: str | None = None,  # the preset or file of the settings
 ) -> int:
-    "As many processes as were said, or as pay on this machine; one on another device."
-    if processes is not None or device:
-        return 1 if processes is None else processes
+    "As many processes as were said, as the preset is for, or as pay on this machine; one on another device."
     from chunk_grpo.planning import plan as planning  # here, since it imports torch
 
+    known = processes if processes is not None else planning.preset_processes(source)
+    if known is not None or device:
+        return 1 if known is None else known
     return planning.processes_here(s)
 
 # %% ../../nbs/13_cli/02_main.ipynb #9d9db595
@@ -191,9 +197,10 @@ def measured_rows(
     speed: float,  # FLOP/s of one process
 ) -> dict[str, list]:  # words above -> rows of name and text
     "A run's seconds beside the prediction for its machine."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.runs import run_folder
 
-    changed = ", ".join(settings.diff_settings(settings.load_settings(note["settings"]), s)) or "nothing"
+    changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
     machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
     words = f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
     rows = planning.describe_measured(s, lines, speed, note["processes"])
@@ -228,10 +235,12 @@ def plan(
     "Say what a run would draw, hold and take."
     check_plan_words(source, run, rate, device, share)
     note, lines, processes = run_and_metrics(run, processes)
-    s = settings.load_settings(source if source else note["settings"], overrides or ())
+    if not source:
+        from chunk_grpo.runs import run_folder  # here, since it imports torch
+    s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     if not source:
         check_run_model(run, s)
-    processes = planned_processes(s, processes, device)
+    processes = planned_processes(s, processes, device, source)
     counts = method_counts(s)
     parts, speed = estimate_rows(s, processes, rate * 1e12, device, share, counts)
     parts |= measured_rows(run, note, lines, s, speed) if run else {}
@@ -242,20 +251,20 @@ def plan(
         print_rows(rows)
 
 # %% ../../nbs/13_cli/02_main.ipynb #7e8cdb5f
-def measure_and_print(model: str, changes: list[str], repeats: int, reference: bool, out: Path | None) -> None:
+def measure_and_print(model: str, changes: list[str], repeats: int, out: Path | None) -> None:
     "Measure an iteration, print its lines and write its numbers."
     from chunk_grpo.core.files import write_json  # these here, since they import torch
     from chunk_grpo.measurements import speed as measuring
 
     s = measuring.load_workload_settings(model, changes)
-    result = measuring.measure_iteration(s, repeats, reference, lambda text: print(text, file=sys.stderr, flush=True))
+    result = measuring.measure_iteration(s, repeats, lambda text: print(text, file=sys.stderr, flush=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
     if out:
         write_json(out, result)
         typer.echo(f"numbers: {out}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #91944203
-@app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1 --no-reference"))
+@app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
 def speed(
     overrides: OverridesArgument = None,
     model: Annotated[str, typer.Option(help="pocket, flux-size, a settings file or a preset.")] = "pocket",
@@ -264,8 +273,6 @@ def speed(
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    reference: Annotated[bool, typer.Option("--reference/--no-reference", help="Also the orders of DanceGRPO, GCPO's "
-                                            "chunks and Flow-GRPO.")] = True,
     out: Annotated[str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")] = None,
 ):
     "Measure the speed and memory of an iteration."
@@ -274,7 +281,7 @@ def speed(
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
-    measure_and_print(model, changes, repeats, reference, file)
+    measure_and_print(model, changes, repeats, file)
 
 # %% ../../nbs/13_cli/02_main.ipynb #b0cc239f
 def run_name(
@@ -337,15 +344,19 @@ def training_processes(
     processes: int | None,  # None: nobody said it
     nodes: int = 1,
     run: Path | None = None,  # that goes on
+    source: str | None = None,  # the preset or file of the settings
 ) -> int:  # on each machine
     "As many processes as were said, as the run had that goes on, or as planned."
     if processes is not None or nodes > 1:
         settings.check_processes(s, (1 if processes is None else processes) * nodes)
         return 1 if processes is None else processes
-    from chunk_grpo.runs import launch, run_images  # here, since they import torch
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.runs import launch, run_images
 
     launch.check_launcher(os.environ)
-    return run_images.drawing_processes(run) if run and (run / "run.json").is_file() else planned_processes(s, None)
+    if run and (run / "run.json").is_file():
+        return run_images.drawing_processes(run)
+    return planning.processes_here(s, source)
 
 # %% ../../nbs/13_cli/02_main.ipynb #73791a28
 @app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
@@ -369,7 +380,7 @@ def train(
 
     made = None if out else lambda run: echo_now(f"run folder: {folder}")
     folder, node_rank = out or run_folder.next_run_folder(run_name(source)), node_rank if nodes > 1 else 0
-    processes = training_processes(s, processes, nodes, folder if resume else None)
+    processes = training_processes(s, processes, nodes, folder if resume else None, source)
     machines = {"nodes": nodes, "node_rank": node_rank, "rendezvous": rendezvous, "max_restarts": max_restarts}
     alone = processes * nodes == 1
     words = [f"--processes {processes}"] * (not alone) + [f"--nodes {nodes} --rendezvous {rendezvous}"] * (nodes > 1)
@@ -437,7 +448,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
         code, text = 2, str(error)
     elif isinstance(error, OSError) and error.filename and error.errno in _PATH_PROBLEMS:
         code, text = 2, f"the path {error.filename} cannot be used ({error.strerror})"
-    elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO):
+    elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
         code, text = 1, f"the output cannot be written ({error.strerror})"
     else:
         number, name = tempfile.mkstemp(prefix="chunk-grpo-", suffix=".log")
@@ -445,15 +456,20 @@ def describe_error(error: Exception) -> tuple[int, str]:
             file.writelines(traceback.format_exception(error))
         words = " ".join(str(error).split())[:300]
         code, text = 1, f"an unforeseen {type(error).__name__}: {words}; the traceback is in {name}"
-    text = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")  # one line
     return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def main():
     "The command `chunk-grpo`."
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # it was closed before the start
+            os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)  # what `plan` prints must not be lost
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on image processors say nothing here
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that fills is no line of a log
+    warnings.formatwarning = lambda message, *_: f"chunk-grpo: {printable(str(message))}\n"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:

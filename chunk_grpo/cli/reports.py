@@ -155,14 +155,16 @@ def check_profile_options(source: str | None, run: Path | None, counts: dict[str
             raise InputError(f"`--{name}` must be a whole number from 1 to 10000; got {value}")
 
 
-def check_profile_settings(source: str | None, run: Path | None, changes: list[str]) -> None:
-    "InputError where the settings, or the run, cannot be measured with these changes."
+def check_profile_settings(source: str | None, run: Path | None, changes: list[str], trust: bool = True) -> None:
+    "InputError where the settings, or the run, cannot be measured with these changes, or the run is not trusted."
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.runs import run_folder, run_images
 
     begin = source if run is None else run_folder.read_run_settings(run_folder.find_run(run))
     s = settings.load_settings(begin, changes)
     if run is not None:
+        if not trust:
+            check_trust(run, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
@@ -178,13 +180,14 @@ def profile(
     steps: Annotated[str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")] = "",
     json: Annotated[str | None, typer.Option(metavar="FILE", help="A file for the profile's numbers.")] = None,
     out: Annotated[str, typer.Option(metavar="FILE", help="The page to write.")] = "profile.html",
+    trust: Annotated[bool, typer.Option("--trust", help="Use the model that a run from elsewhere names.")] = False,
 ):
     "Measure how far the base's latents move in each step."
     check_profile_options(source, run, {"prompts": prompts, "images": images})
     page, numbers = output_page(out), "" if json is None else str(output_file("json", json))
     counts = parse_step_counts(steps)
     changes = [*([source] if run and source else []), *(overrides or ())]
-    check_profile_settings(source, run, changes)
+    check_profile_settings(source, run, changes, trust)
     from chunk_grpo.reporting.reports import write_report  # here, since it imports torch
 
     write_report("profile", page, settings=source if run is None else "", overrides=changes, prompts=prompts,
@@ -268,12 +271,18 @@ def sample(
     split: Annotated[int | None, typer.Option(help="Step at which the base takes over in hybrid.")] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder; one under ./samples if left out.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Use the model that a run from elsewhere names.")] = False,
 ):
     "Draw prompts with a run's weights, plain and hybrid."
     texts, seeds = gather_prompts(prompt, prompts), parse_seeds(seed)
-    from chunk_grpo.runs import run_folder  # these here, since they import torch
+    if not trust:
+        check_trust(run, [], "sampling from", rewards_too=False)
+    from chunk_grpo.models.inputs import locate_model, unknown_words  # these here, since they import torch
+    from chunk_grpo.runs import run_folder
 
-    name = run_folder.find_run(run).resolve().name
+    model, name = run_folder.read_run_settings(run_folder.find_run(run)).model, run_folder.find_run(run).resolve().name
+    if strange := unknown_words(locate_model(model), texts):
+        typer.echo(f"warning: the model knows no word {', '.join(strange)}; it draws the rest of the prompt", err=True)
     folder = out or next(p for i in itertools.count(1) if not (p := Path("samples") / f"{name}-{i:03d}").exists())
     given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
     changes = {field: value for field, value in given.items() if value is not None}
@@ -297,11 +306,13 @@ def sample_or_exit(*words) -> list[dict]:  # an image each
 def export(
     run: RunArgument,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
-    trust: Annotated[bool, typer.Option("--trust", help="Copy the model that a run from elsewhere names.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Use the model that a run from elsewhere names.")] = False,
 ):
     "Leave a run's weights for diffusers, with a model card."
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
+    if not trust:
+        check_trust(run, [], "exporting", rewards_too=False)
     made = export_run(run, folder, trust)
     typer.echo(f"card: {made / 'README.md'}\n"
                f"to share it, after reading the base's licence: hf upload NAME/{made.name} {made}")

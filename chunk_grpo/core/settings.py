@@ -4,14 +4,19 @@
 
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'ALARMS', 'METHODS', 'PRESETS_DIR', 'RESUME_CHANGEABLE_FIELDS', 'reward_weights',
-           'evaluated_rewards', 'named_code', 'training_method', 'Settings', 'list_presets', 'find_settings_file',
-           'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table',
-           'check_processes']
+           'evaluated_rewards', 'named_code', 'import_callable', 'training_method', 'Settings', 'list_presets',
+           'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
+           'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import difflib
+import importlib
+import importlib.util
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -148,9 +153,9 @@ class _OptimizerSettings(BaseModel):
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
 REWARD_LOADERS = {  # name -> module:function that loads it
     "pocket-clip": "chunk_grpo.pocket.clip:load_pocket_clip",
-    "pocket-geneval": "chunk_grpo.pocket.geneval:load_pocket_geneval",
-    "pocket-partial": "chunk_grpo.pocket.preferences:load_pocket_partial",
-    "pocket-warm": "chunk_grpo.pocket.preferences:load_pocket_warm",
+    "pocket-geneval": "chunk_grpo.pocket.geneval:PocketGenEval",
+    "pocket-partial": "chunk_grpo.pocket.geneval:PocketPartial",
+    "pocket-warm": "chunk_grpo.pocket.geneval:PocketWarm",
     "incompressibility": "chunk_grpo.rewards.rewards:incompressibility",
     "compressibility": "chunk_grpo.rewards.rewards:compressibility",
     "hpsv3": "chunk_grpo.rewards.hpsv3:load_hpsv3",
@@ -277,6 +282,46 @@ def _expand_method(
             places = [Path(base) / file for base in (folder, Path.cwd()) if base and (Path(base) / file).is_file()]
             found[name] = f"{places[0].resolve()}:{made}" if places else values[name]
     return values | found
+
+# %% ../../nbs/02_core/04_settings.ipynb #5599bf4d
+def import_callable(
+    path: str,  # "package.module:name" or "file.py:name"
+    field: str = "reward",  # the setting that names it
+    here: bool = True,  # whether the working folder counts: for what the user names, never for what a run names
+) -> Callable:
+    "The function or class at a path; InputError where there is none, or where its file fails."
+    must = f"`{field}` must be package.module:name or file.py:name"
+    module, _, name = path.rpartition(":")
+    is_file = module.endswith(".py")
+    if not name.isidentifier() or not (is_file or all(part.isidentifier() for part in module.split("."))):
+        raise InputError(f"{must}; got {path[:80]!r}")
+    if is_file and not here and not os.path.isabs(module):
+        raise InputError(f"{must}, the file from the root where a run names it; got {path[:80]!r}")
+    before, cwd, loaded = list(sys.path), os.getcwd(), ""
+    chosen = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    known = [place for place in before if place not in ("", cwd)] + [cwd] * (here or cwd in chosen)
+    try:
+        sys.path[:] = known
+        importlib.invalidate_caches()  # the file may be a second old
+        if is_file:
+            spec: Any = importlib.util.spec_from_file_location(f"{Path(module).stem}_of_{field}", module)
+            found, loaded = importlib.util.module_from_spec(spec), spec.name
+            sys.modules[loaded] = found  # dataclasses and pickles look there
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(loaded, None)
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f" in {last.filename}, line {last.lineno}" if os.path.isfile(last.filename) and (
+            not isinstance(error, (ImportError, SyntaxError, FileNotFoundError))) else ""
+        words = f"{type(error).__name__}{where}: {error}".splitlines()[0]
+        raise InputError(f"{must} that can be imported; got {path[:80]!r}, {words}") from None
+    finally:
+        sys.path[:] = before
+    if not callable(getattr(found, name, None)):
+        raise InputError(f"{must}, a function or class of that module; got {path[:80]!r}")
+    return getattr(found, name)
 
 # %% ../../nbs/02_core/04_settings.ipynb #097b4249
 def _check_memory(s: "Settings") -> None:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['IMAGENET_MEAN', 'IMAGENET_STD', 'GENEVAL_COLOURS', 'COLOUR_TEMPLATES', 'GENEVAL_CLIP_ID', 'load_detector',
-           'resize_like_opencv', 'preprocess_image', 'DetectedObject', 'post_process_detections', 'detect_objects',
-           'crop_object', 'colour_directions', 'load_colour_classifier']
+           'resize_like_opencv', 'DetectedObject', 'post_process_detections', 'detect_objects',
+           'load_colour_classifier']
 
 # %% ../../nbs/09_evaluation/01_detector.ipynb #8806cce4
 from collections.abc import Callable, Sequence
@@ -70,9 +70,7 @@ _MAX_LONG_SIDE, _MAX_SHORT_SIDE, _PAD_SIZE_DIVISOR = 1333, 800, 32  # pixels
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # red, green, blue, of 0 ... 255
 
 
-def preprocess_image(
-    image: Image.Image,
-) -> tuple[Tensor, tuple[int, int]]:  # (1, 3, H, W) float32, sides multiples of 32; height and width before padding
+def _preprocess_image(image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
     "An image as the network gets it."
     scale = min(_MAX_LONG_SIDE / max(image.size), _MAX_SHORT_SIDE / min(image.size))
     width, height = (int(side * scale + 0.5) for side in image.size)
@@ -130,16 +128,13 @@ def detect_objects(
     image = ImageOps.exif_transpose(image)
     if min(image.size) < 2:
         raise InputError(f"`image` must have sides of at least 2 pixels; got {image.width} x {image.height}")
-    x, size = preprocess_image(image)
+    x, size = _preprocess_image(image)
     out = model(pixel_values=x.to(next(model.parameters()).device))
     classes, masks = out.class_queries_logits[0], out.masks_queries_logits[0]
     return post_process_detections(classes, masks, x.shape[-2:], size, (image.height, image.width), min_score)
 
 # %% ../../nbs/09_evaluation/01_detector.ipynb #2f7a1124
-def crop_object(
-    image: Image.Image,  # RGB
-    one: DetectedObject,
-) -> Image.Image:  # of the box's size
+def _crop_object(image: Image.Image, one: DetectedObject) -> Image.Image:
     "An object on grey, as CLIP sees it; without a mask its box as it is."
     grey = Image.new("RGB", image.size, "#999")
     whole = image if one.mask is None else Image.composite(image, grey, Image.fromarray(one.mask))
@@ -152,11 +147,7 @@ COLOUR_TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-color
 GENEVAL_CLIP_ID = "openai/clip-vit-large-patch14"
 
 
-def colour_directions(
-    model: torch.nn.Module,  # a CLIPModel
-    tokenizer: Callable,
-    thing: str,  # a class's name
-) -> torch.Tensor:  # (10, D), of length 1, in the order of GENEVAL_COLOURS
+def _colour_directions(model: torch.nn.Module, tokenizer: Callable, thing: str) -> torch.Tensor:
     "Where in CLIP's space the colours of a thing lie."
     texts = [s.format(colour=colour, name=thing) for colour in GENEVAL_COLOURS for s in COLOUR_TEMPLATES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
@@ -183,8 +174,8 @@ def load_colour_classifier(
     @torch.inference_mode()
     def classify(image: Image.Image, objects: Sequence[DetectedObject], thing: str) -> list[str]:
         if thing not in known:
-            known[thing] = colour_directions(model, tokenizer, thing)
-        crops = processor(images=[crop_object(image, one) for one in objects], return_tensors="pt")
+            known[thing] = _colour_directions(model, tokenizer, thing)
+        crops = processor(images=[_crop_object(image, one) for one in objects], return_tensors="pt")
         seen = model.get_image_features(pixel_values=crops["pixel_values"].to(device)).pooler_output
         return [GENEVAL_COLOURS[i] for i in (F.normalize(seen, dim=-1) @ known[thing].T).argmax(1).tolist()]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COCO_CLASSES', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE', 'read_geneval_prompts', 'select_objects',
-           'relative_position', 'geneval_verdict', 'geneval_image_path', 'write_geneval_image', 'score_geneval_images',
-           'summarise_geneval', 'evaluate_geneval']
+           'geneval_verdict', 'geneval_image_path', 'write_geneval_image', 'score_geneval_images', 'summarise_geneval',
+           'evaluate_geneval']
 
 # %% ../../nbs/09_evaluation/02_geneval.ipynb #4648045a
 import hashlib
@@ -102,10 +102,7 @@ def select_objects(
     return kept
 
 # %% ../../nbs/09_evaluation/02_geneval.ipynb #6c4c331d
-def relative_position(
-    a: Sequence[float],  # left, top, right, bottom
-    b: Sequence[float],
-) -> list[str]:  # none, one or two of POSITIONS
+def _relative_position(a: Sequence[float], b: Sequence[float]) -> list[str]:
     "Where A lies relative to B."
     a, b = (np.asarray(box[:4], np.float32).reshape(2, 2) for box in (a, b))
     offset = a.mean(0) - b.mean(0)
@@ -143,7 +140,7 @@ def geneval_verdict(
             if target is None:
                 faults.append(f"no target for {name} to be {asked}")
             else:
-                places = (relative_position(one.box, other.box) for one in mine for other in target)
+                places = (_relative_position(one.box, other.box) for one in mine for other in target)
                 wrong = next((place for place in places if asked not in place), None)
                 if wrong is not None:
                     faults.append(f"expected {name} {asked} target, found {' and '.join(wrong)} target")

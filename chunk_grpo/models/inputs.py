@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OTHER_FILES', 'FAMILIES', 'locate_model', 'hash_model_files', 'read_tensor_shapes', 'read_model_json',
-           'check_pipeline_folder', 'import_class', 'find_family', 'check_network_weights', 'read_prompts',
-           'sample_prompt_indices', 'evenly_spaced_positions']
+           'check_pipeline_folder', 'import_class', 'find_family', 'check_network_weights', 'check_tokenizers',
+           'unknown_words', 'read_prompts', 'sample_prompt_indices', 'evenly_spaced_positions']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import csv
@@ -77,7 +77,7 @@ def read_tensor_shapes(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27f65255
 FAMILIES = {  # classes of diffusers that have a policy, and where it is
-    "FluxPipeline": "models.flux.FluxPolicy",
+    "FluxPipeline": "models.families.FluxPolicy",
     "StableDiffusion3Pipeline": "models.families.SD3Policy",
     "QwenImagePipeline": "models.families.QwenImagePolicy",
     "ZImagePipeline": "models.families.ZImagePolicy",
@@ -162,6 +162,44 @@ def check_network_weights(
                          f"{words[0]} by the one and {words[1]} in the other, as are {len(wrong) - 1} more.")
 
 
+
+# %% ../../nbs/03_models/00_inputs.ipynb #70cce202
+def _load_tokenizer(folder: Path, part: str):
+    "A part's tokenizer, of the class that the pipeline names; InputError where it is damaged or of another encoder."
+    import transformers  # takes seconds
+
+    try:
+        kind = read_model_json(folder, "model_index.json")[part][1]
+        out = getattr(transformers, kind).from_pretrained(Path(folder) / part)
+        ids = out(["a red star"], padding="max_length", max_length=8, truncation=True)["input_ids"][0]
+    except Exception as error:  # the tokenizers' own library raises bare ones
+        reason = str(error).strip().split("\n")[0][:120]
+        raise InputError(f"model: the tokenizer in {folder}/{part} cannot be used "
+                         f"({reason or type(error).__name__}).") from None
+    size = read_model_json(folder, f"{part.replace('tokenizer', 'text_encoder')}/config.json").get("vocab_size")
+    if len(ids) != 8 or (isinstance(size, int) and not 0 <= min(ids) <= max(ids) < size):
+        raise InputError(f"model: the tokenizer in {folder}/{part} gives tokens that the text encoder, of {size}, does "
+                         "not have.")
+    return out
+
+
+def check_tokenizers(
+    folder: Path,  # a pipeline's folder
+) -> None:
+    "InputError where a tokenizer cannot be loaded, or does not belong to its text encoder."
+    for part, what in read_model_json(folder, "model_index.json").items():
+        if part.startswith("tokenizer") and isinstance(what, list) and what[1:] and what[1]:
+            _load_tokenizer(folder, part)
+
+
+def unknown_words(
+    folder: Path,  # a pipeline's folder
+    prompts: list[str],
+) -> list[str]:  # each once
+    "Words that the model's tokenizer does not know: the model sees the same mark in place of each."
+    known = _load_tokenizer(folder, "tokenizer")
+    words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
+    return [word for word in words if known.unk_token_id in known(word, add_special_tokens=False)["input_ids"]]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
 _PROMPT_FILES = {

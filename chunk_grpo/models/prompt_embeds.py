@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['prompt_cache_folder', 'save_prompt_embeds', 'read_prompt_embeds', 'cache_prompt_embeds', 'load_prompt_embeds',
-           'prompt_cache_limit', 'open_prompt_cache', 'trim_prompt_cache', 'lazy_prompt_encoder', 'prompt_key',
-           'encode_prompts']
+           'open_prompt_cache', 'trim_prompt_cache', 'lazy_prompt_encoder', 'prompt_key', 'encode_prompts']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -115,7 +114,7 @@ def load_prompt_embeds(prompts: list[str], key: str, encode: Callable) -> dict[s
     return {k: torch.stack([loaded[p][k] for p in prompts]) for k in loaded[prompts[0]]}
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #3da5df5d
-def prompt_cache_limit() -> float:  # gigabytes
+def _prompt_cache_limit() -> float:  # gigabytes
     "The bound of the store; InputError where $CHUNK_GRPO_CACHE_GB is no number from 0."
     text = os.environ.get("CHUNK_GRPO_CACHE_GB") or "100"
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]*)?", text):
@@ -126,7 +125,7 @@ def prompt_cache_limit() -> float:  # gigabytes
 
 def open_prompt_cache() -> Path:  # its folder, which is there afterwards
     "The store of embeddings; InputError where its folder cannot be made or its bound is none."
-    folder, _ = prompt_cache_folder(), prompt_cache_limit()
+    folder, _ = prompt_cache_folder(), _prompt_cache_limit()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -140,10 +139,10 @@ _PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older wa
 
 
 def trim_prompt_cache(
-    gigabytes: float | None = None,  # to be left; None: `prompt_cache_limit`
+    gigabytes: float | None = None,  # to be left; None: `_prompt_cache_limit`
 ) -> int:  # files removed
     "Remove the embeddings that were not used for longest, until the rest fits."
-    most = prompt_cache_limit() if gigabytes is None else gigabytes
+    most = _prompt_cache_limit() if gigabytes is None else gigabytes
     for part in (prompt_cache_folder() / "embeddings").glob("*/*.part"):
         with contextlib.suppress(FileNotFoundError):  # another process trims too, or has just finished it
             if time.time() - part.stat().st_mtime > _PART_SECONDS:

@@ -226,14 +226,10 @@ def _score_text(summary: Mapping | None) -> str:  # of an evaluation -> markdown
     "What the weights score: mean of every arm and its difference to its base, with intervals; or that nobody knows."
     if summary is None:
         return "These weights were not evaluated."
-    rows = [{"reward": name, "weights": ARM_LABELS.get(arm, arm), "mean (95% interval)": tables.format_interval(value),
-             "difference to the base": tables.format_interval(row.get(f"{arm}-base"), signed=True)}
-            for name, row in summary["rewards"].items() for arm, value in row.items()
-            if arm in ("base", "base-as-trained") or row.get(f"{arm}-base")]
     return "\n\n".join(filter(None, [
         f"{summary['n_prompts']} held-out prompts, images of each: {summary['images_per_prompt']}, "
         f"{summary['steps']} Euler steps. Hybrid: the base takes over at step {summary['split']}.",
-        _markdown_table(rows),
+        _markdown_table(tables.evaluation_rows(summary["rewards"])),
         "Intervals are bootstrap intervals over prompts; differences compare images from the same noise.",
         tables.as_trained_note(summary)]))
 

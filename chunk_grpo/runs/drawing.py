@@ -27,6 +27,7 @@ from ..models.inputs import read_prompts
 from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
+from .run_folder import file_of_run, is_own_run, read_run_settings
 from .run_images import hash_trained_weights, image_cost, load_trained_policy, progress_text
 from .run_images import drawing_threads, sample_arm_images
 
@@ -89,7 +90,7 @@ def begun_folder(
     what = {"settings": s.model_dump(mode="json", exclude={"threads"}), "arms": dict(arms), "prompts": prompts,
             "weights": hash_trained_weights(run)}
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(run) / "evaluation.begun" / name
+    return file_of_run(run, f"evaluation.begun/{name}")
 
 
 def read_parts(
@@ -103,10 +104,14 @@ def read_parts(
 # %% ../../nbs/08_runs/03_drawing.ipynb #022abb40
 def load_scorers(
     s: setting.Settings,  # of the evaluation
+    run: Path | None = None,  # whose settings named them, and not the user
 ) -> dict[str, Callable]:  # rewards by name
     "The rewards trained on and those only measured."
     names = dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards])
-    return {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
+    then = read_run_settings(run) if run and not is_own_run(run) else None
+    theirs = (*setting.reward_weights(then), *then.eval_rewards) if then else ()
+    return {name: placement.load_placed_reward(name, name not in theirs, **s.reward_options.get(name, {}))
+            for name in names}
 
 
 def draw_share(
@@ -121,7 +126,8 @@ def draw_share(
     prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
     todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
     with drawing_threads(s.threads):  # scorers too: a worker gets as many threads as are here when it starts
-        scorers, model, file = load_scorers(s), load_trained_policy(run, s), folder / f"parts-{uuid.uuid4().hex}.jsonl"
+        scorers, model = load_scorers(s, run), load_trained_policy(run, s)
+        file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
             records = draw_part(model, s, prompts, scorers, part, arms[part[0]], folder)
             append_json_line(file, {"part": part, "records": records})

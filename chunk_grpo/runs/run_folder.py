@@ -20,23 +20,23 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #e1400002
-from .. import InputError
+from .. import InputError, __version__
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
     make_folders, read_json, read_json_lines, remove_abandoned, sync_to_disk, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.settings import Settings, check_processes, check_resume, load_settings
-from ..models.inputs import check_pipeline_folder, find_family, hash_model_files, locate_model, read_prompts
-from ..models.inputs import read_tensor_shapes, sample_prompt_indices
+from ..models.inputs import check_pipeline_folder, check_tokenizers, find_family, hash_model_files
+from ..models.inputs import locate_model, read_prompts, read_tensor_shapes, sample_prompt_indices
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
-from ..planning.model_cost import find_model_config
-from ..planning.plan import prompt_embeds_bytes, run_disk_bytes
+from ..planning.plan import find_model_config, prompt_embeds_bytes, run_disk_bytes
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #75dcf98f
 _ENCODER_FOLDERS = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
@@ -51,6 +51,7 @@ def content_hashes(
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
+    check_tokenizers(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
 
@@ -165,9 +166,19 @@ def update_run_json(
 # %% ../../nbs/08_runs/00_run_folder.ipynb #465eddf7
 def read_run_settings(
     run: str | Path,
+    exact: bool = False,  # refuse settings that this version does not know, where the run is to be done again
 ) -> Settings:
-    "The settings of a run."
-    return load_settings(read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"])
+    "The settings of a run; a warning names those that only another version knows, and they are left out."
+    note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
+    made = f"{run}, made by chunk_grpo {note.get('versions', {}).get('chunk_grpo', 'of an unnamed version')}"
+    unknown = [name for name in note["settings"] if name not in Settings.model_fields]
+    if unknown and not exact:
+        warnings.warn(f"version {__version__} does not know these settings of the run {made}, and leaves "
+                      f"them out: {', '.join(unknown):.200}", stacklevel=1)
+    try:
+        return load_settings({name: x for name, x in note["settings"].items() if exact or name not in unknown})
+    except InputError as error:
+        raise InputError(f"the settings of the run {made}, cannot be used: {error}") from None
 
 
 def read_metrics_lines(

@@ -215,7 +215,7 @@ def verify_run(
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences
     "Whether a run is what its folder says; InputError where it cannot be told."
     note, theirs = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
-    s, done = run_folder.read_run_settings(run), len(theirs) - 1
+    s, done = run_folder.read_run_settings(run, exact=True), len(theirs) - 1
     if done < 0:
         raise InputError(f"the run must have begun; {run} has no metrics yet")
     changed, unknown = find_changes(run, note)

@@ -59,25 +59,29 @@ def format_progress(
     iterations: int,  # of the run
     log: bool = False,  # as the log has it: standard error, norm of the gradient, seconds
 ) -> str:
-    "An iteration in one line of text, with the time that is left."
+    "An iteration in one line of text, with the time that is left; what is no usable number is a dash."
+    def words(x, form: str = ".4f") -> str:
+        usable = isinstance(x, (int, float)) and abs(x) < 1e15
+        return format(x, form) if usable else "\u2013"
+
     other = ("_se", "_hybrid") if log else ("_se",)
-    held = "".join(f"  held-out {name[5:]} {x:.4f}" for name, x in line.items()
+    held = "".join(f"  held-out {name[5:]} {words(x)}" for name, x in line.items()
                    if name.startswith("eval_") and not name.endswith(other) and x is not None)
     if "reward_mean" not in line:
         return f"base{held}"
     number, total = line["iteration"], line.get("seconds_total") or 0.0
     clipped = [x for x in line.get("clip_fraction") or [] if x is not None]
-    left = total / number * (iterations - number)
+    left = total / max(number, 1) * max(iterations - number, 0)
     share = sum(clipped) / len(clipped) if clipped else 0.0
     if log:
-        return (f"iteration {number}/{iterations}  reward {line['reward_mean']:.4f} +- {line['reward_se']:.4f}  "
-                f"clip {share:.2f}  gradient {line['grad_norm']:.3g}{held}  "
+        return (f"iteration {number}/{iterations}  reward {words(line['reward_mean'])} +- {words(line['reward_se'])}  "
+                f"clip {share:.2f}  gradient {words(line['grad_norm'], '.3g')}{held}  "
                 f"{sum(line['seconds'].values()):.1f} s  left {left / 60:.1f} min")
-    cut = f"  clipped {100 * share:.1f}%" if clipped else ""
-    spread = f" \u00b1 {1.96 * line['reward_se']:.4f}" if line.get("reward_se") is not None else ""
+    cut = f"  clipped {words(100 * share, '.1f')}%" if clipped else ""
+    spread = f" \u00b1 {words(1.96 * line['reward_se'])}" if line.get("reward_se") is not None else ""
     place = f"{number:>{len(str(iterations))}}/{iterations}"
-    return (f"iteration {place}  reward {line['reward_mean']:.4f}{spread}{cut}{held}"
-            f"  left {int(left) // 60}:{int(left) % 60:02d} min")
+    return (f"iteration {place}  reward {words(line['reward_mean'])}{spread}{cut}{held}"
+            f"  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10008
 class Logger(Callback):

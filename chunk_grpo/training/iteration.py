@@ -31,10 +31,10 @@ from ..core import settings as setting
 from ..core.files import write_json
 from ..method.chunks import Chunks
 from ..method.dynamics import relative_distance
-from ..models import fsdp, prompt_embeds, trainable
+from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning import model_cost
+from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.async_scoring import StreamingScores, scoring_thread
 from ..rewards.image_statistics import image_statistics
@@ -96,7 +96,7 @@ def prepare_state(
         raise InputError("optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'.")
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
-                              kwargs_handlers=[InitProcessGroupKwargs(timeout=fsdp.PROCESS_TIMEOUT)])
+                              kwargs_handlers=[InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)])
     setting.check_processes(s, accelerator.num_processes)
     method = load_method(s)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
@@ -164,8 +164,8 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     state.copies = {name: [p.detach().clone() for p in trained] for name in state.method.copies}
     state.limit = s.update_batch
     if s.update_memory:
-        model: Any = model_cost.read_model_config(state.policy.folder)  # it was loaded, so it is known
-        state.limit = model_cost.fit_update_batch(model, s).update_batch
+        model: Any = plan.read_model_config(state.policy.folder)  # it was loaded, so it is known
+        state.limit = plan.fit_update_batch(model, s).update_batch
     return state
 
 # %% ../../nbs/07_training/04_iteration.ipynb #1eb6052a
@@ -320,7 +320,7 @@ def refuse_silent_weights(
 # %% ../../nbs/07_training/04_iteration.ipynb #59c52d4a
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
     "Clip the gradients and take a step; none where their norm is not finite."
-    norm = float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)))
+    norm = float(trainable.full_tensor(torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)))
     if math.isfinite(norm):
         state.optimizer.step()
         if state.ema is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from ..core.settings import Settings
+from ..core.settings import Settings, import_callable
 from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
 from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, relative_distance
@@ -26,7 +26,7 @@ from ..method.schedule import sigmas
 from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights, swap_weights
 from ..planning.plan import IterationCounts, iteration_counts, transitions_per_image
-from ..rewards.rewards import combine_rewards, import_callable
+from ..rewards.rewards import combine_rewards
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #974b1a34

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.files import append_json_line, atomic_write, make_folders, sync_to_disk
 from ..core.statistics import mean_se
-from ..models import fsdp
+from ..models import trainable
 from ..models.inputs import evenly_spaced_positions
 from ..rewards import rewards
 from ..rewards.image_statistics import IMAGE_STATISTICS
@@ -155,7 +155,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     s, accelerator = state.s, state.accelerator
     places, mine = held_out_places(state)
     if state.ema is not None:  # in place, where they lie
-        fsdp.swap_local_shards(state.policy.trained, state.ema.shadow_params)
+        trainable.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
     out = {}
     for arm, split in arms.items():
@@ -165,7 +165,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
     if state.ema is not None:
-        fsdp.swap_local_shards(state.policy.trained, state.ema.shadow_params)
+        trainable.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c

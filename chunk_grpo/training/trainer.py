@@ -19,7 +19,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import MetricsLine, RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
 from ..core.files import read_json_lines, write_json
-from ..models import fsdp, trainable
+from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from .iteration import Rollout, TrainingState, count_seconds, load_policy_and_optimizer
@@ -216,7 +216,7 @@ def save_final_weights(state: TrainingState) -> None:
         state.ema.copy_to(state.policy.trained)
     _refuse_infinite_weights(state)
     if state.s.sharding != "none":
-        state.policy.transformer = fsdp.gather_model(state.policy.transformer)
+        state.policy.transformer = trainable.gather_model(state.policy.transformer)
     if state.accelerator.is_main_process:
         with atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)

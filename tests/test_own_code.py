@@ -1,0 +1,101 @@
+"""Code of one's own that settings name: found where the user stands, never because a run's folder has it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+from chunk_grpo import InputError
+from chunk_grpo.core.settings import import_callable
+
+FEW = ["iterations=1", "eval_every=0", "eval_count=1", "eval_images=1", "prompts_per_iteration=1",
+       "images_per_prompt=2", "updates_per_iteration=1", "eval_steps=2", "hybrid_split=1", "steps=3", "chunks=steps",
+       "train_chunks=all"]
+RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
+
+
+def installed(folder: Path, *words, **more) -> subprocess.CompletedProcess:
+    "The installed command, whose path has neither the tests nor the working folder."
+    script = Path(sys.executable).with_name("chunk-grpo")
+    clean = {k: v for k, v in environment(**more).items() if k != "PYTHONPATH"}
+    return subprocess.run([script, *map(str, words)], cwd=folder, env=clean, capture_output=True, text=True,
+                          check=False)
+
+
+def test_the_installed_command_finds_ones_own_reward_in_training_and_evaluation(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(RED)
+    told = installed(tmp_path, "train", "pocket/demo", *FEW, "reward=my_rewards:red", "--out", "one", "--no-report")
+    assert told.returncode == 0, told.stderr
+    told = installed(tmp_path, "evaluate", "one", "--no-report")
+    assert told.returncode == 0, told.stderr
+    (tmp_path / "away").mkdir()
+    told = installed(tmp_path / "away", "evaluate", tmp_path / "one", "eval_seed=1", "--no-report")
+    assert told.returncode == 2 and "my_rewards" in told.stderr and "Traceback" not in told.stderr
+    # A run from elsewhere: its reward is not taken from the folder in which the user stands.
+    note = json.loads((tmp_path / "one/run.json").read_text())
+    (tmp_path / "one/run.json").write_text(json.dumps(note | {"run_id": "another"}))
+    (tmp_path / "my_rewards.py").write_text("open('ran', 'w')\n" + RED)
+    told = installed(tmp_path, "evaluate", "one", "eval_seed=2", "--no-report", "--trust")
+    assert told.returncode == 2 and "my_rewards" in told.stderr and not (tmp_path / "ran").exists()
+
+
+def test_what_the_user_names_is_found_and_leaves_no_trace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    (tmp_path / "mine_here.py").write_text(RED)
+    before = list(sys.path)
+    with pytest.raises(InputError, match="No module named 'mine_here'"):
+        import_callable("mine_here:red", here=False)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *before])  # as `python -m` and a shell have it
+    with pytest.raises(InputError, match="No module named 'mine_here'"):
+        import_callable("mine_here:red", here=False)
+    with pytest.raises(InputError, match="from the root"):
+        import_callable("mine_here.py:red", here=False)
+    sys.path[:] = before
+    assert import_callable("mine_here:red").__name__ == import_callable("mine_here.py:red").__name__ == "red"
+    assert import_callable(f"{tmp_path}/mine_here.py:red", here=False).__name__ == "red"
+    assert sys.path == before
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path}")
+    del sys.modules["mine_here"]
+    assert import_callable("mine_here:red", here=False).__name__ == "red"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def red(images, prompts)\n    return 1\n", ["SyntaxError", "line 1"]),
+    ("x = 1\n1 / 0\n", ["ZeroDivisionError", "line 2", "division by zero"]),
+    ("import sys\nsys.exit(3)\n", ["SystemExit", "line 2"]),
+    ("import no_such_package_at_all\n", ["ModuleNotFoundError", "no_such_package_at_all"]),
+    ("raise ValueError('one\\ntwo')\n", ["ValueError", "one"]),
+    ("red = 3\n", ["function or class"]),
+    ("\0", ["null bytes"]),
+])
+@pytest.mark.parametrize("ending", ["", ".py"])
+def test_a_faulty_file_is_one_sentence_and_is_forgotten(tmp_path, monkeypatch, text, words, ending):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "faulty_file.py").write_text(text)
+    before = list(sys.path)
+    sys.modules.pop("faulty_file", None)
+    with pytest.raises(InputError) as caught:
+        import_callable(f"faulty_file{ending}:red", "chunks")
+    said = str(caught.value)
+    assert said.startswith("`chunks` must be package.module:name or file.py:name") and "\n" not in said
+    assert all(word in said for word in [f"got 'faulty_file{ending}:red'"] * (text != "red = 3\n") + words), said
+    assert sys.path == before and (text == "red = 3\n" or not [name for name in sys.modules if "faulty_file" in name])
+
+
+@pytest.mark.parametrize("path", [":f", ".x:f", "..:f", "name=x", "name", "a b:f", "math:", "math:1", "", ":"])
+def test_what_is_no_path_is_refused_with_what_is_allowed(path):
+    with pytest.raises(InputError) as caught:
+        import_callable(path)
+    assert str(caught.value) == f"`reward` must be package.module:name or file.py:name; got {path!r}"
+
+
+def test_what_no_file_has_is_refused():
+    with pytest.raises(InputError, match="FileNotFoundError"):
+        import_callable("nowhere.py:f")
+    with pytest.raises(InputError, match="a function or class"):
+        import_callable("math:pi")
