@@ -58,7 +58,7 @@ prepare: $(STAMP) ## after editing notebooks: export the package, run the pages 
 	@$(BIN)/python tools/readme.py
 
 pocket: $(STAMP) ## train the shipped pocket weights again from scratch, hours on two cores
-	@$(BIN)/python -m chunk_grpo.pocket.base
+	@$(BIN)/python tools/train_pocket.py
 
 constraints: $(DOCS) ## write constraints.txt from what is installed
 	@{ echo '# The exact versions everything was tested with, on Python 3.11. Made by `make constraints`.'; \

@@ -1,6 +1,5 @@
-"""Rewards and programs with the faults that a process of its own can have; a file says how often they strike."""
+"""Rewards with the faults that a process of its own can have; a file says how often they strike."""
 
-import json
 import os
 import signal
 import sys
@@ -44,8 +43,8 @@ def hanging(file):
 def noisy():
     "Prints what looks like an answer, from Python and past it, and reads what is not its own."
     def reward(images, prompts):
-        print('{"id": "1", "scores": [["1:0", 7.0]]}')
-        os.write(1, b'{"id": "1", "scores": []}\n')
+        print('{"scores": [7.0]}', flush=True)
+        os.write(1, b'{"scores": []}\n')
         assert sys.stdin.read() == ""
         return red(images)
     return reward
@@ -71,29 +70,3 @@ def late(file):
         os._exit(9)
     return lambda images, prompts: red(images)
 
-
-def program() -> None:
-    "Stands in for the worker's program, and answers wrongly in the way that its first argument names."
-    print(json.dumps({"ready": 2 if sys.argv[1] == "protocol" else 1}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        number, count = request["id"], len(request["images"])
-        pairs = [[f"{number}:{i}", float(i)] for i in range(count)]
-        says = {
-            "order": {"id": number, "scores": pairs[::-1]},
-            "number": {"id": "0", "scores": pairs},
-            "ids": {"id": number, "scores": [[f"0:{i}", s] for (_, s), i in zip(pairs, range(count), strict=True)]},
-            "twice": {"id": number, "scores": pairs[:-1] + pairs[:1]},
-            "missing": {"id": number, "scores": pairs[1:]},
-            "more": {"id": number, "scores": [*pairs, [f"{number}:{count}", 0.0]]},
-            "infinite": {"id": number, "scores": [*pairs[:-1], [pairs[-1][0], "inf"]]},
-            "word": {"id": number, "scores": [*pairs[:-1], [pairs[-1][0], "high"]]},
-            "none": {"id": number},
-            "list": [number],
-        }
-        plain = {"garbage": "I am a teapot", "two": "{}\n{}"}
-        print(plain.get(sys.argv[1]) or json.dumps(says[sys.argv[1]]), flush=True)
-
-
-if __name__ == "__main__":
-    program()

@@ -51,7 +51,7 @@ from chunk_grpo.reporting import reports
     (["serve-reward", "pocket-clip", "--host", "no such host"], ["host", "'no such host'"]),
     (["serve-reward", "pocket-clip", "--host", "203.0.113.7", "--token", "HOME"], ["host", "203.0.113.7"]),
     (["serve-reward", "pocket-clip", "--host", "0.0.0.0"], ["token"]),
-    (["serve-reward", "pocket-clip", "--batch-wait-ms", "nan"], ["batch_wait_ms", "nan"]),
+    (["serve-reward", "pocket-clip", "--max-bytes", "0"], ["max_bytes", "0"]),
     (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
     (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
     (["train", "pocket/tiny", "reward=pocket-clp"], ["`reward`", "pocket-clip", "'pocket-clp'"]),

@@ -12,7 +12,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.reward_serving import worker
+from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
@@ -118,6 +118,6 @@ def test_a_worker_uses_the_gpu_of_its_parent(gpu, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
-    child = worker.load_reward_in_worker("tiny_rewards:gpu_told")
+    child = placement.load_placed_reward("tiny_rewards:gpu_told", worker=True)
     assert child(torch.zeros(2, 3, 8, 8), ["a", "b"]).tolist() == [-1 if gpu is None else gpu] * 2
     child.close()

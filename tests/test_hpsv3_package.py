@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from chunk_grpo import InputError
-from chunk_grpo.reward_serving import environments, placement
+from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards import hpsv3, rewards
 
 pytestmark = pytest.mark.package
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.package
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     "The package and the thin scorer on one tiny checkpoint in the released layout."
-    place = environments.environment_dir("hpsv3")
+    place = placement.environment_dir("hpsv3")
     if not (place / "ready.json").is_file():
         pytest.fail("the environment hpsv3 has not been made: chunk-grpo reward-env hpsv3")
     folder = tmp_path_factory.mktemp("hpsv3")

@@ -1,9 +1,11 @@
 """What the lessons of the chapter pocket leave out: the shipped files, an offline call in a fresh process, seeds."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +13,14 @@ import torch
 
 from chunk_grpo import InputError, pocket
 from chunk_grpo.pocket import clip, geneval
-from chunk_grpo.pocket.captions import POCKET_CATEGORIES, hard_negatives, parse_caption, split_prompts
-from chunk_grpo.pocket.world import render_scene, sample_scene
+from chunk_grpo.pocket.world import (
+    POCKET_CATEGORIES,
+    hard_negatives,
+    parse_caption,
+    render_scene,
+    sample_scene,
+    split_prompts,
+)
 from chunk_grpo.rewards import rewards
 
 OFFLINE = """
@@ -101,7 +109,7 @@ def test_prompt_lists_are_disjoint_and_balanced():
 
 def test_checker_on_fresh_scenes(scenes):
     rng, prompts, images = scenes
-    check = geneval.load_pocket_geneval()
+    check = geneval.PocketGenEval()
     assert check(images, prompts).mean() >= 0.98
     assert check(images, list(rng.permutation(prompts))).mean() < 0.10
     assert check(images, [str(rng.choice(hard_negatives(p))) for p in prompts]).mean() < 0.01
@@ -109,7 +117,7 @@ def test_checker_on_fresh_scenes(scenes):
 
 def test_what_passes_shows_every_object(scenes):
     rng, prompts, images = scenes
-    check = geneval.load_pocket_geneval()
+    check = geneval.PocketGenEval()
     for asked, low, high in ((prompts, 0.99, 1), (list(rng.permutation(prompts)), 0.1, 0.5)):
         verdicts, objects = check(images, asked), check.objects(images, asked)
         assert [len(row) for row in objects] == [len(parse_caption(p).objects) for p in asked]
@@ -121,7 +129,7 @@ def test_what_passes_shows_every_object(scenes):
 def test_checker_refuses_what_is_not_quite_it(caption):
     rng = np.random.default_rng(1)
     scene = sample_scene(caption, rng)
-    check = geneval.load_pocket_geneval()
+    check = geneval.PocketGenEval()
     array = np.asarray(render_scene(scene)).copy()
     assert check([render_scene(scene)], [caption]) == 1
     array[2:8, 2:8] = (40, 165, 60)  # one more patch of colour
@@ -155,3 +163,79 @@ def test_manifest_states_the_quality_of_the_base():
     for sampler in ("ode", "sde"):
         assert 0.4 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
         assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images
+
+
+@pytest.mark.parametrize("name", ["pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm"])
+def test_rewards_of_the_world_refuse_options(name):
+    with pytest.raises(InputError, match="size"):
+        rewards.load_reward(name, size="large")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    "tools/train_pocket.py, which made the shipped weights."
+    file = Path(__file__).resolve().parents[1] / "tools/train_pocket.py"
+    spec = importlib.util.spec_from_file_location("train_pocket", file)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.fixture(scope="module")
+def vae():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL.from_pretrained(pocket.POCKET_DIR / "base" / "vae")
+
+
+def test_the_whole_training_in_miniature_writes_what_is_shipped(trainer, tmp_path):
+    from diffusers import FluxPipeline
+
+    tiny = {name: {"steps": 3, "batch": 4, "count": 8} for name in trainer.PARTS}
+    tiny["misled"] = tiny["flow"] | {"wrong": 0.5}
+    made = trainer.build_pocket(tmp_path / "out", tmp_path / "work", tiny, images=0, log=lambda line: None)
+    assert pocket.verify_pocket_files(tmp_path / "out") == len(made["sha256"])
+    assert set(made["sha256"]) == set(pocket.read_pocket_manifest()["sha256"])
+    pipeline = FluxPipeline.from_pretrained(tmp_path / "out" / "base")
+    pipeline.set_progress_bar_config(disable=True)
+    kwargs = {"height": 64, "width": 64, "max_sequence_length": pocket.MAX_TOKENS, "num_inference_steps": 2}
+    assert pipeline("a star", **kwargs).images[0].size == (64, 64)
+    again = trainer.build_pocket(tmp_path / "again", tmp_path / "work", tiny, images=0, log=lambda line: None)
+    assert again["sha256"] == made["sha256"]  # read back from the work folder
+
+
+@pytest.mark.parametrize("part", ["flow", "clip"])
+def test_an_interrupted_training_ends_where_a_straight_one_ends(trainer, vae, part, tmp_path, monkeypatch):
+    settings = {"vae": vae, "steps": 6, "batch": 8, "count": 24, "every": 3, "log": lambda line: None}
+    train = getattr(trainer, f"train_{part}")
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    straight = train(tmp_path / "one", **settings)
+    name, calls = {"flow": "flow_loss", "clip": "clip_batch_loss"}[part], iter(range(4))
+    real = getattr(trainer, name)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, name, lambda *args: (next(calls), real(*args))[1])
+        with pytest.raises(StopIteration):
+            train(tmp_path / "two", **settings)
+    resumed = train(tmp_path / "two", **settings)
+    for a, b in zip(straight.state_dict().values(), resumed.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_captions_that_mislead_are_one_word_off_and_never_held_out(trainer):
+    captions = trainer.sample_captioned_images(300, 2, free=False)[0]
+    wrong = trainer.mislead_captions(captions, 0.5)
+    changed = [(a.split(), b.split()) for a, b in zip(captions, wrong, strict=True) if a != b]
+    assert 0.4 < len(changed) / len(captions) < 0.6
+    assert all(sum(x != y for x, y in zip(a, b, strict=True)) == 1 for a, b in changed)
+    held = {spec for spec in map(parse_caption, pocket.read_pocket_prompts("test")) if spec.category != "single_object"}
+    assert not held & set(map(parse_caption, wrong)) and not set(wrong) & set(pocket.read_pocket_prompts("test"))
+    assert trainer.mislead_captions(captions, 0.0) == captions
+
+
+def test_the_manifests_numbers_are_measured_as_they_say(trainer):
+    score, right = torch.tensor([[3.0, 2, 1], [1, 1, 0]]), torch.tensor([[1.0, 0, 1], [1, 0, 1]])
+    assert trainer.within_group_auc(score, right) == (1 + 0 + 0.5 + 0) / 4
+    held = pocket.read_pocket_prompts("test")
+    draws = (torch.rand(len(held), 8, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    mean, error, table = trainer.mean_accuracy_with_error(draws, held)
+    assert abs(mean - 0.3) < 4 * error and len(table) == 6
+    assert error == pytest.approx((0.3 * 0.7 / draws.numel()) ** 0.5, rel=0.2)

@@ -9,6 +9,7 @@ from tiny_flux import build
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
+from chunk_grpo.reward_serving import server
 from chunk_grpo.rewards import rewards
 from chunk_grpo.runs import launch
 
@@ -32,7 +33,7 @@ def no_child_left():
     "A run ends the workers of its rewards, however it ends."
     yield
     there = psutil.Process().children(recursive=True)
-    assert not [child for child in there if "program.py" in " ".join(child.cmdline())]
+    assert not [child for child in there if "reward_serving/server.py" in " ".join(child.cmdline())]
 
 
 def train(folder, chosen: dict) -> None:
@@ -56,8 +57,6 @@ def weights(folder) -> dict[str, bytes]:
 
 def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     "Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."
-    pytest.importorskip("fastapi")
-    from chunk_grpo.reward_serving import server
     near, far = tmp_path / "near", tmp_path / "far"
     train(near, POCKET)
     with server.serve_in_thread(

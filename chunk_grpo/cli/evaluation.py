@@ -13,7 +13,6 @@ __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', '
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -255,9 +254,9 @@ def evaluate(
 @evaluation_app.command(epilog=examples("reward-env hpsv3"))
 def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
     "Make a reward's own environment; minutes, once."
-    from chunk_grpo.reward_serving import environments  # here, since only this needs it
+    from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
-    environments.create_environment(name, echo_now)
+    placement.create_environment(name, echo_now)
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #8758c9b6
 @evaluation_app.command(epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"))
@@ -268,13 +267,9 @@ def serve_reward(
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
-    max_pixels: Annotated[int, typer.Option(help="Most pixels of a request's images in all.")] = 64 * 1024**2,
-    batch_wait_ms: Annotated[float, typer.Option(help="Milliseconds to wait for other requests.")] = 0.0,
+    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
 ):
     "Serve a reward over HTTP until it is stopped."
-    if importlib.util.find_spec("fastapi") is None or importlib.util.find_spec("uvicorn") is None:
-        raise InputError("serve-reward: fastapi and uvicorn are not installed; install them with "
-                         "`pip install 'chunk-grpo[server]'`.")
     if token and not os.environ.get(token):
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
     from chunk_grpo.core import validation
@@ -283,9 +278,11 @@ def serve_reward(
     pairs = (text.partition("=") for text in options or ())
     given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
     secret = os.environ.get(token) if token else None
-    limits = server.ServerLimits(images=max_images, pixels=max_pixels)
-    server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits,
-                             batch_wait_ms)
+    try:
+        limits = server.ServerLimits(max_images, max_bytes)
+        server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
 REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
@@ -358,18 +355,16 @@ def list_prompt_lists() -> list[tuple[str, str]]:
 # %% ../../nbs/13_cli/00_evaluation.ipynb #26a8da5f
 def list_rewards() -> list[tuple[str, str]]:
     "Every reward with what it lacks here."
-    from chunk_grpo.reward_serving import environments  # here, since only this needs it
+    from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
     names = ("pocket-clip", "pocket-geneval", "incompressibility", "compressibility")
     out = [(f"reward {name}", "ready, shipped") for name in names]
     out += [(f"reward {name}", missing_weights_note(name)) for name in ("clip", "pickscore", "imagereward", "hpsv3")]
     try:
-        made = f"ready, {environments.environment_python('hpsv3').parents[1]}"
+        made = f"ready, {placement.environment_python('hpsv3').parents[1]}"
     except InputError:
         made = "missing its environment: chunk-grpo reward-env hpsv3"
-    served = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
-    return [*out, ("reward hpsv3, backend package", made),
-            ("serve-reward", "ready" if served else "missing fastapi, uvicorn: pip install 'chunk-grpo[server]'")]
+    return [*out, ("reward hpsv3, backend package", made)]
 
 
 def list_benchmarks() -> list[tuple[str, str]]:

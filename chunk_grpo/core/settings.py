@@ -153,9 +153,9 @@ class _OptimizerSettings(BaseModel):
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
 REWARD_LOADERS = {  # name -> module:function that loads it
     "pocket-clip": "chunk_grpo.pocket.clip:load_pocket_clip",
-    "pocket-geneval": "chunk_grpo.pocket.geneval:load_pocket_geneval",
-    "pocket-partial": "chunk_grpo.pocket.preferences:load_pocket_partial",
-    "pocket-warm": "chunk_grpo.pocket.preferences:load_pocket_warm",
+    "pocket-geneval": "chunk_grpo.pocket.geneval:PocketGenEval",
+    "pocket-partial": "chunk_grpo.pocket.geneval:PocketPartial",
+    "pocket-warm": "chunk_grpo.pocket.geneval:PocketWarm",
     "incompressibility": "chunk_grpo.rewards.rewards:incompressibility",
     "compressibility": "chunk_grpo.rewards.rewards:compressibility",
     "hpsv3": "chunk_grpo.rewards.hpsv3:load_hpsv3",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['IMAGE_SIZE', 'MAX_TOKENS', 'POCKET_DIR', 'PROMPT_SPLITS', 'pocket_model_path', 'read_pocket_prompts',
-           'read_pocket_manifest', 'file_sha256', 'verify_pocket_files']
+           'read_pocket_manifest', 'verify_pocket_files']
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #95cdbc1d
 import hashlib
@@ -41,13 +41,6 @@ def read_pocket_manifest() -> dict:
     return json.loads((POCKET_DIR / "manifest.json").read_text())
 
 
-def file_sha256(
-    file: Path,
-) -> str: # hexadecimal digest
-    "Hash of a file's bytes."
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def verify_pocket_files(
     folder: Path | None = None, # that holds manifest.json and what it names; the shipped one
 ) -> int: # number of files, all as they were shipped
@@ -56,7 +49,7 @@ def verify_pocket_files(
     files = json.loads((folder / "manifest.json").read_text())["sha256"]
     for name, digest in files.items():
         file = folder / name
-        if not file.is_file() or file_sha256(file) != digest:
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             state = "changed" if file.is_file() else "missing"
             raise InputError(f"`{name}` of the pocket model must be as it was shipped; it is {state}")
     return len(files)

@@ -1,0 +1,650 @@
+"""Train the shipped pocket weights again from scratch: autoencoder, its decoder, flow, the misled flow, CLIP.
+
+    python tools/train_pocket.py [--out pocket-rebuilt] [--work build/pocket] [--threads N] [--compile]
+
+Hours on two cores; an interrupted training goes on from the work folder. What is trained, and the losses, are taught in
+nbs/01_pocket. The package needs nothing of this at run time: the weights are shipped.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers.training_utils import EMAModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPModel, PreTrainedTokenizerFast
+
+from chunk_grpo import pocket
+from chunk_grpo.pocket import clip, geneval
+from chunk_grpo.pocket.clip import new_tokenizer, numpy_to_vae_input, tokenize_captions
+from chunk_grpo.pocket.flow import PocketFlow, flow_loss, new_vae, pack_flow_latents, sample_flow_images, vae_loss
+from chunk_grpo.pocket.world import (
+    POCKET_CATEGORIES,
+    Scene,
+    hard_negatives,
+    matches_caption,
+    parse_caption,
+    render_scene,
+    sample_scene,
+    sample_scene_image,
+    split_category_captions,
+    split_prompts,
+)
+
+PARTS = ("vae", "decoder", "flow", "misled", "clip")
+RECIPE = {
+    "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "noise": 0.5, "seed": 0},
+    "decoder": {"steps": 2500, "batch": 24, "count": 8000, "rate": 2e-3, "noise": 0.5, "seed": 1},
+    "flow": {"steps": 8000, "batch": 128, "count": 48000, "rate": 2e-3, "seed": 0},
+    "misled": {"steps": 400, "batch": 128, "count": 48000, "rate": 4e-4, "seed": 0, "wrong": 0.5},
+    "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
+}
+_WEIGHTS = {"single_object": 0.5, "colors": 0.75, "position": 1.5, "color_attr": 1.5}  # how often the flow sees each
+
+
+def sample_captioned_images(
+    count: int,
+    seed: int = 0,
+    weights: dict[str, float] | None = None, # share of each category; equal without
+    free: bool = True, # free layouts, or those on the grid
+) -> tuple[list[str], np.ndarray]: # captions; pictures (count, 64, 64, 3), uint8
+    "Freshly drawn pictures with captions that may be trained on."
+    rng = np.random.default_rng([seed, 7])
+    allowed = {c: split_category_captions(c)[0] for c in POCKET_CATEGORIES}
+    share = np.array([(weights or {}).get(c, 1.0) for c in POCKET_CATEGORIES])
+    chosen = [POCKET_CATEGORIES[i] for i in rng.choice(len(POCKET_CATEGORIES), count, p=share / share.sum())]
+    captions = [allowed[c][rng.integers(len(allowed[c]))] for c in chosen]
+    return captions, np.stack([np.asarray(sample_scene_image(c, rng, free)) for c in captions])
+
+
+@cache
+def trainable_captions() -> frozenset[str]:
+    "Every caption that may be trained on."
+    return frozenset(p for c in POCKET_CATEGORIES for p in split_category_captions(c)[0])
+
+
+# What the trainings share
+
+
+def clipped_step(
+    model: nn.Module,
+    loss: torch.Tensor, # scalar, with a graph
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler, # of its learning rate
+) -> None:
+    "One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+
+
+def save_training_state(
+    path: Path,
+    step: int, # steps done
+    **parts, # whatever has a state_dict
+) -> None:
+    "Write the state of a training, or leave the old file as it was."
+    temporary = Path(path).with_suffix(".tmp")
+    torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step}, temporary)
+    temporary.replace(path)
+
+
+def load_training_state(
+    path: Path,
+    **parts, # as given to `save_training_state`
+) -> int: # steps done, 0 where there is no state yet
+    "Load the state of a training into its parts."
+    if not Path(path).exists():
+        return 0
+    saved = torch.load(path, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["step"]
+
+
+def train_resumable(
+    name: str, # that log lines begin with
+    steps: int, # in all
+    path: Path, # of the state
+    parts: dict, # whatever has a state_dict, as given to `save_training_state`
+    every: int, # steps between states
+    log: Callable[[str], None],
+    take_step: Callable[[int], float], # number of the step, from 0 -> its loss
+    snapshot: Callable[[int], object] = lambda done: None, # called with the steps done before a state is kept
+) -> None:
+    "Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."
+    start, total = time.time(), 0.0
+    for step in range(load_training_state(path, **parts), steps):
+        total += take_step(step)
+        if (step + 1) % 100 == 0:
+            log(f"{name} {step + 1}/{steps} loss {total / 100:.4f} {time.time() - start:.0f} s")
+            total = 0.0
+        if (step + 1) % every == 0 or step + 1 == steps:
+            snapshot(step + 1)
+            save_training_state(path, step + 1, **parts)
+
+
+# The autoencoder
+
+
+def _fit_vae(
+    vae: AutoencoderKL, # trained in place
+    data: torch.Tensor, # pictures (N, 3, 64, 64), uint8
+    steps: int,
+    batch: int,
+    rate: float, # the highest
+    beta: float, # weight of the KL term, a latent dimension
+    noise: float, # largest deviation of noise on the latents, as a share of theirs
+    seed: int,
+    log: Callable[[str], None],
+) -> None:
+    "Train an autoencoder on pictures."
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
+    rng, start = torch.Generator().manual_seed(seed), time.time()
+    for step in range(steps):
+        x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
+        loss, psnr = vae_loss(vae, x, beta, noise, rng)
+        clipped_step(vae, loss, optimizer, schedule)
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            log(f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s")
+
+
+def train_vae(
+    work: Path, # the result goes here, vae.safetensors
+    steps: int = 2500,
+    batch: int = 24,
+    count: int = 8000, # drawn pictures
+    rate: float = 3e-3,
+    beta: float = 1e-4, # weight of the KL term, a latent dimension
+    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
+    seed: int = 0,
+    log: Callable[[str], None] = print,
+) -> AutoencoderKL:
+    "Train the autoencoder, or load it where it is there already."
+    torch.manual_seed(seed)
+    vae, path = new_vae(), Path(work) / "vae.safetensors"
+    if path.exists():
+        vae.load_state_dict(load_file(path))
+        return vae.eval()
+    vae.to(memory_format=torch.channels_last)
+    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    _fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
+    save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
+    return vae.eval()
+
+
+def refine_decoder(
+    work: Path, # the result goes here, decoder.safetensors
+    vae: AutoencoderKL, # its decoder is trained in place
+    steps: int = 2500,
+    batch: int = 24,
+    count: int = 8000, # drawn pictures
+    rate: float = 2e-3,
+    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
+    seed: int = 1,
+    log: Callable[[str], None] = print,
+) -> AutoencoderKL:
+    "Train the decoder on while the encoder stays, or load it where it is there already."
+    path = Path(work) / "decoder.safetensors"
+    if path.exists():
+        vae.decoder.load_state_dict(load_file(path))
+        return vae
+    vae.to(memory_format=torch.channels_last).encoder.requires_grad_(False)
+    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    _fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
+    save_file({k: v.contiguous() for k, v in vae.decoder.state_dict().items()}, path)
+    return vae.requires_grad_(True).eval()
+
+
+# The flow
+
+
+@torch.no_grad()
+def cache_training_latents(
+    work: Path, # where the set is kept, latents.safetensors
+    vae: AutoencoderKL, # its shift and scaling factor are set here
+    count: int, # pictures
+    seed: int = 0,
+) -> dict[str, torch.Tensor]: # "latents" (N, 4, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
+    "The training set, drawn and encoded once."
+    file = Path(work) / "latents.safetensors"
+    if not file.exists():
+        captions, pictures = sample_captioned_images(count, seed + 2, _WEIGHTS, free=False)
+        parts = (pictures[i:i + 250] for i in range(0, len(pictures), 250))
+        code = torch.cat([vae.encode(numpy_to_vae_input(p)).latent_dist.mean for p in parts])
+        shift, factor = code.mean(), 1 / code.std()
+        data = {"latents": pack_flow_latents((code - shift) * factor), "scale": torch.stack([shift, factor])}
+        save_file(data | {kind: tokenize_captions(new_tokenizer(kind), captions) for kind in ("t5", "clip")}, file)
+    data = load_file(file)
+    shift, factor = data["scale"].tolist()
+    vae.register_to_config(shift_factor=shift, scaling_factor=factor)
+    return data
+
+
+def mislead_captions(
+    captions: list[str],
+    share: float, # of the captions that become wrong
+    seed: int = 0,
+) -> list[str]: # as many
+    "Captions of which a share has one word wrong; what is held out stays held out."
+    rng, out = np.random.default_rng([seed, 17]), []
+    for caption in captions:
+        wrong = [text for text in hard_negatives(caption) if text in trainable_captions()]
+        out.append(str(rng.choice(wrong)) if wrong and rng.random() < share else caption)
+    return out
+
+
+def mislead_tokens(
+    data: dict[str, torch.Tensor], # from `cache_training_latents`
+    share: float, # of the captions that become wrong
+    seed: int = 0,
+) -> dict[str, torch.Tensor]: # the same latents with tokens of other captions
+    "The training set with a share of its captions wrong."
+    captions = new_tokenizer("t5").batch_decode(data["t5"], skip_special_tokens=True)
+    wrong = mislead_captions(captions, share, seed)
+    return data | {kind: tokenize_captions(new_tokenizer(kind), wrong) for kind in ("t5", "clip")}
+
+
+def scheduled_learning_rate(
+    step: int,
+    steps: int,
+    peak: float,
+    warm: int = 200, # steps of linear rise
+    fall: float = 0.75, # share of the steps over which the rate falls to a twentieth
+) -> float:
+    "Constant rate with a rise and a fall."
+    left = (steps - step) / max(1, fall * steps)
+    return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
+
+
+def build_optimizers(
+    model: nn.Module,
+    rate: float,
+) -> dict[str, torch.optim.Optimizer]: # "muon" and "adamw"; every parameter is in one of them
+    "Muon for matrices inside blocks, AdamW for the rest."
+    def inside(name, p):
+        return p.ndim == 2 and any(word in name for word in ("block", "layers")) and "bias" not in name
+
+    named = list(model.named_parameters())
+    return {
+        "muon": torch.optim.Muon([p for n, p in named if inside(n, p)], lr=rate, weight_decay=0.01,
+                                 adjust_lr_fn="match_rms_adamw"),
+        "adamw": torch.optim.AdamW([p for n, p in named if not inside(n, p)], lr=rate, betas=(0.9, 0.99),
+                                   weight_decay=0.01, fused=True),
+    }
+
+
+def flow_step(
+    model: PocketFlow,
+    ema: EMAModel, # averages of its weights
+    optimizers: dict[str, torch.optim.Optimizer], # from `build_optimizers`
+    data: dict[str, torch.Tensor], # from `cache_training_latents`
+    batch: int,
+    rate: float, # learning rate of this step
+    seed: int, # of this step
+) -> float: # the loss
+    "One step of every optimizer and of the averages, the gradient's norm clipped at 1."
+    generator = torch.Generator().manual_seed(seed)
+    pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
+    for group in (g for o in optimizers.values() for g in o.param_groups):
+        group["lr"] = rate
+    loss = flow_loss(model, *(data[k][pick] for k in ("latents", "t5", "clip")), generator)
+    model.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers.values():
+        optimizer.step()
+    ema.step(model.parameters())
+    return loss.item()
+
+
+def train_flow(
+    work: Path, # data, state and snapshots <name>-<step>.safetensors (weights averaged over steps)
+    vae: AutoencoderKL,
+    steps: int = 16000,
+    batch: int = 64,
+    count: int = 48000, # drawn pictures
+    rate: float = 1.5e-3,
+    every: int = 500, # steps between snapshots
+    compiled: bool = False, # compile the velocity network
+    seed: int = 0,
+    wrong: float = 0.0, # share of the captions with one word wrong
+    start: PocketFlow | None = None, # whose weights training begins with; None: random ones
+    name: str = "flow", # of state and snapshots
+    log: Callable[[str], None] = print,
+) -> PocketFlow: # with averaged weights
+    "Train the flow; a call on the same folder goes on where the last one stopped."
+    work = Path(work)
+    data = cache_training_latents(work, vae, count, seed)
+    torch.manual_seed(seed)
+    model = PocketFlow()
+    if start is not None:
+        model.load_state_dict(start.state_dict())
+    if compiled:
+        model.transformer.compile()
+    ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
+    data, optimizers = mislead_tokens(data, wrong, seed) if wrong else data, build_optimizers(model, rate)
+
+    def keep(done):
+        averages = zip(model.named_parameters(), ema.shadow_params, strict=True)
+        save_file({of: p.clone() for (of, _), p in averages}, work / f"{name}-{done:06d}.safetensors")
+
+    train_resumable(name, steps, work / f"{name}-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
+                    lambda step: flow_step(model, ema, optimizers, data, batch,
+                                           scheduled_learning_rate(step, steps, rate), seed * 10_000_019 + step),
+                    keep)
+    ema.copy_to(model.parameters())
+    return model.eval()
+
+
+# The reward
+
+
+@torch.no_grad()
+def vae_roundtrip(
+    array: np.ndarray, # (N, 64, 64, 3), uint8
+    vae: AutoencoderKL,
+    noise: float, # largest deviation of noise added to latents of deviation 1
+    seed: int = 0,
+) -> np.ndarray: # the same shape
+    "Pictures as a latent model would give them: encoded, disturbed a little, decoded."
+    generator, out = torch.Generator().manual_seed(seed), []
+    for start in range(0, len(array), 100):
+        z = vae.encode(numpy_to_vae_input(array[start:start + 100])).latent_dist.mean
+        level = noise * torch.rand(len(z), 1, 1, 1, generator=generator) / vae.config.scaling_factor
+        y = vae.decode(z + level * torch.randn(z.shape, generator=generator)).sample
+        out.append(((y.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+    return np.concatenate(out)
+
+
+def sample_clip_training_set(
+    count: int,
+    seed: int,
+) -> tuple[list[Scene], np.ndarray, np.ndarray]: # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
+    "Training pictures; the captions are those that may be trained on."
+    rng = np.random.default_rng([seed, 11])
+    allowed = [split_category_captions(c)[0] for c in POCKET_CATEGORIES]
+    all_scenes, good, bad = [], [], []
+    for n, i in enumerate(rng.integers(len(POCKET_CATEGORIES), size=count)):
+        scene = sample_scene(allowed[i][rng.integers(len(allowed[i]))], rng, free=n >= 0.75 * count)
+        all_scenes.append(scene)
+        good.append(np.asarray(render_scene(scene)))
+        flawed = rng.random() < 0.7
+        wrong = render_scene(clip.make_flawed_scene(scene, rng)) if flawed else clip.make_spoiled_image(scene, rng)
+        bad.append(np.asarray(wrong))
+    return all_scenes, np.stack(good), np.stack(bad)
+
+
+def clip_batch_loss(
+    model: CLIPModel,
+    words: PreTrainedTokenizerFast,
+    scenes: Sequence[Scene], # N
+    images: np.ndarray, # their pictures, then those with a flaw, (2 N, 64, 64, 3), uint8
+    negatives: int, # false captions a scene
+    rng: np.random.Generator,
+    generator: torch.Generator,
+) -> torch.Tensor: # scalar
+    "The loss on some scenes."
+    lists = [[text for text in hard_negatives(s.caption) if text in trainable_captions()] for s in scenes]
+    false = [str(text) for texts in lists for text in rng.choice(texts, negatives)]
+    specs = [parse_caption(s.caption) for s in scenes]
+    truth = torch.tensor([[matches_caption(spec, s.things) for s in scenes] for spec in specs])
+    x = clip.augment_images(numpy_to_vae_input(images), generator)
+    texts = clip.embed_text(model, tokenize_captions(words, [s.caption for s in scenes] + false))
+    return clip.clip_loss(clip.embed_image(model, x), texts, truth, model.logit_scale.exp().clamp(max=50))
+
+
+def clip_step_loss(
+    model: CLIPModel,
+    words: PreTrainedTokenizerFast,
+    data: tuple[list[Scene], np.ndarray, np.ndarray], # scenes; true pictures; pictures with a flaw
+    batch: int, # scenes
+    negatives: int, # false captions a scene
+    seed: tuple[int, int], # of the training, and number of the step
+) -> torch.Tensor: # scalar
+    "The loss of one step on a batch that the seed draws."
+    rng = np.random.default_rng([seed[0], 13, seed[1]])
+    generator = torch.Generator().manual_seed(seed[0] * 10_000_019 + seed[1])
+    drawn, good, bad = data
+    pick = rng.choice(len(drawn), batch, replace=False)
+    images = np.concatenate([good[pick], bad[pick]])
+    return clip_batch_loss(model, words, [drawn[i] for i in pick], images, negatives, rng, generator)
+
+
+def train_clip(
+    work: Path, # holds the state, clip-state.pt
+    vae: AutoencoderKL,
+    steps: int = 5000,
+    batch: int = 64, # scenes
+    count: int = 12000, # drawn scenes, each with a true picture and one with a flaw
+    negatives: int = 4, # false captions a scene
+    rate: float = 1e-3,
+    every: int = 500, # steps between states
+    seed: int = 0,
+    log: Callable[[str], None] = print,
+) -> CLIPModel:
+    "Train the CLIP; a call on the same folder goes on where the last one stopped."
+    torch.manual_seed(seed)
+    words = new_tokenizer("clip")
+    model, data = clip.new_clip(len(words)), sample_clip_training_set(count, seed)
+    for i, array in enumerate(data[1:]):  # half of the pictures as a flow model would give them
+        array[:count // 2] = vae_roundtrip(array[:count // 2], vae, 0.4, seed + i)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+    def take_step(step):
+        loss = clip_step_loss(model, words, data, batch, negatives, (seed, step))
+        clipped_step(model, loss, optimizer, schedule)
+        return loss.item()
+
+    train_resumable("clip", steps, Path(work) / "clip-state.pt", parts, every, log, take_step)
+    return model.eval()
+
+
+# What the results score
+
+
+def within_group_auc(
+    score: torch.Tensor, # (P, G)
+    right: torch.Tensor, # (P, G), 0 or 1
+) -> float:
+    "Area under the ROC curve of scores for verdicts within groups; ties count half."
+    higher = (score[:, :, None] > score[:, None]).double() + 0.5 * (score[:, :, None] == score[:, None])
+    pair = (right[:, :, None] > right[:, None]).double()
+    return float((higher * pair).sum() / pair.sum().clamp(min=1))
+
+
+def judge_prompt_images(
+    model: PocketFlow,
+    vae: AutoencoderKL,
+    prompts: list[str],
+    images_per_prompt: int,
+    steps: int,
+    eta: float,
+    reward: clip.PocketCLIP,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, float]: # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
+    "Sample images of every prompt and have both judges see the same ones."
+    check, verdicts, scores, things = geneval.PocketGenEval(), [], [], []
+    for i in range(images_per_prompt):
+        images = torch.cat([sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
+                            for j, part in enumerate(prompts[k:k + 48] for k in range(0, len(prompts), 48))])
+        verdicts.append(check(images, prompts))
+        scores.append(reward(images, prompts))
+        things += [thing for found in geneval.detect_shapes(geneval.images_to_numpy(images)) for thing in found]
+    return torch.stack(verdicts, 1), torch.stack(scores, 1), things.count(None) / max(1, len(things))
+
+
+def mean_accuracy_with_error(
+    right: torch.Tensor, # verdicts, (P, G)
+    prompts: list[str], # (P,)
+) -> tuple[float, float, dict[str, float]]: # mean over categories, its standard error, accuracy of each category
+    "GenEval's score of several images a prompt, and its standard error over prompts."
+    mean, table = geneval.mean_category_accuracy(right.mean(1), prompts)
+    categories = [parse_caption(p).category for p in prompts]
+    groups = [right.mean(1)[[k == c for k in categories]] for c in table]
+    return mean, math.sqrt(sum(g.var().item() / len(g) for g in groups)) / len(groups), table
+
+
+def measure_quality(
+    model: PocketFlow,
+    vae: AutoencoderKL,
+    images_per_prompt: int = 8,
+    steps: int = 20,
+    eta: float = 0.0,
+    every: int = 1, # take each so many of the test prompts
+    reward: clip.PocketCLIP | None = None, # the shipped one
+    seed: int = 0,
+) -> dict[str, float]:
+    "The checker's verdict on test prompts, and how the reward orders the same images."
+    prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.load_pocket_clip()
+    right, score, malformed = judge_prompt_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
+    mean, error, table = mean_accuracy_with_error(right, prompts)
+    best, _ = geneval.mean_category_accuracy(right.amax(1), prompts)
+    return {
+        "geneval": round(mean, 4), "geneval_se": round(error, 4),
+        **{f"geneval_{c}": round(v, 4) for c, v in table.items()},
+        "geneval_best_of_images": round(best, 4), "malformed": round(malformed, 4),
+        "clip": round(score.mean().item(), 4), "clip_auc_in_prompt": round(within_group_auc(score, right), 4),
+        "images": right.numel(), "prompts": len(prompts), "steps": steps, "eta": eta, "seed": seed,
+    }
+
+
+def measure_reward_reliability(
+    reward: clip.PocketCLIP,
+    scenes: int = 8, # of each test prompt
+    seed: int = 7,
+) -> dict[str, float]: # shares of the scenes
+    "How reliable reward and checker are on pictures whose truth is known."
+    rng, check = np.random.default_rng(seed), geneval.PocketGenEval()
+    prompts = pocket.read_pocket_prompts("test") * scenes
+    drawn = [sample_scene(p, rng) for p in prompts]
+    true = [render_scene(s) for s in drawn]
+    score = reward(true, prompts)
+    false = reward(true, [str(rng.choice(hard_negatives(p))) for p in prompts])
+    wrong = reward([render_scene(clip.make_flawed_scene(s, rng)) for s in drawn], prompts)
+    return {
+        "clip_true_over_false_caption": round((score > false).double().mean().item(), 4),
+        "clip_true_over_flawed_picture": round((score > wrong).double().mean().item(), 4),
+        "geneval_true_scenes": round(check(true, prompts).double().mean().item(), 4),
+        "geneval_other_prompt": round(check(true, list(rng.permutation(prompts))).double().mean().item(), 4),
+        "scenes": len(prompts),
+    }
+
+
+# The folder that the package ships
+
+
+def _save_pipeline(
+    model: PocketFlow,
+    vae: AutoencoderKL,
+    folder: Path, # written as FluxPipeline.save_pretrained writes it
+) -> None:
+    "Put the parts together as a FluxPipeline and save it as safetensors."
+    FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
+        vae=vae.to(memory_format=torch.contiguous_format), transformer=model.transformer,
+        text_encoder=model.clip, tokenizer=model.tokenizers["clip"],
+        text_encoder_2=model.t5, tokenizer_2=model.tokenizers["t5"],
+    ).save_pretrained(folder, safe_serialization=True)
+
+
+def _write_pocket_manifest(
+    folder: Path,
+    training: dict, # settings, seeds and seconds of each part
+    measured: dict, # name of a sampler -> what `measure_quality` gives
+) -> dict:
+    "Write manifest.json: training, versions, quality, and the hash of every shipped file."
+    folder = Path(folder)
+    files = sorted(f for part in ("base", "clip", "prompts") for f in (folder / part).rglob("*") if f.is_file())
+    names = ("torch", "diffusers", "transformers", "tokenizers", "numpy", "pillow", "scipy")
+    content = {
+        "training": training, "quality": measured,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "made": time.strftime("%Y-%m-%d", time.gmtime()),
+        "bytes": sum(f.stat().st_size for f in files),
+        "sha256": {f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+    }
+    (folder / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def train_pocket_parts(
+    work: Path, # states and training sets, to go on from
+    recipe: dict, # settings of the trainings
+    compiled: bool, # compile the velocity network while it is trained
+    log: Callable[[str], None],
+) -> tuple[dict, dict[str, float]]: # what each of PARTS gave, and the seconds that it took
+    "Train autoencoder, its decoder again, flow, the misled flow and CLIP."
+    made, seconds = {}, {}
+    for name, train in zip(PARTS, (train_vae, refine_decoder, train_flow, train_flow, train_clip), strict=True):
+        start, before = time.time(), () if name == "vae" else (made["vae"],)
+        options = {"compiled": compiled} if train is train_flow else {}
+        options |= {"start": made["flow"], "name": name} if name == "misled" else {}
+        made[name] = train(work, *before, **recipe[name], **options, log=log)
+        seconds[name] = time.time() - start
+    return made, seconds
+
+
+def build_pocket(
+    out: Path, # base, clip, prompts and manifest.json are written here
+    work: Path, # states and training sets, to go on from
+    recipe: dict | None = None, # settings of the trainings
+    images: int = 8, # a test prompt, in measuring
+    compiled: bool = False, # compile the velocity network while it is trained
+    log: Callable[[str], None] = print,
+) -> dict: # the manifest
+    "Train everything and write what the package ships."
+    recipe, out, work = recipe or RECIPE, Path(out), Path(work)
+    work.mkdir(parents=True, exist_ok=True)
+    (out / "prompts").mkdir(parents=True, exist_ok=True)
+    for name, captions in zip(pocket.PROMPT_SPLITS, split_prompts(), strict=True):
+        (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
+    made, seconds = train_pocket_parts(work, recipe, compiled, log)
+    _save_pipeline(made["misled"], made["vae"], out / "base")
+    made["clip"].save_pretrained(out / "clip")
+    new_tokenizer("clip").save_pretrained(out / "clip")
+    reward, measured = clip.PocketCLIP(out / "clip"), {}
+    if images:
+        measured = {name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
+                    for name, part, steps, eta in (("ode", "misled", 20, 0.0), ("sde", "misled", 17, 0.7),
+                                                   ("exact_captions_ode", "flow", 20, 0.0))}
+        measured["rewards"] = measure_reward_reliability(reward)
+    return _write_pocket_manifest(out, {k: recipe[k] | {"seconds": round(s, 1)} for k, s in seconds.items()}, measured)
+
+
+def main(
+    arguments: list[str] | None = None, # of the command line
+) -> None:
+    "Train the pocket models from scratch."
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=Path("pocket-rebuilt"), help="folder that is written")
+    parser.add_argument("--work", type=Path, default=Path("build/pocket"), help="folder of states, to go on from")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: its own choice")
+    parser.add_argument("--compile", action="store_true", help="compile the velocity network; needs a C++ compiler")
+    chosen = parser.parse_args(arguments)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    start, manifest = time.time(), build_pocket(chosen.out, chosen.work, compiled=chosen.compile)
+    score = manifest["quality"]["ode"]
+    print(f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of test images right "
+          f"(standard error {score['geneval_se']:.1%}), in {(time.time() - start) / 60:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()
