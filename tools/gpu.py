@@ -32,7 +32,7 @@ from chunk_grpo import InputError, pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.core.subprocesses import terminate_process_group
+from chunk_grpo.core.machine import terminate_process_group
 from chunk_grpo.measurements import speed
 from chunk_grpo.models.policy import ModelConfig
 from chunk_grpo.planning import plan
