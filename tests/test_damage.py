@@ -204,7 +204,8 @@ def test_checkpoints_that_were_mixed_or_edited(trained, tmp_path, capsys, case):
 EDITS = {
     "line lost": lambda text: text.replace('{"iteration": 1}\n', ""), "line doubled": lambda text: text + text[-17:],
     "line changed": lambda text: text.replace("1", "5"), "emptied": lambda text: "",
-    "no JSON": lambda text: "?\n" + text, "object": lambda text: "{}"}
+    "no JSON": lambda text: "?\n" + text, "object": lambda text: "{}", "empty line": lambda text: text + "\n",
+    "zeros": lambda text: text + "\0" * 9 + "\n", "no UTF-8": lambda text: text.encode() + b"\xff\xfe\n"}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "profile.json"])
@@ -213,12 +214,14 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
     before = (run / name).read_text()
-    (run / name).write_text(EDITS[edit](before))
+    edited = EDITS[edit](before)
+    edited = edited if isinstance(edited, bytes) else edited.encode()
+    (run / name).write_bytes(edited)
     state = fresh(run, "whole")
     trainer.resume(state)
     assert state.iteration == 3 and (run / name).read_text() == before
     changed_back = "warning" in capsys.readouterr().out
-    assert changed_back == (not EDITS[edit](before).startswith(before))
+    assert changed_back == (not edited.startswith(before.encode()))
 
 
 @pytest.mark.parametrize("change, words", [
@@ -248,12 +251,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(trained, tm
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_lost_checkpoints_are_said(trained, tmp_path, capsys):
+@pytest.mark.parametrize("crash", [b"", b"\n", b"\0" * 9 + b"\n", b"\xff\xfe\n", b'{"iteration": '])
+def test_lost_checkpoints_are_said(trained, tmp_path, capsys, crash):
+    "Also where the crash that lost them left a line that is none."
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
     shutil.rmtree(run / "checkpoints")
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(crash)
     trainer.resume(fresh(run, "whole"))
     assert "has no checkpoint; its 3 iterations are done again" in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_bytes() == b""
 
 
 def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):

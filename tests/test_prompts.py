@@ -122,7 +122,8 @@ LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval
                       ["A red colored car.", 'One, two, "three".']),
     "from-excel.csv": ("\ufeffPrompts,Category\na cat,Colors\n", ["a cat"]),
     "evaluation_metadata.jsonl": ('{"tag": "single_object", "include": [], "prompt": "a photo of a bench"}\n',
-                                  ["a photo of a bench"])}
+                                  ["a photo of a bench"]),
+    "separators.jsonl": ('{"prompt": "a cat\u2028and\x85a dog"}\r\n', ["a cat\u2028and\x85a dog"])}
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -135,7 +136,8 @@ def test_published_lists_are_read_as_they_come(name, tmp_path):
 @pytest.mark.parametrize("name, text, word", [
     ("a.csv", "text,id\na cat,1\n", "column Prompt"), ("a.tsv", "", "column Prompt"),
     ("a.json", '{"prompt": "x"}', "JSON list"), ("a.json", "[{}]", "JSON list"), ("a.json", "[", "JSON list"),
-    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "holds no prompt")])
+    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "holds no prompt"),
+    ("a.txt", "a cat\n" + "x" * 10**7, "a prompt of 10000000 characters; allowed are 10000")])
 def test_other_forms_are_refused_in_a_sentence(name, text, word, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=word):

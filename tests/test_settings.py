@@ -31,6 +31,7 @@ def refused(values: dict, overrides=()) -> str:
 @pytest.mark.parametrize("values, parts", [
     ({"learnin_rate": 1e-3}, ["`learnin_rate`", "did you mean `learning_rate`"]),
     ({"lr": 1e-3}, ["`lr`", "no setting"]),
+    ({"k" * 10**7: 1}, ["`kkk", "...` is no setting"]),
     ({1: 2}, ["`1`", "no setting"]),
     ({"iterations": "12"}, ["`iterations`", "whole number", "'12'"]),
     ({"iterations": True}, ["`iterations`", "whole number", "true"]),
@@ -155,6 +156,13 @@ ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]
        "many keys": ("".join(f"key{i}: 1\n" for i in range(800_000)), "at most 200000 characters"),
        "long key": (f"{'k' * 10**7}: 1", "at most 200000 characters"),
        "key": ("? [a]\n: 1", "cannot be read in line 1"), "control": ("a: \x01", "cannot be read")}
+
+
+@pytest.mark.parametrize("text", ["010", "-010", "0o10", "0b11", "1:30", "1:30.5", "08"])
+def test_numbers_that_mean_something_else_in_old_yaml_are_refused(text):
+    for field in ("iterations", "eta"):
+        with pytest.raises(InputError, match=f"`{field}` must be a .*number .*; got the text '{text}'"):
+            settings.load_settings({}, [f"{field}={text}"])
 
 
 @pytest.mark.parametrize("case", ODD)

@@ -23,7 +23,7 @@ from .evaluation import JsonOption, print_json, print_rows, split_commas
 from ..core import settings
 from ..core.validation import dump_yaml
 from ..core.files import check_place
-from ..core.subprocesses import raise_on_sigterm
+from ..core.machine import raise_on_sigterm
 
 reports_app = typer.Typer(rich_markup_mode=None)
 

@@ -110,7 +110,7 @@ def validation_message(
         return raised or f"the settings must be a mapping; got {came}"
     name = str(first["loc"][0]) if model else ".".join(map(str, first["loc"]))
     if model and name not in model.model_fields:
-        near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name[:60], model.model_fields, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"the settings are {', '.join(model.model_fields)}"
         return f"`{name if len(name) <= 60 else name[:57] + '...'}` is no setting; {hint}"
     if first["type"] == "missing":
@@ -125,7 +125,10 @@ def validation_message(
 # %% ../../nbs/02_core/00_validation.ipynb #a7fbd880
 _LONGEST_YAML = 200_000  # characters
 _DEEPEST_YAML = 20  # lists and mappings within each other
-_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_NUMBERS = {  # without YAML 1.1's 010, which is 8, and 1:30, which is 90
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
+    "tag:yaml.org,2002:float": re.compile(r"[-+]?(?:(?:[0-9][0-9_]*)?\.[0-9_]+|[0-9][0-9_]*\.)(?:[eE][-+][0-9]+)?$|"
+                                          r"[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -133,7 +136,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     depth = 0
     yaml_implicit_resolvers = {
-        sign: [(tag, _WHOLE if tag.endswith(":int") else rule) for tag, rule in known
+        sign: [(tag, _NUMBERS.get(tag, rule)) for tag, rule in known
                if not tag.endswith((":timestamp", ":merge", ":value"))]
         for sign, known in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 

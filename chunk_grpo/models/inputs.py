@@ -207,6 +207,7 @@ _PROMPT_FILES = {
     ".json": 'a JSON list of texts, or of objects with a field "prompt"',
     ".csv": "a table with commas and a column Prompt or Prompts",
     ".tsv": "a table with tabs and a column Prompt or Prompts"}
+_LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 
 
 def _parse_prompts(
@@ -214,7 +215,7 @@ def _parse_prompts(
     kind: str,  # its ending, of _PROMPT_FILES; any other: as .txt
 ) -> list:  # what stands where a prompt should
     "The prompts in the text of a file; KeyError, TypeError or ValueError where it is of another form."
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]  # U+2028 may stand in a line
     if kind == ".jsonl":
         return [json.loads(line)["prompt"] for line in lines]
     if kind == ".json":
@@ -251,6 +252,9 @@ def read_prompts(
         raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
     if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
         raise InputError(f"{field}: {source} holds no prompt or an empty one; at least one prompt is needed.")
+    if max(map(len, prompts)) > _LONGEST_PROMPT:
+        raise InputError(f"{field}: {source} holds a prompt of {max(map(len, prompts))} characters; allowed are "
+                         f"{_LONGEST_PROMPT}.")
     return prompts
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0

@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .. import InputError
 from ..core.files import lock_log, read_json, sync_tree, write_json
 from ..core.settings import Settings, check_processes
-from ..core.subprocesses import Terminated, die_with_parent, raise_on_sigterm
+from ..core.machine import Terminated, die_with_parent, raise_on_sigterm
 from .run_folder import create_run, discard_run, file_of_run, has_final_weights, read_metrics_lines
 from .run_folder import read_run_info
 from .run_folder import read_run_settings, update_run_json

@@ -366,7 +366,7 @@ def is_own_run(
 ) -> bool:
     "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
     line = own_run_line(run)
-    return own_runs_file().is_file() and line in own_runs_file().read_text(encoding="utf-8").splitlines()
+    return own_runs_file().is_file() and line in own_runs_file().read_text(errors="replace").splitlines()
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #9f39a065
 def remember_own_run(

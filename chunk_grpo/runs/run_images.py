@@ -23,7 +23,7 @@ import torch
 from .. import InputError
 from ..core.files import RunInfo, read_json
 from ..core.settings import Settings
-from ..core.subprocesses import die_with_parent, terminate_process_group
+from ..core.machine import die_with_parent, terminate_process_group
 from ..models import trainable
 from ..models.policy import TORCH_DTYPES, Policy
 from ..training import checkpoints

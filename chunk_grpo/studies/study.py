@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, write_json
-from ..core.subprocesses import die_with_parent, raise_on_sigterm, terminate_process_group
+from ..core.machine import die_with_parent, raise_on_sigterm, terminate_process_group
 from ..evaluation import evaluate
 from ..runs import launch, run_folder
 from .design import Trial, check_rows, expand_trials, find_finished_row, find_study_folder

@@ -6,6 +6,7 @@
 __all__ = ['run_identity', 'save_checkpoint', 'resume', 'train_iteration', 'save_final_weights', 'train_run']
 
 # %% ../../nbs/07_training/08_trainer.ipynb #e0d305e9
+import re
 import shutil
 import time
 from collections import defaultdict
@@ -17,7 +18,7 @@ from accelerate.utils import gather_object
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import MetricsLine, RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
+from ..core.files import RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
 from ..core.files import read_json_lines, write_json
 from ..models import trainable
 from . import checkpoints
@@ -131,10 +132,13 @@ def _restore_log(
         with atomic_write(file) as temporary:
             temporary.write_bytes(wanted)
     if folder is None:
-        done = max([line["iteration"] for line in read_json_lines(run / "metrics.jsonl", MetricsLine)], default=0)
+        file = run / "metrics.jsonl"
+        text = file.read_bytes() if file.is_file() else b""  # a crash may have left anything in it
+        done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
             say(f"warning: {run} has no checkpoint; its {done} iterations are done again")
-        checkpoints.truncate_metrics(run / "metrics.jsonl", -1)
+        with atomic_write(file) as temporary:
+            temporary.write_bytes(b"")
 
 # %% ../../nbs/07_training/08_trainer.ipynb #493a02dc
 def _restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
