@@ -448,7 +448,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
         code, text = 2, str(error)
     elif isinstance(error, OSError) and error.filename and error.errno in _PATH_PROBLEMS:
         code, text = 2, f"the path {error.filename} cannot be used ({error.strerror})"
-    elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO):
+    elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
         code, text = 1, f"the output cannot be written ({error.strerror})"
     else:
         number, name = tempfile.mkstemp(prefix="chunk-grpo-", suffix=".log")
@@ -462,6 +462,10 @@ def describe_error(error: Exception) -> tuple[int, str]:
 
 def main():
     "The command `chunk-grpo`."
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # it was closed before the start
+            os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)  # what `plan` prints must not be lost
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on image processors say nothing here
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that fills is no line of a log

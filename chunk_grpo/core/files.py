@@ -153,6 +153,10 @@ def check_place(
 ) -> None:
     "InputError where nothing could be written; makes nothing."
     whole = Path(path).absolute()
+    real = Path(os.path.realpath(whole))
+    for part in real.parents if file else (real, *real.parents):
+        if part.name in ("checkpoints", "final") and (part.parent / "run.json").is_file():
+            raise InputError(f"{name} must lie outside of {part}, which belongs to a run; got {path}")
     if file and os.path.isdir(whole):
         raise InputError(f"{name} must be a file; {path} is a folder")
     there = whole if os.path.isdir(whole) else next(one for one in whole.parents if os.path.lexists(one))
@@ -366,7 +370,7 @@ def lock_log(
     end = time.monotonic() + LOCK_PATIENCE
     try:
         while True:
-            handle = open(log, "ab")
+            handle = os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(handle.fileno()).st_nlink:

@@ -27,7 +27,7 @@ from ..models.inputs import read_prompts
 from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
-from .run_folder import is_own_run, read_run_settings
+from .run_folder import file_of_run, is_own_run, read_run_settings
 from .run_images import hash_trained_weights, image_cost, load_trained_policy, progress_text
 from .run_images import drawing_threads, sample_arm_images
 
@@ -90,7 +90,7 @@ def begun_folder(
     what = {"settings": s.model_dump(mode="json", exclude={"threads"}), "arms": dict(arms), "prompts": prompts,
             "weights": hash_trained_weights(run)}
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(run) / "evaluation.begun" / name
+    return file_of_run(run, f"evaluation.begun/{name}")
 
 
 def read_parts(

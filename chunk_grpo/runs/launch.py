@@ -31,7 +31,8 @@ from .. import InputError
 from ..core.files import lock_log, read_json, sync_tree, write_json
 from ..core.settings import Settings, check_processes
 from ..core.subprocesses import Terminated, die_with_parent, raise_on_sigterm
-from .run_folder import create_run, discard_run, has_final_weights, read_metrics_lines, read_run_info
+from .run_folder import create_run, discard_run, file_of_run, has_final_weights, read_metrics_lines
+from .run_folder import read_run_info
 from .run_folder import read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
 from ..training.checkpoints import hash_files
@@ -120,7 +121,7 @@ def _note_end(run: Path, error: BaseException, fresh: bool, log: str = "train.lo
     "Write down why a run ended; only machine 0, whose log is train.log, changes more than its log."
     code, words, text = _explain(error)
     if text:
-        with open(run / log, "a", encoding="utf-8") as file:
+        with open(file_of_run(run, log), "a", encoding="utf-8") as file:
             file.write(text)
     if log == "train.log" and code == 2 and fresh and not read_metrics_lines(run):
         discard_run(run)
@@ -189,19 +190,20 @@ def _launch(
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]  # what it tells stands in the error
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"} if nodes == 1 else {
         "rdzv_backend": "static", "rdzv_endpoint": rendezvous, "rdzv_configs": {"rank": node_rank, "timeout": 600}}
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps old keys at a restart
     with tempfile.TemporaryDirectory(prefix="chunk-grpo-torchrun-") as logs, _own_signals():
         config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(logs, redirects=Std.ERR),
                               run_id=uuid.uuid4().hex if nodes == 1 else "chunk-grpo", max_restarts=max_restarts,
                               **meeting)
         try:
-            elastic_launch(config, sys.executable)("-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
+            elastic_launch(config, sys.executable)("-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
         except ChildFailedError as error:
             raise _first_failure(error.failures) from None
         except (torch.distributed.DistError, RendezvousError, TimeoutError) as error:
             raise InputError(f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
                              f"{str(error).splitlines()[0]}") from None
         finally:
-            with contextlib.suppress(FileNotFoundError), open(run / log, "ab") as kept:
+            with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as kept:
                 for file in sorted(Path(logs).rglob("stderr.log")):
                     kept.write(file.read_bytes())
 
@@ -225,8 +227,12 @@ def _check_nodes(
     nodes: int,
     node_rank: int,
     rendezvous: str,  # HOST:PORT of the first machine
+    max_restarts: int = 0,
 ) -> None:
     "InputError where machines cannot meet like that."
+    if nodes > 1 and max_restarts:
+        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
+                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
     if not 0 <= node_rank < nodes:
         raise InputError(f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}")
     host, _, port = rendezvous.rpartition(":")
@@ -251,7 +257,7 @@ def train(
 ) -> Path:  # the folder of the finished run
     "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
     total = processes * nodes
-    _check_nodes(nodes, node_rank, rendezvous)
+    _check_nodes(nodes, node_rank, rendezvous, max_restarts)
     if total == 1:
         check_launcher(os.environ)
     elif callbacks:

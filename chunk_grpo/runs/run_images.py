@@ -114,7 +114,7 @@ def start_share(
     errors,  # an open file for its error stream
 ) -> subprocess.Popen:
     "One of several processes of a program."
-    return subprocess.Popen([sys.executable, "-m", module, *words, str(number), str(count)],
+    return subprocess.Popen([sys.executable, "-P", "-m", module, *words, str(number), str(count)],
                             env=share_environment(number, count), stderr=errors, start_new_session=True,
                             preexec_fn=die_with_parent(os.getpid()))
 

@@ -153,7 +153,7 @@ def run_trial(
     "Run what is left of a trial in a process of its own; InputError or TrainingFailed with its last words."
     run, began = prepare_trial(trial, out), time.time()
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen([sys.executable, "-m", "chunk_grpo.studies.study", str(run)], stderr=errors,
+        child = subprocess.Popen([sys.executable, "-P", "-m", "chunk_grpo.studies.study", str(run)], stderr=errors,
                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | own,
                                  start_new_session=True, preexec_fn=die_with_parent(os.getpid()))
         try:
