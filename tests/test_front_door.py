@@ -86,7 +86,8 @@ def test_type_checkers_see_every_name():
 
 def test_the_package_says_that_it_is_typed(package_files):
     assert "chunk_grpo/py.typed" in package_files
-    assert any(name.endswith("reports/train.ipynb") for name in package_files), "the listing is the wheel's"
+    for name in ("train.ipynb", "report.css"):
+        assert f"chunk_grpo/reports/{name}" in package_files, "the listing is the wheel's"
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

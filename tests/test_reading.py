@@ -12,15 +12,17 @@ import pytest
 import synthetic
 from matplotlib.text import Text
 from PIL import Image
+from report_functions import functions_of_report
 
 from chunk_grpo.cli import evaluation as commands
 from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
-from chunk_grpo.reporting import comparisons, figures, reports, tables
+from chunk_grpo.reporting import comparisons, figures, publish, reports, tables
 from chunk_grpo.runs import run_folder
 
 LONG = "l" * 200
+compare, train = functions_of_report("compare"), functions_of_report("train")
 
 
 def labels(figure) -> list[str]:
@@ -43,7 +45,7 @@ def metrics(chunks: int = 4, never: tuple = ()):
 def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_path):
     "Prompts, rewards, runs: drawn, and not typeset."
     image = {"prompt": words, "number": 0, "arm": "base", "seed": 0, "image": Image.new("RGB", (8, 8))}
-    assert comparisons.contact_sheet([image]).startswith(b"\x89PNG")
+    assert publish._contact_sheet([image]).startswith(b"\x89PNG")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     rows = pd.DataFrame([{"arm": arm, "prompt": words, "seed": 0, "image_index": 0, "file": "a.png"}
                          for arm in ("base", "plain")])
@@ -51,9 +53,9 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
     one = metrics().rename(columns={"reward_a": f"reward_{words}"})
     settings = SimpleNamespace(iterations=10, chunks="2,3,4,7", chunk_weighting="uniform")
     lines = [{"iteration": 1, f"eval_{words}": 0.5}]
-    made = [comparisons.plot_run_images({words: (tmp_path, rows)}),
-            comparisons.plot_comparison(table, words, {"A": "red"}),
-            comparisons.plot_reward_curves({words: [one]}, {words: "red"}),
+    made = [compare.plot_run_images({words: (tmp_path, rows)}),
+            compare.plot_comparison(table, words, {"A": "red"}),
+            compare.plot_reward_curves({words: [one]}, {words: "red"}),
             figures.plot_reward(one, {words: 1.0, "b": 1.0}), figures.plot_progress(lines, settings, words)]
     for figure in made:
         assert any(words in text for text in labels(figure))
@@ -61,7 +63,7 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
 
 
 def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_line_has_none():
-    figure = figures.plot_clipping(metrics(never=(0,)), (2, 3, 4, 7), 1e-3)
+    figure = train.plot_clipping(metrics(never=(0,)), (2, 3, 4, 7), 1e-3)
     (legend,) = figure.legends
     shades = [line.get_color() for line in legend.get_lines()]
     named = dict(zip([text.get_text() for text in legend.get_texts()], shades, strict=True))
@@ -82,7 +84,7 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = reports.write_run_report(run).read_text()
     assert "This run measured no clipped ratio" in page and "What else the method measured" in page
-    table = figures.plot_method_metrics(run_folder.read_metrics(run))
+    table = train.plot_method_metrics(run_folder.read_metrics(run))
     assert [axis.get_title(loc="left") for axis in table.axes[:2]] == ["window width", "loss by chunk"]
     (name, *_), value = reward_weights(run_folder.read_run_settings(run)), {"mean": 0.1, "lo": 0.0, "hi": 0.2}
     summary = {"n_prompts": 4, "images_per_prompt": 1, "steps": 5, "resolution": 64, "split": 0,
@@ -95,10 +97,10 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
     figure = figures.plot_progress(run_folder.read_metrics_lines(run), run_folder.read_run_settings(run))
     assert figure.axes[1].get_ylabel() == "norm of the gradient"
     bare = [{"iteration": line["iteration"]} for line in lines]
-    assert figures.plot_clipping(pd.DataFrame(bare), (2,
-        3)) is None and figures.plot_method_metrics(pd.DataFrame(bare)) is None
+    assert train.plot_clipping(pd.DataFrame(bare), (2,
+        3)) is None and train.plot_method_metrics(pd.DataFrame(bare)) is None
     assert figures.plot_progress(bare,
-        run_folder.read_run_settings(run)) and figures.plot_gradient_norm(pd.DataFrame(bare)) is None
+        run_folder.read_run_settings(run)) and train.plot_gradient_norm(pd.DataFrame(bare)) is None
 
 
 def test_a_run_on_two_rewards_shows_both():
@@ -116,7 +118,7 @@ def test_a_name_of_300_letters_covers_nothing():
     made = [figures.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), figures.plot_heldout(table, [name]),
             figures.plot_reward(table, {name: 1.0}), comparisons.plot_deltas({name: {"plain-base": value}}),
             comparisons.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
-            comparisons.plot_comparison(rows, name, {"A": "red"})]
+            compare.plot_comparison(rows, name, {"A": "red"})]
     for figure in made:
         assert any("xxx ... xxx" in text for text in labels(figure)) and max(map(len, labels(figure))) < 80
 
@@ -144,10 +146,10 @@ def unequal(tmp_path_factory):
 def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     table = reports.compare_runs(unequal)
     assert table.drop_duplicates("label").label.tolist() == ["A1", "B1"]
-    colours = figures.group_colours(dict(zip(table.letter, table.method, strict=True)))
+    colours = compare.group_colours(dict(zip(table.letter, table.method, strict=True)))
     assert colours["A"] != colours["B"]
     part = table[table.reward == "pocket-clip"]
-    figure = comparisons.plot_comparison(part, "pocket-clip", colours)
+    figure = compare.plot_comparison(part, "pocket-clip", colours)
     assert not [text for text in labels(figure) if "lll" in text]
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
     said = reports.unequal_evaluations(unequal)

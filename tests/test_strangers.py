@@ -14,10 +14,11 @@ import pytest
 import synthetic
 from commands import call, environment
 from PIL import Image
+from report_functions import functions_of_report
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.reporting import comparisons, figures, reports
+from chunk_grpo.reporting import comparisons, reports
 from chunk_grpo.reporting.figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
@@ -231,7 +232,7 @@ def test_dollars_in_a_text_make_no_formula():
 
 def test_a_logarithmic_axis_keeps_its_formulas():
     metrics = pd.DataFrame({"iteration": [1, 2, 3], "grad_norm": [1e-5, 1e-3, 1.0]})
-    figure = figures.plot_gradient_norm(metrics)
+    figure = functions_of_report("train").plot_gradient_norm(metrics)
     figure.canvas.draw()
     assert all(label.get_parse_math() for label in figure.axes[0].get_yticklabels())
 

@@ -30,8 +30,8 @@ from ..models import inputs
 from ..models.policy import Policy
 from ..models.trainable import read_saved_weights, save_trained_weights
 from . import tables
-from .comparisons import contact_sheet
-from .figures import ARM_LABELS
+from .comparisons import plot_image_grid
+from .figures import ARM_LABELS, figure_to_png
 from .widgets import SnapshotBox, gallery_html
 from ..runs import newest_weights, run_folder, run_images
 from ..training.rollout import derive_seed
@@ -77,6 +77,16 @@ def draw_samples(
                 image = VaeImageProcessor.numpy_to_pil(drawn.permute(1, 2, 0).numpy())[0]
                 yield {"prompt": prompt, "number": number, "arm": arm, "split": split, "seed": seed,
                        "generator_seed": derive_seed(seed, -1, place, 0), "image": image}
+
+
+def _contact_sheet(images: Sequence[Mapping]) -> bytes:  # of `draw_samples` -> a PNG file
+    "Prompts in rows, arms and seeds in columns."
+    cells = {(x["number"], x["arm"], x["seed"]): x for x in images}
+    columns = list(dict.fromkeys((x["arm"], x["seed"]) for x in images))
+    rows = [[cells[n, *column] for column in columns] for n in sorted({x["number"] for x in images})]
+    figure = plot_image_grid([[x["image"] for x in row] for row in rows], [row[0]["prompt"] for row in rows],
+                             [f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns])
+    return figure_to_png(figure, dpi=min(180, int(60_000 / max(figure.get_size_inches()))))  # a PNG has at most 65,535
 
 # %% ../../nbs/11_reporting/05_publish.ipynb #b9497d63
 def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | None) -> None:
@@ -126,7 +136,7 @@ def sample_run(
             write_json(folder / "samples.json", {
                 "run": run.name, "weights": newest_weights.describe_weights(weights), "steps": s.eval_steps,
                 "resolution": s.eval_resolution, "images": told})
-            (folder / "contact-sheet.png").write_bytes(contact_sheet(images))
+            (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
     return images
 
 # %% ../../nbs/11_reporting/05_publish.ipynb #ff1c5e50

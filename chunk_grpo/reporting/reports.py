@@ -29,16 +29,19 @@ from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, re
 from ..runs.run_folder import read_metrics_lines, read_run_settings
 
 # %% ../../nbs/11_reporting/03_reports.ipynb #6ac376e1
+_REPORTS = Path(chunk_grpo.__file__).parent / "reports"
+
+
 def list_reports() -> list[str]:  # such as "train"
     "The names of the shipped report notebooks."
-    return sorted(file.stem for file in (Path(chunk_grpo.__file__).parent / "reports").glob("*.ipynb"))
+    return sorted(file.stem for file in _REPORTS.glob("*.ipynb"))
 
 
 def find_report_notebook(
     name: str | Path,  # name of a shipped report, or a notebook file
 ) -> Path:  # the notebook's file
     "Where a report notebook lies; InputError where there is none of that name."
-    file = Path(name) if str(name).endswith(".ipynb") else Path(chunk_grpo.__file__).parent / f"reports/{name}.ipynb"
+    file = Path(name) if str(name).endswith(".ipynb") else _REPORTS / f"{name}.ipynb"
     if not file.is_file():
         raise InputError(f"the report must be one of {', '.join(list_reports())}, or a notebook file; "
                          f"got {str(name)!r}")
@@ -122,31 +125,6 @@ def execute_report(
     return out
 
 # %% ../../nbs/11_reporting/03_reports.ipynb #9b4e88fe
-_CSS = """
-:root { color-scheme: light; }
-body { margin: 0; background: #f4f4f2; color: #1c1c1c; line-height: 1.5;
-       font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
-main { max-width: 62rem; margin: 2rem auto; padding: 1.5rem 3rem 3rem; background: #fff; border: 1px solid #ddd; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 1rem 0 .5rem; } h2 { font-size: 1.3rem; margin: 2.2rem 0 .4rem;
-     padding-top: 1rem; border-top: 1px solid #e3e3e3; } h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem; }
-p { max-width: 46rem; margin: .5rem 0; } p.lead { font-size: 1.1rem; } p.caption { color: #444; font-size: .93rem; }
-p.warning { background: #fff3dc; border-left: 4px solid #d98e00; padding: .5rem .8rem; overflow-wrap: anywhere; }
-p.note { color: #555; font-size: .9rem; } blockquote { margin: 0; color: #555; } a.anchor-link { display: none; }
-img { max-width: 100%; height: auto; display: block; margin: .8rem 0 .2rem; }
-.tablebox { overflow-x: auto; margin: .8rem 0; } table { border-collapse: collapse; font-size: .92rem; }
-th, td { padding: .3rem .8rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #e6e6e6; }
-th { font-weight: 600; border-bottom: 2px solid #999; } td.number, th.number { text-align: right;
-     font-variant-numeric: tabular-nums; }
-td:not(.number) { overflow-wrap: anywhere; min-width: 4rem; max-width: 28rem; }
-td.number { white-space: nowrap; } tbody th { border-bottom: 1px solid #e6e6e6; }
-td.good { color: #00694f; font-weight: 600; } td.bad { color: #a33c00; font-weight: 600; }
-code, pre { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .88em; } pre { overflow-x: auto; }
-details summary { cursor: pointer; color: #0a5b8c; margin: .5rem 0; } .prompt, .anchor-link { display: none; }
-.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
-@media print { body { background: #fff; } main { border: 0; margin: 0; max-width: none; } }
-@media (max-width: 50rem) { main { margin: 0; padding: 1rem; border: 0; }
-     .output_png { overflow-x: auto; } .output_png img { max-width: max(100%, 40rem); } }
-"""
 _HTML = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
@@ -181,8 +159,9 @@ def notebook_to_html(
     words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"
              for line in cell.source.splitlines() if line.startswith("# ")]
     title = markup.escape(words[0] if words else source.stem)
+    style = (_REPORTS / "report.css").read_text(encoding="utf-8")
     with atomic_write(out) as new:
-        new.write_text(_HTML.format(title=title, style=_CSS, body=body), encoding="utf-8")
+        new.write_text(_HTML.format(title=title, style=style, body=body), encoding="utf-8")
     return out
 
 # %% ../../nbs/11_reporting/03_reports.ipynb #383dc7af
@@ -205,6 +184,7 @@ def write_run_report(
 ) -> Path:  # the page
     "The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."
     run = find_run(run).resolve()
+    read_run_settings(run)  # warns here of settings of another version, since what the kernel says is not shown
     if name == "evaluate":
         return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
     if name != "train":
