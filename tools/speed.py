@@ -27,7 +27,7 @@ from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.rewards import rewards
-from chunk_grpo.rewards.async_scoring import StreamingScores
+from chunk_grpo.rewards.rewards import StreamingScores
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import decode_latents, sample_trajectories

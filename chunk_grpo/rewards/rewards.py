@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['PLACEMENT_OPTIONS', 'incompressibility', 'compressibility', 'check_reward_options', 'refuse_placement', 'load_reward',
-           'check_scores', 'score_images', 'combine_rewards', 'jpeg_kilobytes', 'FileSizeReward']
+           'check_scores', 'score_images', 'combine_rewards', 'jpeg_kilobytes', 'FileSizeReward', 'scoring_thread',
+           'submit_scoring', 'StreamingScores', 'collect_scores']
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
 import functools
 import inspect
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,3 +169,72 @@ def _load_file_size_reward(
 
 incompressibility = functools.partial(_load_file_size_reward, 1)
 compressibility = functools.partial(_load_file_size_reward, -1)
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
+def scoring_thread() -> ThreadPoolExecutor:
+    "A thread whose current GPU, where there is one, is that of the thread which asks for it."
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #490ee7b9
+def submit_scoring(
+    executor: ThreadPoolExecutor,  # of one thread
+    name: str,  # the reward's name, for the error's sentence
+    reward: Callable,  # (images, prompts) -> scores
+    images: Tensor | Sequence[Image.Image],
+    prompts: list[str],  # one an image
+    batch: int = 64,  # images scored at once
+) -> Future:  # whose result() is a tensor (B,)
+    "Have images scored."
+    return executor.submit(score_images, name, reward, images, prompts, batch)
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #d408067c
+class StreamingScores:
+    "Images that come in parts, scored in the batches in which they would be scored together."
+
+    def __init__(
+        self,
+        executor: ThreadPoolExecutor,  # of one thread
+        scorers: Mapping[str, Callable],  # rewards by name
+        prompts: Sequence[str],  # one an image, of all that will come
+        batch: int = 64,  # images scored at once
+    ):
+        self.executor, self.scorers, self.prompts, self.batch = executor, dict(scorers), list(prompts), batch
+        self.waiting, self.sent = torch.empty(0), 0
+        self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
+
+    def add(self, images: Tensor) -> None:  # (b, 3, H, W) in [0, 1]
+        "Take the next images, and have full batches scored."
+        self.waiting = torch.cat([self.waiting, images]) if len(self.waiting) else images
+        last = self.sent + len(self.waiting) == len(self.prompts)
+        while len(self.waiting) >= (1 if last else self.batch):
+            _submit_batch(self)
+
+    def scores(self) -> dict[str, Tensor]:  # raw scores (B,) by name
+        "The scores of all images, which must have come; raises what scoring raised."
+        assert self.sent == len(self.prompts), "images are missing"
+        return collect_scores(self.futures)
+
+# %% ../../nbs/04_rewards/00_rewards.ipynb #c1e80c6b
+def _submit_batch(
+    stream: "StreamingScores",
+) -> None:
+    "Have the next batch of the waiting images scored by every reward."
+    part, stream.waiting = stream.waiting[: stream.batch], stream.waiting[stream.batch :]
+    texts = stream.prompts[stream.sent : stream.sent + len(part)]
+    for name, reward in stream.scorers.items():
+        stream.futures[name].append(submit_scoring(stream.executor, name, reward, part, texts, stream.batch))
+    stream.sent += len(part)
+
+
+def collect_scores(
+    futures: Mapping[str, list[Future]],  # of the batches, in their order, by reward
+) -> dict[str, Tensor]:  # (B,) by reward
+    "The scores of all batches; raises what scoring raised."
+    try:
+        return {name: torch.cat([future.result() for future in parts]) for name, parts in futures.items()}
+    except BaseException:
+        for future in [future for parts in futures.values() for future in parts]:
+            future.cancel()
+        raise

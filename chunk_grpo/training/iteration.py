@@ -36,8 +36,8 @@ from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning import plan
 from ..reward_serving import placement
-from ..rewards.async_scoring import StreamingScores, scoring_thread
-from ..rewards.image_statistics import image_statistics
+from ..rewards.rewards import StreamingScores, scoring_thread
+from ..rewards.images import image_statistics
 from .methods import Method, ReplayContext, load_method
 from .rollout import Trajectories, decode_latents, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence

@@ -20,7 +20,7 @@ from ..core.statistics import mean_se
 from ..models import trainable
 from ..models.inputs import evenly_spaced_positions
 from ..rewards import rewards
-from ..rewards.image_statistics import IMAGE_STATISTICS
+from ..rewards.images import IMAGE_STATISTICS
 from .iteration import Rollout, TrainingState, Update, held_out_places
 from .rollout import sample_images
 
