@@ -419,9 +419,9 @@ def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
 def test_a_report_warns_of_settings_of_another_version(tmp_path, monkeypatch):
     run = synthetic.write(tmp_path / "run")
     note = run_folder.read_run_info(run)
-    run_folder.update_run_json(run, settings=note["settings"] | {"from_the_future": 1})
+    run_folder.update_run_json(run, versions={"chunk_grpo": "9.0"}, settings=note["settings"] | {"from_the_future": 1})
     monkeypatch.setattr(reports, "write_report", lambda *_, **__: run / "report.html")
-    with pytest.warns(UserWarning, match="does not know these settings of the run .*: from_the_future"):
+    with pytest.warns(UserWarning, match="does not know these settings of the run .* 9.0, .*: from_the_future"):
         write_run_report(run)
 
 

@@ -170,7 +170,9 @@ def read_run_settings(
 ) -> Settings:
     "The settings of a run; a warning names those that only another version knows, and they are left out."
     note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
-    made = f"{run}, made by chunk_grpo {note.get('versions', {}).get('chunk_grpo', 'of an unnamed version')}"
+    version = note.get("versions", {}).get("chunk_grpo", "")
+    made = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
+    exact = exact or not version  # a run that names no version was not written by another one, but damaged
     unknown = [name for name in note["settings"] if name not in Settings.model_fields]
     if unknown and not exact:
         warnings.warn(f"version {__version__} does not know these settings of the run {made}, and leaves "
