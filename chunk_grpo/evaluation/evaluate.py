@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ode_arms', 'evaluation_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records',
-           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'evaluate']
+           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'write_scores',
+           'evaluate']
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #197a320c
 import json
@@ -207,6 +208,13 @@ def evaluation_settings(
     return s
 
 
+def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> None:
+    "scores.jsonl and summary.json, each whole or not at all."
+    with atomic_write(Path(folder) / "scores.jsonl") as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_json(Path(folder) / "summary.json", summary)
+
+
 def evaluate(
     run: Path | str,  # a finished run's folder; gets evaluation/
     say: Callable[[str], None] = lambda text: None,  # told of the progress
@@ -230,14 +238,12 @@ def evaluate(
         draw_share(run, s, arms, folder, watch=watch)
     done = read_parts(folder)
     records = [record for part in parts for record in done[part]]
-    with atomic_write(folder / "scores.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     summary = {"n_prompts": len(prompts), "images_per_prompt": s.eval_images, "steps": s.eval_steps,
                "split": arms.get("hybrid", s.hybrid_split), "arms": arms, "seed": s.eval_seed}
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(s, name) for name in names}}
     summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
-    write_json(folder / "summary.json", summary)
+    write_scores(folder, records, summary)
     move_into_place(folder, run / "evaluation")
     return summary
