@@ -2,16 +2,12 @@
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import small_runs
 import torch
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 from bit_identity import iteration_tensors, relative_difference
+from safetensors.torch import load_file, save_file
 
 from chunk_grpo.core import settings
 from chunk_grpo.training import trainer

@@ -39,7 +39,7 @@ def fresh(run: Path, kind: str) -> SimpleNamespace:
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
     return SimpleNamespace(
         run=run, s=s, accelerator=one, policy=SimpleNamespace(trained=trained), ema=None, iteration=0, total=0.0,
-        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, copies={})
+        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict)
 
 
 def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:

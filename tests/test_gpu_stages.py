@@ -10,7 +10,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
 import gpu_stages  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("gpu_tool", ROOT / "tools/gpu.py")

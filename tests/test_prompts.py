@@ -52,7 +52,7 @@ def test_processes_share_the_prompts(monkeypatch, tmp_path):
     def needed(rank, processes):
         accelerator = type("A", (), {"process_index": rank, "num_processes": processes})
         texts = [f"train {i}" for i in range(1000)], [f"test {i}" for i in range(50)]
-        return iteration.needed_prompts(iteration.TrainingState(s, tmp_path, accelerator, *texts, {}, {}, None))
+        return iteration.TrainingState(s, tmp_path, accelerator, *texts, {}, {}, None).needed_prompts()
 
     alone, parts = needed(0, 1), [needed(rank, 4) for rank in range(4)]
     assert set().union(*parts) == set(alone) and len(alone) == 3 * 4 + 6

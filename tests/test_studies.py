@@ -4,14 +4,16 @@ import json
 import os
 from pathlib import Path
 
+import claims
 import pytest
+import study_views
 from commands import server
 from nbdev.test import test_nb as run_page
 from scipy import stats
 from study_rows import row, write
 
 from chunk_grpo import InputError
-from chunk_grpo.studies import analysis, claims, design, figures
+from chunk_grpo.studies import analysis, design
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(page for page in (ROOT / "nbs/findings").glob("*.ipynb") if page.stem != "speed")  # test_speed has it
@@ -179,10 +181,10 @@ def test_runs_of_an_arm_differ_in_the_seed_alone():
 def test_shares_of_what_was_preserved_need_something_to_preserve():
     one = row("weighting", "uniform", 0)
     entry = one["preserved"]["plain"]["pocket-geneval"]["objects"]
-    assert figures.changed_share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
-    assert figures.changed_share([one], "pocket-clip").isna().all(axis=None)
+    assert study_views.changed_share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
+    assert study_views.changed_share([one], "pocket-clip").isna().all(axis=None)
     entry["right"] = entry["lost"] = 0
-    assert figures.changed_share([one], "pocket-geneval").isna().all(axis=None)
+    assert study_views.changed_share([one], "pocket-geneval").isna().all(axis=None)
 
 
 def test_a_kept_row_has_what_an_invented_one_has():
@@ -192,4 +194,4 @@ def test_a_kept_row_has_what_an_invented_one_has():
             assert one.keys() >= invented.keys()
             assert one["curve"].keys() >= {"iteration", "grad_norm", "ratio_dev", "clip_fraction"}
             assert set(analysis.training_rewards(one)) <= one["curve"].keys()
-            assert figures.split_step(one, "plain") > 0
+            assert study_views.split_step(one, "plain") > 0

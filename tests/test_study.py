@@ -4,6 +4,7 @@ import json
 import signal
 from concurrent.futures import Future
 
+import claims
 import psutil
 import pytest
 import small_study
@@ -12,7 +13,7 @@ from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import write_json
-from chunk_grpo.studies import claims, design, study, tuning
+from chunk_grpo.studies import design, study, tuning
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import math
 import subprocess
 from pathlib import Path
 
+import claims
 import numpy as np
 import pytest
 from scipy import stats
-
-from chunk_grpo.studies import claims
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "runs/results"

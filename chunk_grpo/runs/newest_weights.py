@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as distributed
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .. import InputError
@@ -52,17 +51,8 @@ def read_checkpoint_weights(
     folder: Path,  # of a checkpoint that is whole
 ) -> list[Tensor]:  # in the order in which they are trained
     "The weights of a checkpoint, or their moving average where there is one."
-    with checkpoints.refuse_damaged(folder):
-        if (folder / "weights.safetensors").is_file():
-            average = folder / "ema.safetensors"
-            found = load_file(average if average.is_file() else folder / "weights.safetensors")
-        else:
-            reader = distributed.HuggingFaceStorageReader(str(folder))
-            sizes = {name: about.size for name, about in reader.read_metadata().state_dict_metadata.items()}
-            group = "ema." if any(name.startswith("ema.") for name in sizes) else "weights."
-            parts = {name: torch.zeros(size) for name, size in sizes.items() if name.startswith(group)}
-            distributed.load(parts, storage_reader=reader)
-            found = {name.removeprefix(group): x for name, x in parts.items()}
+    groups = checkpoints.read_tensors(folder, only=("ema", "weights"))
+    found = groups.get("ema", groups["weights"])
     return [found[str(i)] for i in range(len(found))]
 
 # %% ../../nbs/08_runs/04_newest_weights.ipynb #3348f2ce

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from scipy import stats
+from statsmodels.stats.power import TTestPower
 
 from .. import InputError
 from ..core.validation import read_yaml_file
@@ -24,13 +24,9 @@ def paired_power(
     level: float = 0.05,  # two-sided
 ) -> float:  # 0 ... 1
     "The chance that a paired t test of so many seeds sees the difference; 0 with one seed."
-    if seeds < 2:
-        return 0.0
-    critical, shift = stats.t.ppf(1 - level / 2, seeds - 1), abs(effect) * seeds**0.5
-    beyond = stats.nct.sf(critical, seeds - 1, shift) + stats.nct.cdf(-critical, seeds - 1, shift)
-    return float(beyond)
+    return float(TTestPower().power(abs(effect), seeds, level)) if seeds > 1 else 0.0
 
-# %% ../../nbs/12_studies/08_power.ipynb #83c08ede
+
 def seeds_needed(
     spread: float,  # standard deviation of the paired differences
     effect: float,  # smallest difference of interest, in the same units
@@ -42,10 +38,8 @@ def seeds_needed(
     if not effect or spread < 0 or not 0 < power < 1:
         raise InputError(f"`effect` must not be 0, `spread` not below 0 and `power` between 0 and 1; got {effect}, "
                          f"{spread} and {power}")
-    if not spread:
-        return 2
-    enough = (n for n in range(2, most + 1) if paired_power(effect / spread, n, 0.05 / tests) >= power)
-    return next(enough, None)
+    seeds = range(2, most + 1)
+    return next((n for n in seeds if not spread or paired_power(effect / spread, n, 0.05 / tests) >= power), None)
 
 # %% ../../nbs/12_studies/08_power.ipynb #116c2610
 def pilot_spread(

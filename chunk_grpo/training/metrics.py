@@ -21,7 +21,7 @@ from ..models import trainable
 from ..models.inputs import evenly_spaced_positions
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
-from .iteration import Rollout, TrainingState, Update, held_out_places
+from .iteration import Rollout, TrainingState, Update
 from .rollout import sample_images
 
 # %% ../../nbs/07_training/05_metrics.ipynb #5fff51fd
@@ -153,7 +153,7 @@ def _score_eval_images(
 def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
     "Score images of held-out prompts with the present weights (the moving average where there is one)."
     s, accelerator = state.s, state.accelerator
-    places, mine = held_out_places(state)
+    places, mine = state.held_out_places()
     if state.ema is not None:  # in place, where they lie
         trainable.swap_local_shards(state.policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})

@@ -6,10 +6,10 @@
 __all__ = ['run_identity', 'save_checkpoint', 'resume', 'train_iteration', 'save_final_weights', 'train_run']
 
 # %% ../../nbs/07_training/08_trainer.ipynb #e0d305e9
+import contextlib
 import re
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ..core.files import read_json_lines, write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
-from .iteration import Rollout, TrainingState, count_seconds, load_policy_and_optimizer
+from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
 from .iteration import measure_profile, prepare_state, sample_groups, score_base, update_policy
 from .metrics import above_base_metrics, collect_metrics, evaluate_held_out
 
@@ -35,50 +35,29 @@ def run_identity(state: TrainingState) -> dict:  # run_id, settings
     return {"run_id": note.get("run_id", ""), "settings": state.s.model_dump(mode="json")}
 
 
+def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(i): x.detach() for i, x in enumerate(tensors)}
+
+
 def save_checkpoint(state: TrainingState) -> Path:  # its folder
     "Write a checkpoint of the finished iterations; every process has to call it."
-    in_parts = state.s.sharding != "none"
-    folder = state.run / "checkpoints" / f"{state.iteration:06d}"
-    if not (in_parts or state.accelerator.is_main_process):
-        return folder
-    trained = {str(i): p.detach() for i, p in enumerate(state.policy.trained)}
-    groups = {"weights": trained, "optimizer": checkpoints.flatten_optimizer(state.optimizer)}
-    if state.ema is not None:
-        groups["ema"] = {str(i): p for i, p in enumerate(state.ema.shadow_params)}
-    groups |= {name: {str(i): p for i, p in enumerate(copy)} for name, copy in state.copies.items()}
-    extra = {"ema_step": state.ema.optimization_step if state.ema else 0, "seconds": state.total}
-    extra["seconds_cpu"] = state.cpu
-    how = {"keep": state.s.keep_checkpoints, "keep_every": state.s.keep_every, "about": run_identity(state)}
-    if in_parts:
-        named = {f"{group}.{name}": x for group, tensors in groups.items() for name, x in tensors.items()}
-        checkpoints.write_sharded_checkpoint(state.run, state.iteration, named, extra, **how)
-    else:
-        checkpoints.write_full_checkpoint(state.run, state.iteration, groups, extra, **how)
-    return folder
+    s, sharded = state.s, state.s.sharding != "none"
+    if sharded or state.accelerator.is_main_process:
+        groups = {"weights": _named(state.policy.trained), "optimizer": checkpoints.flatten_optimizer(state.optimizer)}
+        groups |= {name: _named(copy) for name, copy in state.averages().items()}
+        rest = {"ema_step": state.ema.optimization_step if state.ema else 0, "seconds": state.total,
+                "seconds_cpu": state.cpu}
+        checkpoints.write_checkpoint(state.run, state.iteration, groups, rest, s.keep_checkpoints, s.keep_every,
+                                     run_identity(state), sharded)
+    return state.run / "checkpoints" / f"{state.iteration:06d}"
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
 def _read_checkpoint(
     state: TrainingState,
     folder: Path,  # of a checkpoint
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict]:
-    "The tensors of a checkpoint by group and name, and what else it remembers."
-    if state.s.sharding == "none":
-        return checkpoints.read_full_checkpoint(folder)
-    like = {str(i): p.detach() for i, p in enumerate(state.policy.trained)}
-    named, extra = checkpoints.read_sharded_checkpoint(folder, like)
-    groups = defaultdict(dict)
-    for name, x in named.items():
-        group, own = name.split(".", 1)
-        groups[group][own] = x
-    return groups, extra
-
-# %% ../../nbs/07_training/08_trainer.ipynb #eb7ca7d8
-def _load_checkpoint(
-    state: TrainingState,
-    folder: Path,  # of a checkpoint
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
-    "Tensors and memory of a checkpoint, or, the same in all processes, what keeps it from being used."
-    tensors, extra, problem = {}, {}, ""
+) -> tuple[dict[str, dict[str, torch.Tensor]], str]:  # groups of tensors, and what keeps them from being used
+    "The tensors of a checkpoint; the sentence is the same in all processes."
+    groups, problem = {}, ""
     try:
         if state.accelerator.is_main_process:
             checkpoints.verify_checkpoint(folder, run_identity(state))
@@ -86,37 +65,12 @@ def _load_checkpoint(
         problem = str(error)
     if not any(gather_object([problem])):
         try:
-            tensors, extra = _read_checkpoint(state, folder)
-            averages = [*["ema"] * (state.ema is not None), *state.copies]
-            why = checkpoints.tensor_problem(tensors, state.policy.trained, averages)
+            groups = checkpoints.read_tensors(folder, _named(state.policy.trained))
+            why = checkpoints.tensor_problem(groups, state.policy.trained, list(state.averages()))
             problem = why and str(checkpoints.damaged(folder, why))
         except InputError as error:
             problem = str(error)
-    return tensors, extra, next(filter(None, gather_object([problem])), "")
-
-# %% ../../nbs/07_training/08_trainer.ipynb #3e78bf0d
-def _find_checkpoint(
-    state: TrainingState,
-    say: Callable[[str], None],  # prints a line
-) -> tuple[Path | None, dict, dict]:  # None: the run has no checkpoint
-    "The newest whole checkpoint and what it holds; InputError where there are checkpoints and none is whole."
-    problems = {}
-    for folder in reversed(checkpoints.list_checkpoints(state.run)):
-        groups, extra, problem = _load_checkpoint(state, folder)
-        if not problem:
-            break
-        problems[folder] = problem.rstrip(".")
-    else:
-        if problems:
-            raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
-        return None, {}, {}
-    for old, problem in problems.items():
-        say(f"warning: {problem}; the run goes on from {folder.name}")
-        if state.accelerator.is_main_process:
-            aside = old.with_name(f"damaged-{old.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            old.rename(aside)
-    return folder, groups, extra
+    return groups, next(filter(None, gather_object([problem])), "")
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
 def _restore_log(
@@ -125,71 +79,67 @@ def _restore_log(
     say: Callable[[str], None],  # prints a line
 ) -> None:
     "Give metrics.jsonl and profile.json back what a checkpoint says of them."
-    for kept in [folder / name for name in checkpoints.COPIED_FILES if (folder / name).is_file()] if folder else []:
-        file, wanted = run / kept.name, kept.read_bytes()
-        if not (file.is_file() and file.read_bytes().startswith(wanted)):
-            say(f"warning: {file} was changed or lost; it is as in {kept} again")
-        with atomic_write(file) as temporary:
-            temporary.write_bytes(wanted)
+    clean_run_folder(run)
+    log = run / "metrics.jsonl"
     if folder is None:
-        file = run / "metrics.jsonl"
-        text = file.read_bytes() if file.is_file() else b""  # a crash may have left anything in it
+        text = log.read_bytes() if log.is_file() else b""  # a crash may have left anything in it
         done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
             say(f"warning: {run} has no checkpoint; its {done} iterations are done again")
+    kept = [folder / name for name in checkpoints.COPIED_FILES if (folder / name).is_file()] if folder else []
+    wanted = {run / file.name: file.read_bytes() for file in kept} if folder else {log: b""}
+    for file, content in wanted.items():
+        if not (file.is_file() and file.read_bytes().startswith(content)) and content:
+            say(f"warning: {file} was changed or lost; it is as in {folder / file.name} again")
         with atomic_write(file) as temporary:
-            temporary.write_bytes(b"")
-
-# %% ../../nbs/07_training/08_trainer.ipynb #493a02dc
-def _restore_state(state: TrainingState, groups: dict, extra: dict) -> None:
-    "Put what a checkpoint holds back into a training state."
-    with torch.no_grad():
-        for i, p in enumerate(state.policy.trained):
-            p.copy_(groups["weights"][str(i)])
-    checkpoints.load_optimizer_tensors(state.optimizer, groups["optimizer"])
-    if state.ema is not None:
-        state.ema.shadow_params = [groups["ema"][str(i)].to(p) for i, p in enumerate(state.ema.shadow_params)]
-        state.ema.optimization_step = extra["ema_step"]
-    state.iteration, state.total, state.cpu = extra["iteration"], extra["seconds"], extra["seconds_cpu"]
-    for name, copy in state.copies.items():
-        for i, x in enumerate(copy):
-            x.copy_(groups[name][str(i)])
-    profile = read_json(state.run / "profile.json", RunProfile)
-    state.profile = torch.tensor(profile["mean"], dtype=torch.float64)
+            temporary.write_bytes(content)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #64472d24
 def resume(state: TrainingState, say: Callable[[str], None] = print) -> None:
-    "Go on from the newest whole checkpoint, if there is one."
-    folder, groups, extra = _find_checkpoint(state, say)
+    "Go on from the newest whole checkpoint, if there is one; InputError where there are some and none is whole."
+    found, problems, groups = checkpoints.list_checkpoints(state.run), {}, {}
+    while found:
+        groups, problem = _read_checkpoint(state, found[-1])
+        if not problem:
+            break
+        problems[found.pop()] = problem.rstrip(".")
+    if problems and not found:
+        raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
+    folder = found[-1] if found else None
+    for old, problem in problems.items():
+        say(f"warning: {problem}; the run goes on from {found[-1].name}")
+        if state.accelerator.is_main_process:
+            aside = old.with_name(f"damaged-{old.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            old.rename(aside)
     if state.accelerator.is_main_process:
-        clean_run_folder(state.run)
-        if folder and folder == checkpoints.list_checkpoints(state.run)[-1]:  # not after a fall back to an older one
-            checkpoints.remove_old_checkpoints(state.run, state.s.keep_checkpoints, state.s.keep_every)
         _restore_log(state.run, folder, say)
+        checkpoints.remove_old_checkpoints(state.run, state.s.keep_checkpoints, state.s.keep_every)
     state.accelerator.wait_for_everyone()
-    if folder:
-        _restore_state(state, groups, extra)
-
-# %% ../../nbs/07_training/08_trainer.ipynb #e049ba95
-def _refuse_infinite(
-    state: TrainingState,
-    rollout: Rollout,
-) -> None:
-    "InputError where an iteration cannot be trained on."
-    number = state.iteration + 1
-    if not torch.isfinite(rollout.advantage).all():
-        raise InputError(f"`reward` must give scores whose mean and spread are finite; those of iteration {number} are "
-                         f"too large for that")
-    if not torch.isfinite(rollout.context.trajectories.logp).all():
-        raise InputError(f"`learning_rate` must leave a model that draws finite latents; log-probabilities of "
-                         f"iteration {number} are not finite")
+    if folder is None:
+        return
+    with torch.no_grad():
+        for name, tensors in {"weights": state.policy.trained, **state.averages()}.items():
+            for i, x in enumerate(tensors):
+                x.copy_(groups[name][str(i)])
+    checkpoints.load_optimizer_tensors(state.optimizer, groups["optimizer"])
+    rest = read_json(folder / "state.json")
+    state.iteration, state.total, state.cpu = rest["iteration"], rest["seconds"], rest["seconds_cpu"]
+    if state.ema is not None:
+        state.ema.optimization_step = rest["ema_step"]
+    state.profile = torch.tensor(read_json(state.run / "profile.json", RunProfile)["mean"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #fd7eb297
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
-    "One iteration, from drawing to the line of metrics; the checkpoint is the caller's."
+    "One iteration, from drawing to the line of metrics; the checkpoint is the caller's. InputError where it diverges."
     s, start, cpu = state.s, time.perf_counter(), time.process_time()
     rollout = sample_groups(state)
-    _refuse_infinite(state, rollout)
+    if not torch.isfinite(rollout.advantage).all():
+        raise InputError("`reward` must give scores whose mean and spread are finite; those of iteration "
+                         f"{state.iteration + 1} are too large for that")
+    if not torch.isfinite(rollout.context.trajectories.logp).all():
+        raise InputError("`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
+                         f"{state.iteration + 1} are not finite")
     base = score_base(state, rollout) if s.baseline_images else None
     if state.iteration == 0:
         state.profile = measure_profile(state, rollout.context.trajectories)
@@ -230,15 +180,7 @@ def save_final_weights(state: TrainingState) -> None:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
                     shutil.rmtree(state.run / name, ignore_errors=True)
 
-# %% ../../nbs/07_training/08_trainer.ipynb #aa456622
-def _close_rewards(state: TrainingState) -> None:
-    "End the processes and threads of the rewards."
-    state.executor.shutdown(cancel_futures=True)
-    for reward in state.rewards.values():
-        if hasattr(reward, "close"):  # it has a process of its own
-            reward.close()
-
-# %% ../../nbs/07_training/08_trainer.ipynb #8e211aaa
+# %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def _note_trained_share(state: TrainingState) -> str:
     "Write into `run.json`, where there is one, what part is trained, and with what; the same as a sentence."
     share, file = trainable.trained_share(state.policy), state.run / "run.json"
@@ -249,7 +191,7 @@ def _note_trained_share(state: TrainingState) -> str:
     beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
     return f"training {beside} {share:.1%} of the model"
 
-# %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
+
 def train_run(
     s: setting.Settings,
     run: Path,  # an existing folder; a checkpoint in it is taken up
@@ -278,7 +220,10 @@ def train_run(
         if stop:
             raise stop
 
-    try:
+    with contextlib.ExitStack() as ending:
+        for reward in state.rewards.values():
+            ending.callback(getattr(reward, "close", lambda: None))  # of those that have a process of their own
+        ending.callback(state.executor.shutdown, cancel_futures=True)  # before them
         load_policy_and_optimizer(state)
         resume(state, say)
         say(_note_trained_share(state))
@@ -289,7 +234,5 @@ def train_run(
             finish_iteration(train_iteration(state))
         save_final_weights(state)
         announce("on_train_end")
-    finally:
-        _close_rewards(state)
     state.accelerator.wait_for_everyone()
     state.accelerator.state.destroy_process_group()
