@@ -11,10 +11,9 @@ __all__ = ['WISE_WEIGHTS', 'WISE_FILE_STEMS', 'WISCORE_SCALES', 'PAPER_JUDGE', '
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import httpx
 import numpy as np
@@ -29,8 +28,7 @@ from .evaluate import compare_arms, paired_records, preservation_rates, write_sc
 from .judge import ImageQuestion, Judge, api_key, ask_judge, parse_scale_scores, parse_yes_no
 
 # %% ../../nbs/09_evaluation/04_judged.ipynb #623a34a2
-@dataclass(frozen=True)
-class Proposition:
+class Proposition(NamedTuple):
     "A question of DPG-Bench about an image."
 
     number: int  # proposition_id
@@ -39,8 +37,7 @@ class Proposition:
     category: str  # level 1: entity, attribute, relation, global, other
 
 
-@dataclass(frozen=True)
-class JudgedPrompt:
+class JudgedPrompt(NamedTuple):
     "A prompt, and what its judge is asked by."
 
     name: int | str  # WISE's prompt_id, DPG-Bench's item_id
@@ -166,16 +163,10 @@ def apply_dependencies(
 
 # %% ../../nbs/09_evaluation/04_judged.ipynb #aab7ed37
 def _grid_boxes(image: Path, count: int) -> list[tuple[int, int, int, int] | None]:
-    "Where the images of a prompt lie in its file; InputError for a file that is no such grid."
-    if count not in (1, 2, 3, 4):
-        raise InputError(f"`count` must be 1 to 4 images a prompt; got {count!r}")
+    "Where the images of a prompt lie in its file, a grid of two by two; one image is the whole file."
     if count == 1:
         return [None]
-    with Image.open(image) as picture:
-        width, height = picture.size
-    if width % 2 or height % 2:
-        raise InputError(f"`images`: {image} must be a grid of two by two images; got {width} x {height} pixels")
-    w, h = width // 2, height // 2
+    w, h = (side // 2 for side in Image.open(image).size)
     return [(x, y, x + w, y + h) for y in (0, h) for x in (0, w)][:count]
 
 
@@ -281,6 +272,8 @@ def evaluate_dpg(
 ) -> dict:  # summary.json
     "Judge the images of all arms; InputError where something is missing, before the first question."
     api_key(judge)
+    if count not in (1, 2, 3, 4):
+        raise InputError(f"`count` must be 1 to 4 images a prompt; got {count!r}")
     items, files = read_dpg_prompts(file)
 
     def ask(item: JudgedPrompt, n: int) -> dict[str, str]:
