@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.training_utils import EMAModel
-from pocket_networks import (
+from pocket_recipe import (
     PocketFlow,
     augment_images,
     clip_loss,
@@ -33,6 +33,8 @@ from pocket_networks import (
     new_vae,
     pack_flow_latents,
     sample_flow_images,
+    split_category_captions,
+    split_prompts,
     vae_loss,
 )
 from safetensors.torch import load_file, save_file
@@ -51,8 +53,6 @@ from chunk_grpo.pocket.world import (
     render_scene,
     sample_scene,
     sample_scene_image,
-    split_category_captions,
-    split_prompts,
 )
 
 PARTS = ("vae", "decoder", "flow", "misled", "clip")
