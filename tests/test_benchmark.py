@@ -10,7 +10,7 @@ from commands import run, start
 from stub_judge import serve
 
 from chunk_grpo.core.files import read_json, read_json_lines
-from chunk_grpo.evaluation import benchmarks, dpg, evaluate
+from chunk_grpo.evaluation import benchmarks, evaluate, judged
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_dpg_asks_a_judge_about_a_runs_images(trained):
     table = trained / "dpg_bench.csv"
     texts = enumerate(("a red circle", "two stars"))
     rows = [(f"item{n}", text, 1, "0", "entity - x (y)", f"Is it {text}?") for n, text in texts]
-    pd.DataFrame(rows, columns=dpg.DPG_COLUMNS).to_csv(table, index=False)
+    pd.DataFrame(rows, columns=judged.DPG_COLUMNS).to_csv(table, index=False)
     words = ["evaluate", trained / "run", "--benchmark", "dpg", "--source", table, "--no-report"]
     assert "judge" in run(*words, code=2) and not (trained / "run" / "benchmarks" / "dpg").exists()
     with serve(lambda text, grey: "yes" if "star" in text else "no") as stub:

@@ -228,7 +228,7 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     ) == geneval.score_geneval_images(
         folder, tmp_path / "whole.jsonl", None, None, "drawn"
     )  # nothing is left to do
-    with pytest.raises(InputError, match="verdicts by 'drawn', not by 'official: x'"):
+    with pytest.raises(InputError, match="scorer 'drawn', not 'official: x'"):
         geneval.score_geneval_images(folder, killed, see, colours, "official: x")
 
 

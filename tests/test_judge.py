@@ -17,8 +17,8 @@ from stub_judge import NAME, number, serve, three_scores, yes_or_no
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json_lines
-from chunk_grpo.evaluation import dpg, wise
-from chunk_grpo.evaluation.judge import Judge
+from chunk_grpo.evaluation import judged
+from chunk_grpo.evaluation.judge import Judge, parse_scale_scores
 
 ARMS = {"base": 10, "plain": 11}  # grey of the images
 QUICK = dict(max_concurrency=6, timeout=20.0, retries=8, pause=0.01)
@@ -40,7 +40,7 @@ def small(tmp_path):
     "A DPG-Bench of 12 prompts with 3 questions, and its images: 72 requests for two arms."
     rows = [(f"item{n}", f"thing {n}", p, {1: "0", 2: "1", 3: "2"}[p], f"{kind} - x (y)", f"thing {n}, part {p}?")
             for n in range(12) for p, kind in ((1, "entity"), (2, "attribute"), (3, "relation"))]
-    pd.DataFrame(rows, columns=dpg.DPG_COLUMNS).to_csv(tmp_path / "dpg_bench.csv", index=False)
+    pd.DataFrame(rows, columns=judged.DPG_COLUMNS).to_csv(tmp_path / "dpg_bench.csv", index=False)
     return tmp_path / "dpg_bench.csv", pictures(tmp_path / "images", [f"item{n}" for n in range(12)])
 
 
@@ -49,7 +49,7 @@ def checkout(tmp_path_factory):
     "A checkout of WISE with 1,000 invented things, and images of both arms."
     home = tmp_path_factory.mktemp("wise")
     (home / "WISE_legacy/data").mkdir(parents=True)
-    for part, low, high in zip(wise.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True):
+    for part, low, high in zip(judged.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True):
         rows = [{"prompt_id": n, "Prompt": f"thing {n}", "Explanation": "as it is", "Subcategory": "things"}
                 for n in range(low, high + 1)]
         (home / f"WISE_legacy/data/{part}_rewrite.json").write_text(json.dumps(rows))
@@ -69,10 +69,11 @@ def test_faults_on_the_way_do_not_change_the_table(small, tmp_path):
         return kinds[(n + before) % len(kinds)] if before < 1 + (n % 3 == 0) else None
 
     with serve(yes_or_no) as stub:
-        clean = dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean")
+        clean = judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean")
         straight = [name for name in stub.order]
     with serve(yes_or_no, fault) as stub:
-        rough = dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK | {"timeout": 1.0}), tmp_path / "rough")
+        judge = Judge(stub.url, "asked-for", **QUICK | {"timeout": 1.0})
+        rough = judged.evaluate_dpg(*small, judge, tmp_path / "rough")
         assert set(stub.done) == set(kinds)
         assert stub.order[-72:] != straight
         assert stub.bodies[0]["model"] == "asked-for" and stub.bodies[0]["temperature"] == 0
@@ -93,11 +94,11 @@ def test_faults_on_the_way_do_not_change_the_table(small, tmp_path):
 SCRIPT = """
 import sys
 from pathlib import Path
-from chunk_grpo.evaluation import dpg, wise
+from chunk_grpo.evaluation import judged
 from chunk_grpo.evaluation.judge import Judge
 source, images, out, url, pause = sys.argv[1:]
 arms = {arm: Path(images) / arm for arm in ("base", "plain")}
-evaluate = dpg.evaluate_dpg if source.endswith(".csv") else wise.evaluate_wise
+evaluate = judged.evaluate_dpg if source.endswith(".csv") else judged.evaluate_wise
 evaluate(Path(source), arms, Judge(url, "asked-for", max_concurrency=6, pause=float(pause)), Path(out))
 """
 
@@ -139,11 +140,11 @@ def test_a_killed_run_goes_on_to_the_same_table(small, tmp_path):
         lines = file.read_bytes().splitlines(keepends=True)
         file.write_bytes(b"".join(lines[:24]) + lines[24][:60])  # as if killed in the middle of a line
         judge = Judge(stub.url, "asked-for", **QUICK)
-        dpg.evaluate_dpg(*small, judge, tmp_path / "killed")
+        judged.evaluate_dpg(*small, judge, tmp_path / "killed")
         twice = judge.max_concurrency + len(lines) - 24  # what was under way when it was killed, and the lines cut off
         assert sum(stub.came.values()) <= 72 + 6 + twice
     with serve(yes_or_no) as stub:
-        dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "whole")
+        judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "whole")
     assert same(tmp_path / "killed", tmp_path / "whole")
     read = [record["id"] for record in read_json_lines(file) if record["parsed"] is not None]
     assert len(read) == len(set(read)) == 72
@@ -157,10 +158,10 @@ def test_wise_killed_twice_goes_on_to_the_same_table(checkout, tmp_path):
         for count in (300, 900):
             kill_at(count, file, start(home, images, tmp_path / "killed", stub.url))
         judge = Judge(stub.url, "asked-for", max_concurrency=6)
-        again = wise.evaluate_wise(home, images, judge, tmp_path / "killed")
+        again = judged.evaluate_wise(home, images, judge, tmp_path / "killed")
         assert sum(stub.came.values()) <= 2000 + 2 * judge.max_concurrency  # only what was under way is asked twice
     with serve(three_scores) as stub:
-        whole = wise.evaluate_wise(home, images, Judge(stub.url, "asked-for", max_concurrency=6), tmp_path / "whole")
+        whole = judged.evaluate_wise(home, images, Judge(stub.url, "asked-for", max_concurrency=6), tmp_path / "whole")
         assert sum(stub.came.values()) == 2000
     assert again == whole and same(tmp_path / "killed", tmp_path / "whole")
     ids = [record["id"] for record in read_json_lines(file)]
@@ -183,9 +184,9 @@ def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
     (tmp_path / "own.txt").write_text("Prompt: {prompt}. Score it.")
     with serve(three_scores) as stub:
         judge = Judge(stub.url, "asked-for", max_concurrency=6)
-        found = wise.evaluate_wise(home, one, judge, tmp_path / "out")
+        found = judged.evaluate_wise(home, one, judge, tmp_path / "out")
         with pytest.raises(InputError, match="belongs to another text; take a new folder"):
-            wise.evaluate_wise(home, one, judge, tmp_path / "out", rubric=tmp_path / "own.txt")
+            judged.evaluate_wise(home, one, judge, tmp_path / "out", rubric=tmp_path / "own.txt")
         assert sum(stub.came.values()) == 1000 and json.loads((tmp_path / "out/summary.json").read_text()) == found
 
 
@@ -206,9 +207,9 @@ def test_an_interrupt_ends_a_run_that_waits_for_its_judge(small, tmp_path):
 def test_nonsense_is_counted_and_said(small, tmp_path):
     with serve(lambda text, grey: "The image is a poem.") as stub:
         judge = Judge(stub.url, "asked-for", **QUICK)
-        found = dpg.evaluate_dpg(*small, judge, tmp_path / "out")
+        found = judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert set(stub.came.values()) == {3} and sum(stub.came.values()) == 3 * 72
-        assert dpg.evaluate_dpg(*small, judge, tmp_path / "out") == found
+        assert judged.evaluate_dpg(*small, judge, tmp_path / "out") == found
         assert sum(stub.came.values()) == 3 * 72
     assert found["judge"]["unparsed"] == found["judge"]["questions"] == 72 and found["judge"]["refused"] == 0
     assert found["overall"] == {"base": None, "plain": None, "plain-base": None}
@@ -219,12 +220,12 @@ def test_nonsense_is_counted_and_said(small, tmp_path):
 
 def test_some_nonsense_leaves_the_rest_in_pairs(small, tmp_path):
     def fault(name, before):
-        if name == f"11 {dpg.dpg_question_text('thing 4, part 2?')}":
+        if name == "11 " + judged.DPG_QUESTION.format(question="thing 4, part 2?"):
             return "mumble"
         return "filter" if number(name) == 5 and name.startswith("10") else None
 
     with serve(yes_or_no, fault) as stub:
-        found = dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "out")
+        found = judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "out")
         assert stub.done == {"mumble": 3, "filter": 3}  # a refusal of each of three questions, asked once
     assert found["judge"]["unparsed"] == 4 and found["judge"]["refused"] == 3
     assert {arm: part["unparsed"] for arm, part in found["arms"].items()} == {"base": 1, "plain": 1}
@@ -237,16 +238,16 @@ def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
         judge = Judge(stub.url, "asked-for", **QUICK | {"key_variable": "JUDGE_KEY_OF_THE_TESTS", "max_concurrency": 1})
         monkeypatch.delenv("JUDGE_KEY_OF_THE_TESTS", raising=False)
         with pytest.raises(InputError, match="environment variable JUDGE_KEY_OF_THE_TESTS is not set"):
-            dpg.evaluate_dpg(*small, judge, tmp_path / "out")
+            judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert not stub.came and not (tmp_path / "out").exists()
 
         monkeypatch.setenv("JUDGE_KEY_OF_THE_TESTS", "sk-wrong-4712")
         with pytest.raises(InputError, match="does not take the request .status 401: .*Incorrect API key") as stopped:
-            dpg.evaluate_dpg(*small, judge, tmp_path / "out")
+            judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert stub.came == {"401": 1} and "4712" not in str(stopped.value) and "[the key]" in str(stopped.value)
 
         monkeypatch.setenv("JUDGE_KEY_OF_THE_TESTS", "sk-right-4711")
-        assert dpg.evaluate_dpg(*small, judge, tmp_path / "out")["judge"]["unparsed"] == 0
+        assert judged.evaluate_dpg(*small, judge, tmp_path / "out")["judge"]["unparsed"] == 0
         written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
         assert len(written) > 1000 and b"4711" not in written and b"4712" not in written
 
@@ -260,48 +261,49 @@ def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(small, tm
     with serve(yes_or_no, lambda name, before: fault if away["now"] and number(name) > 5 else None) as stub:
         judge = Judge(stub.url, "asked-for", **QUICK | {"retries": 2})
         with pytest.raises(InputError, match=words):
-            dpg.evaluate_dpg(*small, judge, tmp_path / "out")
+            judged.evaluate_dpg(*small, judge, tmp_path / "out")
         kept = len(read_json_lines(tmp_path / "out/answers.jsonl"))
         assert kept == 18 and not (tmp_path / "out/summary.json").exists()
         assert stub.done[fault] <= judge.max_concurrency * 3
         away["now"], asked = False, sum(stub.came.values())
-        found = dpg.evaluate_dpg(*small, judge, tmp_path / "out")
+        found = judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert sum(stub.came.values()) - asked == 72 - kept
     with serve(yes_or_no) as stub:
-        assert dpg.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean") == found
+        assert judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean") == found
 
 
 def test_nobody_there(small, tmp_path):
     with pytest.raises(InputError, match="gave no answer about .* in 2 requests, at last ConnectError"):
-        dpg.evaluate_dpg(*small, Judge("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01), tmp_path / "out")
+        judged.evaluate_dpg(*small, Judge("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01), tmp_path / "out")
 
 
 def test_another_image_or_judge_is_another_question(small, tmp_path):
     file, images = small
     with serve(yes_or_no) as stub:
         judge = Judge(stub.url, "asked-for", **QUICK)
-        dpg.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
+        judged.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
         with pytest.raises(InputError, match="belongs to another model or options"):
-            dpg.evaluate_dpg(file, {"base": images["base"]}, Judge(stub.url, "better", **QUICK), tmp_path / "out")
+            judged.evaluate_dpg(file, {"base": images["base"]}, Judge(stub.url, "better", **QUICK), tmp_path / "out")
         Image.new("L", (2, 2), 99).save(images["base"] / "item3.png")
         with pytest.raises(InputError, match="about base/item3/0/. that belongs to another image"):
-            dpg.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
+            judged.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
         (images["base"] / "item3.png").unlink()
         with pytest.raises(InputError, match="lacks 1 of 12 images, first item3.png"):
-            dpg.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
+            judged.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
         assert sum(stub.came.values()) == 36
 
 
-@given(st.tuples(*[st.integers(0, 2)] * 3), st.permutations(list(wise.WISCORE_SCALES)),
+@given(st.tuples(*[st.integers(0, 2)] * 3), st.permutations(list(judged.WISCORE_SCALES)),
        st.sampled_from([": ", " = ", ":** ", '": ']), st.sampled_from(["\n", ", ", ";\n- ", " | "]))
 def test_scores_are_read_in_any_order_and_dress(numbers, order, colon, between):
-    scores = dict(zip(wise.WISCORE_SCALES, numbers, strict=True))
+    scores = dict(zip(judged.WISCORE_SCALES, numbers, strict=True))
     text = between.join(f"{name.capitalize()}{colon}{scores[name]}" for name in order)
-    assert wise.parse_wise_answer(text) == scores
-    assert wise.parse_wise_answer(text + between + f"Realism{colon}{(scores['realism'] + 1) % 3}") is None
+    assert parse_scale_scores(text, judged.WISCORE_SCALES, 2) == scores
+    text += between + f"Realism{colon}{(scores['realism'] + 1) % 3}"
+    assert parse_scale_scores(text, judged.WISCORE_SCALES, 2) is None
 
 
 @given(st.text(alphabet="consitery: 0123/.*\n\"aemlhRAC-", max_size=80))
 def test_whatever_a_judge_says_is_scores_or_nothing(text):
-    found = wise.parse_wise_answer(text)
-    assert found is None or set(found) == set(wise.WISCORE_SCALES) and set(found.values()) <= {0, 1, 2}
+    found = parse_scale_scores(text, judged.WISCORE_SCALES, 2)
+    assert found is None or set(found) == set(judged.WISCORE_SCALES) and set(found.values()) <= {0, 1, 2}

@@ -81,7 +81,8 @@ def _read_paper_numbers() -> dict[str, dict[str, float]]:  # table of version 1,
     names = {"base": "FLUX.1-dev", "steps": "Dance-GRPO", "chunks": "Chunk-GRPO", "weighted": "Chunk-GRPO +ws"}
 
     def of(key: str, column: str, *short: str) -> dict[str, float]:
-        return {row: benchmarks.paper_table_column(key, column)[names[row]] for row in short}
+        values = {row["row"]: row[column] for row in benchmarks.paper_table_rows(key)}
+        return {row: values[names[row]] for row in short}
 
     return {
         "Table 1": of("table1_preference", "hpsv3", "base", "steps", "chunks", "weighted"),  # trained on HPSv3

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['ode_arms', 'evaluation_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records',
-           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'evaluate']
+           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'write_scores',
+           'evaluate']
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #197a320c
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,13 @@ def ode_arms(s: setting.Settings) -> dict[str, int | None]:  # arm -> split for 
     return arms | ({"hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps else {})
 
 
-def evaluation_arms(s: setting.Settings) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
+def evaluation_arms(s: setting.Settings) -> dict[str, int | None]:
     "The arms of an evaluation: those of the ODE, and base and trained weights sampled as in training."
     return ode_arms(s) | AS_TRAINED_ARMS
 
 
-def split_sweep_arms(
-    s: setting.Settings,
-    every: int = 5,  # steps from one split to the next
-) -> dict[str, int | None]:  # arm -> split for `sample_images`
-    "Arms at a row of splits: base, split-05, split-10 and so on, plain."
+def split_sweep_arms(s: setting.Settings, every: int = 5) -> dict[str, int | None]:
+    "Arms at a split every so many steps: base, split-05, split-10 and so on, plain."
     if type(every) is not int or every < 1:
         raise InputError(f"`every` must be a whole number of steps from 1; got {every!r}")
     return {"base": 0, **{f"split-{step:02d}": step for step in range(every, s.eval_steps, every)}, "plain": None}
@@ -54,7 +53,7 @@ def reference_arm(arm: str) -> str | None:  # None for a reference itself
         return None
     return "base-as-trained" if arm in AS_TRAINED_ARMS else "base"
 
-# %% ../../nbs/09_evaluation/00_evaluate.ipynb #f64b4a42
+
 _RESERVED_ARM_NAMES = ("categories", "overall", "preserved", "trained")  # keys of summaries and reports
 
 
@@ -67,32 +66,24 @@ def _check_arms(arms: Mapping[str, int | None], steps: int) -> None:
         if split is not None and (type(split) is not int or not 0 <= split <= steps):
             raise InputError(f"`arms` must give {name} a whole step from 0 to {steps}, where the base takes over, or "
                              f"None for never; got {split!r}")
-    if not {"base": 0, "plain": None}.items() <= dict(arms).items():
-        raise InputError(f"`arms` must hold base with step 0 and plain with None; got {dict(arms)}")
-    if AS_TRAINED_ARMS.keys() & arms.keys() and not AS_TRAINED_ARMS.items() <= dict(arms).items():
-        raise InputError("`arms` must hold base-as-trained with step 0 and as-trained with None, or neither; got "
-                         f"{dict(arms)}")
+    for pair in ({"base": 0, "plain": None}, AS_TRAINED_ARMS):
+        if not pair.items() <= dict(arms).items() and ("base" in pair or pair.keys() & arms.keys()):
+            raise InputError(f"`arms` must hold {' and '.join(f'{arm}: {step}' for arm, step in pair.items())}; got "
+                             f"{dict(arms)}")
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #a25696a4
-def prompt_means(
-    records: Sequence[Mapping],  # of `scores.jsonl`
-    arm: str,
-    name: str,  # of the reward
-) -> np.ndarray:  # (n,) mean score of each prompt, in the order of the prompts
-    "One number a prompt."
-    groups: dict[int, list[float]] = {}
-    for record in records:
-        if record["arm"] == arm:
-            groups.setdefault(record["prompt_index"], []).append(record["scores"][name])
-    return np.array([np.mean(groups[p]) for p in sorted(groups)])
+def _scores_by_prompt(records: Sequence[Mapping], arm: str, name: str) -> dict[int, list[float]]:
+    mine = sorted((r["prompt_index"], r["image_index"], r["scores"][name]) for r in records if r["arm"] == arm)
+    return {prompt: [score for *_, score in part] for prompt, part in groupby(mine, key=lambda one: one[0])}
 
 
-def category_means(
-    records: Sequence[Mapping],  # of `scores.jsonl`
-    arm: str,
-    name: str,  # of the reward
-) -> dict[str, float]:  # mean of each category; empty where the reward knows none
-    "Mean score of the images of each category, as GenEval's columns."
+def prompt_means(records: Sequence[Mapping], arm: str, name: str) -> np.ndarray:  # (n,)
+    "The mean score of each prompt, in the order of the prompts, by the reward of this name."
+    return np.array([np.mean(scores) for scores in _scores_by_prompt(records, arm, name).values()])
+
+
+def category_means(records: Sequence[Mapping], arm: str, name: str) -> dict[str, float]:
+    "Mean score of the images of each category, as GenEval's columns; empty where the reward knows none."
     groups: dict[str, list[float]] = {}
     for record in records:
         if record["arm"] == arm and name in record["category"]:
@@ -156,19 +147,6 @@ def preservation_rates(
     return out
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #1c206ed9
-def _image_scores(records: Sequence[Mapping], arm: str, name: str) -> np.ndarray:
-    "Every score of an arm (n, m), a row a prompt; InputError where prompts have unequal numbers of images."
-    groups: dict[int, dict[int, float]] = {}
-    for record in records:
-        if record["arm"] == arm:
-            groups.setdefault(record["prompt_index"], {})[record["image_index"]] = record["scores"][name]
-    counts = sorted({len(images) for images in groups.values()})
-    if len(counts) > 1:
-        raise InputError(f"`records` must hold equally many images of every prompt; got {counts[0]} to {counts[-1]} "
-                         f"of {arm}")
-    return np.array([[groups[p][i] for i in sorted(groups[p])] for p in sorted(groups)], dtype=np.float64)
-
-
 def summarise_evaluation(
     records: Sequence[Mapping],  # of `scores.jsonl`
 ) -> dict[str, dict]:  # by reward: arms, paired differences to their bases, categories, overall, preserved
@@ -178,7 +156,12 @@ def summarise_evaluation(
     for name in records[0]["scores"]:
         by_prompt = {r["prompt_index"]: r["category"][name] for r in records if name in r["category"]}
         kinds = [by_prompt[p] for p in sorted(by_prompt)] or None
-        scores = {arm: _image_scores(records, arm, name) for arm in arms}
+        rows = {arm: list(_scores_by_prompt(records, arm, name).values()) for arm in arms}
+        counts = sorted({len(images) for part in rows.values() for images in part})
+        if len(counts) > 1:
+            raise InputError(f"`records` must hold equally many images of every prompt; got {counts[0]} to "
+                             f"{counts[-1]}")
+        scores = {arm: np.array(part, dtype=np.float64) for arm, part in rows.items()}
         row: dict[str, Any] = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
         row |= {f"{arm}-base": bootstrap_images(scores[arm] - scores[base], kinds) for arm, base in against.items()}
         row["categories"] = {arm: category_means(records, arm, name) for arm in arms} if kinds else None
@@ -207,6 +190,13 @@ def evaluation_settings(
     return s
 
 
+def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> None:
+    "scores.jsonl and summary.json, each whole or not at all."
+    with atomic_write(Path(folder) / "scores.jsonl") as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write_json(Path(folder) / "summary.json", summary)
+
+
 def evaluate(
     run: Path | str,  # a finished run's folder; gets evaluation/
     say: Callable[[str], None] = lambda text: None,  # told of the progress
@@ -230,14 +220,12 @@ def evaluate(
         draw_share(run, s, arms, folder, watch=watch)
     done = read_parts(folder)
     records = [record for part in parts for record in done[part]]
-    with atomic_write(folder / "scores.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     summary = {"n_prompts": len(prompts), "images_per_prompt": s.eval_images, "steps": s.eval_steps,
                "split": arms.get("hybrid", s.hybrid_split), "arms": arms, "seed": s.eval_seed}
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(s, name) for name in names}}
     summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
-    write_json(folder / "summary.json", summary)
+    write_scores(folder, records, summary)
     move_into_place(folder, run / "evaluation")
     return summary
