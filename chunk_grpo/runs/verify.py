@@ -195,7 +195,8 @@ def verification_lines(
             "differs": f"differs: {what} were repeated"}[found["answer"]], *found["changed"]]
     for row in rows[:most]:
         how = "not allowed to differ" if math.isinf(row["share"]) else f"{100 * row['share']:.2g}% of what is allowed"
-        out.append(f"{row['name']} of iteration {row['iteration']}: {row['run']} in the run, {row['again']} again, {how}")
+        out.append(f"{row['name']} of iteration {row['iteration']}: {row['run']} in the run, {row['again']} again, "
+                   f"{how}")
     if len(rows) > most:
         out.append(f"{len(rows) - most} further numbers differ by less")
     if weights:
