@@ -131,7 +131,7 @@ def planned_processes(s: settings.Settings, processes: int | None, device: str =
         return 1 if known is None else known
     return planning.processes_here(s)
 
-
+# %% ../../nbs/13_cli/02_main.ipynb #38d9e720
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
 def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")] = None,
