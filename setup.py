@@ -28,6 +28,7 @@ setup(
                            "presets/pocket/studies/*/*.yaml"],
         f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],
         f"{meta['lib_path']}.reward_serving": ["*.txt"],
+        f"{meta['lib_path']}.cli": ["*.yaml"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),

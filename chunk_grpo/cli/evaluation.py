@@ -4,12 +4,10 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'JudgeOption', 'JudgeModelOption',
-           'JudgeKeyOption', 'REPORTED_PACKAGES', 'FOLDER_OPTIONS', 'DRAWBENCH_SHEET', 'print_rows', 'split_commas',
-           'printable', 'echo_now', 'echo_error', 'ended_code', 'examples', 'print_json', 'parse_arm_folders',
-           'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'score_given_images', 'print_benchmark_scores',
-           'evaluate_benchmark', 'foreign_demands', 'check_trust', 'check_evaluate_words', 'evaluate', 'reward_env',
-           'serve_reward', 'list_devices', 'reward_files', 'missing_weights_note', 'list_prompt_lists', 'list_rewards',
-           'list_benchmarks', 'doctor_rows', 'doctor']
+           'JudgeKeyOption', 'print_rows', 'split_commas', 'printable', 'echo_now', 'echo_error', 'ended_code',
+           'examples', 'print_json', 'parse_arm_folders', 'evaluate_with_progress', 'evaluate_heldout', 'print_means',
+           'score_given_images', 'print_benchmark_scores', 'evaluate_benchmark', 'foreign_demands', 'check_trust',
+           'check_evaluate_words', 'evaluate', 'reward_env', 'serve_reward', 'doctor_rows', 'doctor']
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #b548556c
 import importlib.metadata
@@ -298,119 +296,57 @@ def serve_reward(
         raise InputError(str(error)) from None
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #0c1a0c3d
-REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
-                     "jupyterlab")
+_REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
+                      "jupyterlab")
 
 
-def list_devices() -> list[tuple[str, str]]:
-    "What torch can compute on."
-    import torch  # here, since it takes seconds
-
-    found = [(f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB")
-             for i, p in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count())))]
-    return [("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"), *found]
-
-
-def reward_files(name: str) -> list[tuple[str, str]]:
-    "Hub id and file of what a reward needs, and no file more."
-    from chunk_grpo.rewards import clip_score as clip  # these here, since they import torch
-    from chunk_grpo.rewards import hpsv3, image_reward
-
-    weights, words = ("config.json", "model.safetensors"), ("tokenizer.json", "tokenizer_config.json")
-    pairs, processor = (*words, "vocab.json", "merges.txt"), "preprocessor_config.json"
-    needed = {
-        "clip": {clip.CLIP_MODEL_ID: (*weights, *pairs, processor)},
-        "pickscore": {clip.PICKSCORE_MODEL_ID: weights,
-                      clip.PICKSCORE_PROCESSOR_ID: ("config.json", *pairs, processor)},
-        "imagereward": {image_reward.IMAGEREWARD_MODEL_ID: ("ImageReward.pt", "med_config.json"),
-                        image_reward.BERT_TOKENIZER_ID: ("config.json", *words, "vocab.txt")},
-        "hpsv3": {hpsv3.HPSV3_MODEL_ID: ("HPSv3.safetensors",), hpsv3.HPSV3_BASE_ID: ("config.json", *pairs)}}
-    return [(hub, file) for hub, files in needed[name].items() for file in files]
-
-# %% ../../nbs/13_cli/00_evaluation.ipynb #8fe050c6
-FOLDER_OPTIONS = {  # of `reward_options`, that name folders where nothing can be fetched
-    "clip": "the option weights with a folder that has them all",
-    "pickscore": "the options weights and processor with two folders",
-    "imagereward": "the options weights and tokenizer with two folders",
-    "hpsv3": "the options weights (HPSv3.safetensors) and base (configuration, tokenizer) with two folders"}
-
-
-def missing_weights_note(name: str) -> str:
+def _reward_note(needs: dict[str, str]) -> str:
     "What a reward's weights lack in the hub's cache, with the command that brings it; or ready."
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
-    gone: dict[str, list[str]] = {}
-    for hub, file in reward_files(name):
-        if not isinstance(try_to_load_from_cache(hub, file), str):
-            gone.setdefault(hub, []).append(file)
-    if not gone:
-        return "ready, in the hub's cache"
-    commands = " && ".join(f"hf download {hub} {' '.join(files)}" for hub, files in gone.items())
-    return f"missing: {commands}; or {FOLDER_OPTIONS[name]}"
-
-# %% ../../nbs/13_cli/00_evaluation.ipynb #4f6241f4
-DRAWBENCH_SHEET = "https://docs.google.com/spreadsheets/d/1y7nAbmR4FREi6npB1u-Bo3GFdwdOPYJc617rBOxIRHY"
+    gone = {hub: [file for file in files.split() if not isinstance(try_to_load_from_cache(hub, file), str)]
+            for hub, files in needs.items() if hub != "or"}
+    commands = " && ".join(f"hf download {hub} {' '.join(files)}" for hub, files in gone.items() if files)
+    return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
 
 
-def list_prompt_lists() -> list[tuple[str, str]]:
-    "Published lists of prompts: where from, licence, command."
-    from chunk_grpo.evaluation import geneval  # here, since it imports torch
-
-    lists = {
-        "HPDv2": "Apache-2.0: hf download ymhao/HPDv2 train.json test.json --repo-type dataset --local-dir hpdv2; then "
-                 "prompts=hpdv2/train.json eval_prompts=hpdv2/test.json",
-        "PartiPrompts": "Apache-2.0: curl -LO "
-                        "https://raw.githubusercontent.com/google-research/parti/main/PartiPrompts.tsv",
-        "DrawBench": f"no licence stated: curl -Lo drawbench.csv '{DRAWBENCH_SHEET}/gviz/tq?tqx=out:csv'",
-        "GenEval": f"MIT, shipped: {geneval.GENEVAL_METADATA_FILE}"}
-    return [(f"prompts {name}", words) for name, words in lists.items()]
-
-# %% ../../nbs/13_cli/00_evaluation.ipynb #26a8da5f
-def list_rewards() -> list[tuple[str, str]]:
-    "Every reward with what it lacks here."
-    from chunk_grpo.reward_serving import placement  # here, since it imports torch
-
-    names = ("pocket-clip", "pocket-geneval", "incompressibility", "compressibility")
-    out = [(f"reward {name}", "ready, shipped") for name in names]
-    out += [(f"reward {name}", missing_weights_note(name)) for name in ("clip", "pickscore", "imagereward", "hpsv3")]
-    try:
-        made = f"ready, {placement.environment_python('hpsv3').parents[1]}"
-    except InputError:
-        made = "missing its environment: chunk-grpo reward-env hpsv3"
-    return [*out, ("reward hpsv3, backend package", made)]
-
-
-def list_benchmarks() -> list[tuple[str, str]]:
-    "Every benchmark with what it needs beside images."
-    hub = "hf download ymhao/HPDv2 test.json --repo-type dataset"
-    needs = {"geneval": "prompts shipped; --detector: the folder of tools/convert_detector.py, see the page "
-                        "detector, or facebook/mask2former-swin-small-coco-instance",
-             "wise": "--source: git clone https://github.com/PKU-YuanGroup/WISE; --judge-url, --judge-model",
-             "dpg": "--source: dpg_bench.csv of github.com/TencentQQGYLab/ELLA; --judge-url, --judge-model",
-             "hpd-test400": f"--source test.json: {hub}",
-             "hpd-bench3200": "--source: a folder with anime.json, concept-art.json, paintings.json, photo.json"}
-    return [(f"benchmark {name}", words) for name, words in needs.items()]
-
-# %% ../../nbs/13_cli/00_evaluation.ipynb #a445d2fb
 def doctor_rows() -> dict[str, list[tuple[str, str]]]:  # part -> rows of name and text
     "Versions, devices, places, and what is missing."
-    from chunk_grpo import pocket  # these here, since they import torch
+    import torch  # these here, since they take seconds
+
+    import chunk_grpo
+    from chunk_grpo import pocket
+    from chunk_grpo.core.validation import read_yaml_file
+    from chunk_grpo.evaluation.geneval import GENEVAL_METADATA_FILE
     from chunk_grpo.models.prompt_embeds import prompt_cache_folder
+    from chunk_grpo.reward_serving import placement
 
     versions = [("chunk-grpo", __version__), ("python", f"{platform.python_version()}, {sys.executable}"),
-                *((name, importlib.metadata.version(name)) for name in REPORTED_PACKAGES)]
+                *((name, importlib.metadata.version(name)) for name in _REPORTED_PACKAGES)]
+    devices = [("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
+               *((f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB")
+                 for i, p in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))))]
     cache = prompt_cache_folder()
     near = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     places = [("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
               ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped")]
     pocket.verify_pocket_files()
-    weights = [("pocket weights", f"intact, {pocket.pocket_model_path()}")]
-    known = [*list_rewards(), *list_prompt_lists(), *list_benchmarks()]
-    return {"versions": versions, "devices": list_devices(), "places": places, "weights": weights,
-            "rewards and benchmarks": known}
+    needs = read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
+    known = [(f"reward {name}", "ready, shipped")
+             for name in ("pocket-clip", "pocket-geneval", "incompressibility", "compressibility")]
+    known += [(f"reward {name}", _reward_note(files)) for name, files in needs["rewards"].items()]
+    try:
+        made = f"ready, {placement.environment_python('hpsv3').parents[1]}"
+    except InputError:
+        made = "missing its environment: chunk-grpo reward-env hpsv3"
+    known += [("reward hpsv3, backend package", made)]
+    known += [(f"prompts {name}", text) for name, text in needs["prompts"].items()]
+    known += [("prompts GenEval", f"MIT, shipped: {GENEVAL_METADATA_FILE}")]
+    known += [(f"benchmark {name}", text) for name, text in needs["benchmarks"].items()]
+    return {"versions": versions, "devices": devices, "places": places, "rewards and benchmarks": known,
+            "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")]}
 
 
-# %% ../../nbs/13_cli/00_evaluation.ipynb #8dc00b09
 @evaluation_app.command(epilog=examples("doctor", "doctor --json"))
 def doctor(as_json: JsonOption = False):
     "Say versions, devices, weights, and what is missing."

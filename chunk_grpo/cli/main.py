@@ -4,9 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'root_callback',
-           'run_and_metrics', 'check_plan_words', 'check_run_model', 'method_counts', 'estimate_rows',
-           'planned_processes', 'measured_rows', 'plan_json', 'plan', 'measure_and_print', 'speed', 'run_name',
-           'resume_command', 'training_processes', 'train', 'check_study_words', 'study', 'describe_error', 'main']
+           'planned_processes', 'plan', 'speed', 'training_processes', 'train', 'study', 'describe_error', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import contextlib
@@ -110,76 +108,21 @@ app.add_typer(reports_app)
 app.add_typer(evaluation_app)
 
 # %% ../../nbs/13_cli/02_main.ipynb #ad380785
-def run_and_metrics(
-    run: Path | None,  # a run folder
-    processes: int | None,  # without one; None: nobody said it
-) -> tuple[dict, list[dict], int | None]:
-    "What a run says about itself, its metrics, and how many processes it had."
-    if run is None:
-        return {}, [], processes
-    from chunk_grpo.runs import run_folder  # here, since it imports torch
-
-    note = run_folder.read_run_info(run_folder.find_run(run), ("settings", "processes", "machine"))
-    return note, run_folder.read_metrics_lines(run), note["processes"]
-
-
-def check_plan_words(source: str | None, run: Path | None, rate: float, device: str, share: float | None) -> None:
-    "InputError where the words of `plan` do not go together."
-    if not 0 <= rate < math.inf or (rate and device):
-        raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
-    if share is not None and not (device and 0 < share <= 1):
-        raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
-    if not (source or run):
-        raise InputError("`plan` needs settings or a run in `--run`; got neither")
-
-# %% ../../nbs/13_cli/02_main.ipynb #0614f69f
-def check_run_model(run: Path, s: settings.Settings) -> None:
-    "InputError where a stranger's run would have a folder beside it read."
+def _check_run_model(run: Path, s: settings.Settings) -> None:
+    "InputError where a stranger's run would have a folder beside it, or code, read."
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.runs import run_folder
 
-    if s.model not in ("pocket", *planning.known_model_configs()) and not run_folder.is_own_run(run):
-        raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and its model "
-                         f"{s.model!r} is not one that chunk-grpo knows")
-    if settings.named_code(s) and not run_folder.is_own_run(run):
-        raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and it names the code "
-                         f"{settings.named_code(s)[0]}")
+    what = ""
+    if s.model not in ("pocket", *planning.known_model_configs()):
+        what = f"its model {s.model!r} is not one that chunk-grpo knows"
+    elif settings.named_code(s):
+        what = f"it names the code {settings.named_code(s)[0]}"
+    if what and not run_folder.is_own_run(run):
+        raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {what}")
 
 
-def method_counts(s: settings.Settings):
-    "What an iteration of a method computes that settings name by its code; None for the others, which a plan knows."
-    if not settings.named_code(s):
-        return None
-    from chunk_grpo.training.methods import load_method  # here, since it imports torch
-
-    return load_method(s).counts()
-
-# %% ../../nbs/13_cli/02_main.ipynb #f107d6e9
-def estimate_rows(
-    s: settings.Settings,
-    processes: int,
-    rate: float,  # FLOP/s of one process; 0: measured here
-    device: str,
-    share: float | None,  # of the device's rate that is reached
-    counts=None,  # of a method's own; None: those of Chunk-GRPO
-) -> tuple[dict[str, list], float]:  # words above -> rows of name and text; the rate that was used, FLOP/s
-    "What a run draws and trains, and what it holds in memory and takes."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
-
-    speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate
-    table, known = planning.describe_counts(s, processes, counts), planning.find_model_config(s.model) is not None
-    given, speed = bool(speed), speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    words = "estimated, not measured" + ("" if given or not known else ", but for this machine's matrix rate")
-    estimated = planning.describe_estimates(s, speed, processes, counts, device, share or planning.ASSUMED_MFU)
-    return {"counted": table, words: estimated}, speed
-
-# %% ../../nbs/13_cli/02_main.ipynb #691507bb
-def planned_processes(
-    s: settings.Settings,
-    processes: int | None,  # None: nobody said it
-    device: str = "",  # that the plan is for; "": this machine
-    source: str | None = None,  # the preset or file of the settings
-) -> int:
+def planned_processes(s: settings.Settings, processes: int | None, device: str = "", source: str | None = None) -> int:
     "As many processes as were said, as the preset is for, or as pay on this machine; one on another device."
     from chunk_grpo.planning import plan as planning  # here, since it imports torch
 
@@ -187,38 +130,6 @@ def planned_processes(
     if known is not None or device:
         return 1 if known is None else known
     return planning.processes_here(s)
-
-# %% ../../nbs/13_cli/02_main.ipynb #9d9db595
-def measured_rows(
-    run: Path,
-    note: dict,  # its run.json
-    lines: list[dict],  # its metrics
-    s: settings.Settings,  # that were planned
-    speed: float,  # FLOP/s of one process
-) -> dict[str, list]:  # words above -> rows of name and text
-    "A run's seconds beside the prediction for its machine."
-    from chunk_grpo.planning import plan as planning  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
-
-    changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
-    machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
-    words = f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process"
-    rows = planning.describe_measured(s, lines, speed, note["processes"])
-    return {f"{words}\nits settings differ in {changed}": rows}
-
-
-def plan_json(
-    parts: dict[str, list],  # words above -> rows of name and text
-    s: settings.Settings,
-    speed: float,  # FLOP/s of one process
-    processes: int,
-    counts=None,  # of a method's own
-) -> dict:
-    "The rows of a plan and their numbers, for a script."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
-
-    rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
-    return {"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)}
 
 # %% ../../nbs/13_cli/02_main.ipynb #38d9e720
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
@@ -233,35 +144,42 @@ def plan(
     as_json: JsonOption = False,
 ):
     "Say what a run would draw, hold and take."
-    check_plan_words(source, run, rate, device, share)
-    note, lines, processes = run_and_metrics(run, processes)
-    if not source:
+    if not 0 <= rate < math.inf or (rate and device):
+        raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
+    if share is not None and not (device and 0 < share <= 1):
+        raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
+    if not (source or run):
+        raise InputError("`plan` needs settings or a run in `--run`; got neither")
+    if run:
         from chunk_grpo.runs import run_folder  # here, since it imports torch
+
+        note = run_folder.read_run_info(run_folder.find_run(run), ("settings", "processes", "machine"))
+        lines, processes = run_folder.read_metrics_lines(run), note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     if not source:
-        check_run_model(run, s)
+        _check_run_model(run, s)
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.training.methods import load_method
+
     processes = planned_processes(s, processes, device, source)
-    counts = method_counts(s)
-    parts, speed = estimate_rows(s, processes, rate * 1e12, device, share, counts)
-    parts |= measured_rows(run, note, lines, s, speed) if run else {}
+    counts = load_method(s).counts() if settings.named_code(s) else None  # those of a method's own code
+    speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
+    known = planning.find_model_config(s.model) is not None
+    words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
+    speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
+    parts = {"counted": planning.describe_counts(s, processes, counts), words: planning.describe_estimates(
+        s, speed, processes, counts, device, share or planning.ASSUMED_MFU)}
+    if run:
+        changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
+        machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
+        parts[f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
+              f"its settings differ in {changed}"] = planning.describe_measured(s, lines, speed, note["processes"])
     if as_json:
-        return print_json(plan_json(parts, s, speed, processes, counts))
+        rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
+        return print_json({"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)})
     for words, rows in parts.items():
         typer.echo("" if words == "counted" else f"\n{words}", nl=words != "counted")
         print_rows(rows)
-
-# %% ../../nbs/13_cli/02_main.ipynb #7e8cdb5f
-def measure_and_print(model: str, changes: list[str], repeats: int, out: Path | None) -> None:
-    "Measure an iteration, print its lines and write its numbers."
-    from chunk_grpo.core.files import write_json  # these here, since they import torch
-    from chunk_grpo.measurements import speed as measuring
-
-    s = measuring.load_workload_settings(model, changes)
-    result = measuring.measure_iteration(s, repeats, lambda text: print(text, file=sys.stderr, flush=True))
-    typer.echo("\n".join(measuring.speed_lines(result)))
-    if out:
-        write_json(out, result)
-        typer.echo(f"numbers: {out}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #91944203
 @app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
@@ -279,28 +197,17 @@ def speed(
     file = None if out is None else output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
+    from chunk_grpo.core.files import write_json  # these here, since they import torch
+    from chunk_grpo.measurements import speed as measuring
+
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
-    measure_and_print(model, changes, repeats, file)
-
-# %% ../../nbs/13_cli/02_main.ipynb #b0cc239f
-def run_name(
-    source: str,  # a settings file or preset
-) -> str:  # such as pocket-demo
-    "What a run of these settings is called."
-    path = Path(source)
-    return path.stem if path.suffix in (".yaml", ".yml") else source.replace("/", "-")
-
-
-def resume_command(
-    source: str,  # a settings file or preset
-    overrides: list[str],
-    out: Path,
-    *shared: str,  # options that say how many processes there are
-) -> str:
-    "The command that goes on with an interrupted run."
-    words = ["chunk-grpo train", source, *overrides, f"--out {out}", *shared]
-    return " ".join(words + ["--resume"] * (out / "run.json").is_file())
+    result = measuring.measure_iteration(measuring.load_workload_settings(model, changes), repeats,
+                                         lambda text: print(text, file=sys.stderr, flush=True))
+    typer.echo("\n".join(measuring.speed_lines(result)))
+    if file:
+        write_json(file, result)
+        typer.echo(f"numbers: {file}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #0a6d2190
 def _exit_with(code: int, words: str) -> NoReturn:
@@ -320,7 +227,7 @@ def _run_or_exit(run: Callable, again: Callable[[], str]):  # what `run` returns
     except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C, SIGTERM
         _exit_with(ended_code(error), f"\ninterrupted; {again()}")
 
-# %% ../../nbs/13_cli/02_main.ipynb #729d5f5b
+
 def _finish_training(run: Path, report: bool) -> None:
     "Say that a run is finished, evaluate it, and write its report."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
@@ -378,28 +285,23 @@ def train(
         raise InputError(f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none")
     from chunk_grpo.runs import launch, run_folder  # here, since they import torch
 
-    made = None if out else lambda run: echo_now(f"run folder: {folder}")
-    folder, node_rank = out or run_folder.next_run_folder(run_name(source)), node_rank if nodes > 1 else 0
+    name = Path(source).stem if Path(source).suffix in (".yaml", ".yml") else source.replace("/", "-")
+    folder, node_rank = out or run_folder.next_run_folder(name), node_rank if nodes > 1 else 0
     processes = training_processes(s, processes, nodes, folder if resume else None, source)
-    machines = {"nodes": nodes, "node_rank": node_rank, "rendezvous": rendezvous, "max_restarts": max_restarts}
     alone = processes * nodes == 1
-    words = [f"--processes {processes}"] * (not alone) + [f"--nodes {nodes} --rendezvous {rendezvous}"] * (nodes > 1)
-    run = _run_or_exit(
-        lambda: launch.train(s, folder, resume, processes, [launch.print_progress] if alone else [], on_made=made,
-                             **machines),
-        lambda: "go on with: " + resume_command(source, overrides or [], folder, *words))
+
+    def again() -> str:
+        words = [f"--processes {processes}"] * (not alone)
+        words += [f"--nodes {nodes} --rendezvous {rendezvous}"] * (nodes > 1)
+        words = ["go on with: chunk-grpo train", source, *(overrides or ()), f"--out {folder}", *words]
+        return " ".join(words + ["--resume"] * (folder / "run.json").is_file())
+
+    run = _run_or_exit(lambda: launch.train(
+        s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes, node_rank=node_rank,
+        rendezvous=rendezvous, max_restarts=max_restarts,
+        on_made=None if out else lambda run: echo_now(f"run folder: {folder}")), again)
     if not node_rank:  # machine 0 writes the report
         _finish_training(run, report)
-
-# %% ../../nbs/13_cli/02_main.ipynb #8cd498e8
-def check_study_words(seeds: str, known: list[Path] | None) -> list[int] | None:  # the seeds; None: all
-    "InputError where a seed is no whole number, or a file of rows does not exist."
-    words = split_commas(seeds) or []
-    wrong = [word for word in words if not re.fullmatch("[0-9]{1,18}", word)]
-    wrong += [file for file in known or [] if not file.is_file()]
-    if wrong:
-        raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
-    return [int(word) for word in words] or None
 
 # %% ../../nbs/13_cli/02_main.ipynb #1631554d
 @app.command(epilog=examples("study explain --processes 2", "study explain --arms steps,chunks --seeds 0,1"))
@@ -422,19 +324,21 @@ def study(
                                        "ever.")] = False,
 ):
     "Run or continue a study: every arm with every seed."
-    chosen = check_study_words(seeds, known)
-    from chunk_grpo.core.files import read_json_lines
+    words = split_commas(seeds) or []
+    wrong = [word for word in words if not re.fullmatch("[0-9]{1,18}", word)]
+    wrong += [file for file in known or [] if not file.is_file()]
+    if wrong:
+        raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
+    from chunk_grpo.core.files import read_json_lines  # these here, since they import torch
+    from chunk_grpo.studies import ray_cluster, study as trials, tuning
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
-    from chunk_grpo.studies import ray_cluster, study as trials, tuning  # here, since they import torch
-
     again = partial(str, "the same command goes on")
     if tune:
         return _run_or_exit(lambda: tuning.tune_study(name, out, processes, rows, echo_now), again)
     start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
-    marks = {"unplanned": unplanned, "peek": peek}
-    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), chosen, rows, echo_now, **marks),
-                         again)
+    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), [int(word) for word in words] or None,
+                                       rows, echo_now, unplanned=unplanned, peek=peek), again)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
 

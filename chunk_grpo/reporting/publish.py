@@ -33,7 +33,7 @@ from . import tables
 from .comparisons import plot_image_grid
 from .figures import ARM_LABELS, figure_to_png
 from .widgets import SnapshotBox, gallery_html
-from ..runs import newest_weights, run_folder, run_images
+from ..runs import run_folder, run_images
 from ..training.rollout import derive_seed
 
 # %% ../../nbs/11_reporting/05_publish.ipynb #af9703b6
@@ -59,7 +59,7 @@ def _held_out_prompts(s: setting.Settings) -> list[str]:  # empty where their li
 
 # %% ../../nbs/11_reporting/05_publish.ipynb #43eba675
 def draw_samples(
-    model: Policy,  # of `load_newest_policy`
+    model: Policy,  # of `load_trained_policy`
     s: setting.Settings,  # of the evaluation
     prompts: Sequence[str],
     arms: Mapping[str, int | None],  # of `choose_arms`
@@ -115,13 +115,13 @@ def sample_run(
     run, s, out = Path(run), evaluating.evaluation_settings(run, changes), None if out is None else Path(out)
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
-    weights = newest_weights.find_newest_weights(run)
+    weights = run_images.find_newest_weights(run)
     each, images = len(prompts) * len(seeds), []
     whole, spent, began, said = sum(each * run_images.image_cost(s, arm) for arm in chosen), 0, *[time.monotonic()] * 2
     with atomic_write(out) if out else nullcontext() as folder:
         if folder:
             folder.mkdir()
-        model = newest_weights.load_newest_policy(run, s, weights)
+        model = run_images.load_trained_policy(run, s, folder=weights)
         for x in draw_samples(model, s, prompts, chosen, seeds):
             if folder:
                 x["file"] = f"{x['number']:05d}-{x['arm']}-{x['seed']}.png"
@@ -134,7 +134,7 @@ def sample_run(
         if folder:
             told = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
             write_json(folder / "samples.json", {
-                "run": run.name, "weights": newest_weights.describe_weights(weights), "steps": s.eval_steps,
+                "run": run.name, "weights": run_images.describe_weights(weights), "steps": s.eval_steps,
                 "resolution": s.eval_resolution, "images": told})
             (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
     return images
@@ -148,8 +148,8 @@ def sample_widget(
 ) -> SnapshotBox:  # its value is the list of images that are shown, as `sample_run` gives them
     "A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."
     s = evaluating.evaluation_settings(run, changes)
-    chosen, weights = choose_arms(s, arms), newest_weights.find_newest_weights(run)
-    model = newest_weights.load_newest_policy(Path(run), s, weights)
+    chosen, weights = choose_arms(s, arms), run_images.find_newest_weights(run)
+    model = run_images.load_trained_policy(Path(run), s, folder=weights)
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
     text = W.Text(first, description="prompt", layout={"width": "480px"})
     seed, view = W.BoundedIntText(s.eval_seed, 0, 2**31 - 1, description="seed", layout={"width": "180px"}), W.HTML()
@@ -319,7 +319,7 @@ def export_run(
     if not (s.lora_rank or s.model == "pocket" or _is_hub_id(s.model) or trust or run_folder.is_own_run(run)):
         raise InputError(f"the run {run} was not made on this machine, and exporting it would copy the model "
                          f"{s.model!r}; look at it, then add --trust")
-    weights = newest_weights.find_newest_weights(run)
+    weights = run_images.find_newest_weights(run)
     if weights.name == "final":
         read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     card, base = model_card(run, s, weights, out.name, trust), inputs.locate_model(s.model)
@@ -334,6 +334,6 @@ def export_run(
                 if file.suffix in (".safetensors", ".json"):
                     shutil.copyfile(file, inside / file.name)
         else:
-            save_trained_weights(newest_weights.load_newest_policy(run, s, weights), inside)
+            save_trained_weights(run_images.load_trained_policy(run, s, folder=weights), inside)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out

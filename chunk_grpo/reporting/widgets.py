@@ -226,7 +226,7 @@ _LAB_CELLS = [
 from chunk_grpo.measurements import profiles
 from chunk_grpo.models.inputs import read_prompts
 from chunk_grpo.reporting import figures, publish, widgets
-from chunk_grpo.runs import newest_weights, run_folder
+from chunk_grpo.runs import run_folder, run_images
 
 run = Path({path!r})
 s = run_folder.read_run_settings(run)''',
@@ -236,7 +236,7 @@ s = run_folder.read_run_settings(run)''',
     '''profile = run_folder.read_run_profile(run)
 widgets.chunk_editor(profile, profile["chunks"], s.transitions)''',
     "## Trajectories\n\nBase beside trained weights, from the same noise. This loads the model.",
-    '''model = newest_weights.load_newest_policy(run, s, newest_weights.find_newest_weights(run))
+    '''model = run_images.load_trained_policy(run, s, folder=run_images.find_newest_weights(run))
 model.set_resolution(s.resolution)
 frames = profiles.render_frames(model, read_prompts(s.eval_prompts)[:2], s.steps, s.shift, s.sampler, s.eta)
 widgets.trajectory_scrubber(frames)''',
