@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pocket_recipe import split_prompts
 
 from chunk_grpo import InputError, pocket
 from chunk_grpo.pocket import clip, geneval
@@ -19,7 +20,6 @@ from chunk_grpo.pocket.world import (
     parse_caption,
     render_scene,
     sample_scene,
-    split_prompts,
 )
 from chunk_grpo.rewards import rewards
 

@@ -21,14 +21,29 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.training_utils import EMAModel
+from pocket_recipe import (
+    PocketFlow,
+    augment_images,
+    clip_loss,
+    flow_loss,
+    make_flawed_scene,
+    make_spoiled_image,
+    new_clip,
+    new_tokenizer,
+    new_vae,
+    pack_flow_latents,
+    sample_flow_images,
+    split_category_captions,
+    split_prompts,
+    vae_loss,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPModel, PreTrainedTokenizerFast
 
 from chunk_grpo import pocket
 from chunk_grpo.pocket import clip, geneval
-from chunk_grpo.pocket.clip import new_tokenizer, numpy_to_vae_input, tokenize_captions
-from chunk_grpo.pocket.flow import PocketFlow, flow_loss, new_vae, pack_flow_latents, sample_flow_images, vae_loss
+from chunk_grpo.pocket.clip import numpy_to_vae_input, tokenize_captions
 from chunk_grpo.pocket.world import (
     POCKET_CATEGORIES,
     Scene,
@@ -38,8 +53,6 @@ from chunk_grpo.pocket.world import (
     render_scene,
     sample_scene,
     sample_scene_image,
-    split_category_captions,
-    split_prompts,
 )
 
 PARTS = ("vae", "decoder", "flow", "misled", "clip")
@@ -384,7 +397,7 @@ def sample_clip_training_set(
         all_scenes.append(scene)
         good.append(np.asarray(render_scene(scene)))
         flawed = rng.random() < 0.7
-        wrong = render_scene(clip.make_flawed_scene(scene, rng)) if flawed else clip.make_spoiled_image(scene, rng)
+        wrong = render_scene(make_flawed_scene(scene, rng)) if flawed else make_spoiled_image(scene, rng)
         bad.append(np.asarray(wrong))
     return all_scenes, np.stack(good), np.stack(bad)
 
@@ -403,9 +416,9 @@ def clip_batch_loss(
     false = [str(text) for texts in lists for text in rng.choice(texts, negatives)]
     specs = [parse_caption(s.caption) for s in scenes]
     truth = torch.tensor([[matches_caption(spec, s.things) for s in scenes] for spec in specs])
-    x = clip.augment_images(numpy_to_vae_input(images), generator)
+    x = augment_images(numpy_to_vae_input(images), generator)
     texts = clip.embed_text(model, tokenize_captions(words, [s.caption for s in scenes] + false))
-    return clip.clip_loss(clip.embed_image(model, x), texts, truth, model.logit_scale.exp().clamp(max=50))
+    return clip_loss(clip.embed_image(model, x), texts, truth, model.logit_scale.exp().clamp(max=50))
 
 
 def clip_step_loss(
@@ -440,7 +453,7 @@ def train_clip(
     "Train the CLIP; a call on the same folder goes on where the last one stopped."
     torch.manual_seed(seed)
     words = new_tokenizer("clip")
-    model, data = clip.new_clip(len(words)), sample_clip_training_set(count, seed)
+    model, data = new_clip(len(words)), sample_clip_training_set(count, seed)
     for i, array in enumerate(data[1:]):  # half of the pictures as a flow model would give them
         array[:count // 2] = vae_roundtrip(array[:count // 2], vae, 0.4, seed + i)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05)
@@ -537,7 +550,7 @@ def measure_reward_reliability(
     true = [render_scene(s) for s in drawn]
     score = reward(true, prompts)
     false = reward(true, [str(rng.choice(hard_negatives(p))) for p in prompts])
-    wrong = reward([render_scene(clip.make_flawed_scene(s, rng)) for s in drawn], prompts)
+    wrong = reward([render_scene(make_flawed_scene(s, rng)) for s in drawn], prompts)
     return {
         "clip_true_over_false_caption": round((score > false).double().mean().item(), 4),
         "clip_true_over_flawed_picture": round((score > wrong).double().mean().item(), 4),

@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
-           'CaptionSpec', 'parse_caption', 'caption_bodies', 'split_category_captions', 'split_prompts',
-           'hard_negatives', 'SceneObject', 'Scene', 'render_scene', 'spatial_relations', 'matches_caption',
-           'empty_places', 'sample_scene', 'sample_scene_image']
+           'CaptionSpec', 'parse_caption', 'hard_negatives', 'SceneObject', 'Scene', 'render_scene',
+           'spatial_relations', 'matches_caption', 'empty_places', 'sample_scene', 'sample_scene_image']
 
 # %% ../../nbs/01_pocket/01_world.ipynb #64df9a4b
 import re
@@ -77,61 +76,6 @@ def parse_caption(
         relation = w[1] if category == "position" else None
         return CaptionSpec(category, ((w[0], None), (w[-1], None)), relation)
     raise InputError(f"`caption` must follow the grammar of the pocket world, as 'two stars' does; got {caption!r}")
-
-# %% ../../nbs/01_pocket/01_world.ipynb #423e2c6b
-def caption_bodies(
-    category: str,
-) -> list[str]: # captions without a prefix
-    "Everything that the grammar can say in a category; two named objects have two shapes, and two colours."
-    pairs = [(a, b) for a in SHAPES for b in SHAPES if a != b]
-    said = {
-        "single_object": [f"a {s}" for s in SHAPES],
-        "two_object": [f"a {a} and a {b}" for a, b in pairs],
-        "counting": [f"{n} {p}" for n in COUNT_WORDS for p in SHAPE_PLURALS.values()],
-        "colors": [f"a {c} {s}" for c in POCKET_COLOURS for s in SHAPES],
-        "position": [f"a {a} {r} a {b}" for a, b in pairs for r in RELATIONS],
-        "color_attr": [f"a {c} {a} and a {d} {b}" for a, b in pairs
-                       for c in POCKET_COLOURS for d in POCKET_COLOURS if c != d],
-    }
-    if category not in said:
-        raise InputError(f"`category` must be one of {', '.join(POCKET_CATEGORIES)}; got {category!r}")
-    return said[category]
-
-# %% ../../nbs/01_pocket/01_world.ipynb #69f33452
-_HELDOUT_BODIES = {"two_object": (2, 6), "counting": (2, 4), "colors": (3, 8), "position": (8, 24),
-                  "color_attr": (8, 24)}  # for validation, and kept back in all
-_VALIDATION_PROMPTS, _TEST_PROMPTS = 8, 16  # of each category
-
-
-def split_category_captions(
-    category: str,
-    seed: int = 0,
-) -> tuple[list[str], list[str], list[str]]: # what may be trained on, validation and test prompts; in a random order
-    "Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."
-    rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
-    body, chosen = caption_bodies(category), set()
-    if category == "single_object":  # six bodies only: here the pair of phrase and shape is kept back
-        rows = [[CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body]
-        held, rest = [p for row in rows for p in row[:4]], [p for row in rows for p in row[4:]]
-    else:
-        order, (few, cut) = rng.permutation(len(body)), _HELDOUT_BODIES[category]
-        held = [p + body[i] for p in CAPTION_PREFIXES for i in order[:cut]]
-        rest = [p + body[i] for p in CAPTION_PREFIXES for i in order[cut:]]
-        chosen = {p + body[i] for p in CAPTION_PREFIXES for i in order[:few]}
-    held, rest = ([x[i] for i in rng.permutation(len(x))] for x in (held, rest))
-    validation = [p for p in held if p in chosen] or held[:_VALIDATION_PROMPTS]
-    test = [p for p in held if p not in validation]
-    return rest, validation[:_VALIDATION_PROMPTS], test[:_TEST_PROMPTS]
-
-
-def split_prompts(
-    train_per_category: int = 96, # training prompts of each category, at most
-    seed: int = 0,
-) -> tuple[list[str], list[str], list[str]]: # training, validation and test prompts
-    "The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."
-    found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
-    train, validation, test = ([p for lists in found for p in lists[i][:train_per_category]] for i in range(3))
-    return train, validation, test
 
 # %% ../../nbs/01_pocket/01_world.ipynb #50dfa2fd
 def hard_negatives(
