@@ -29,6 +29,7 @@ setup(
         f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],
         f"{meta['lib_path']}.reward_serving": ["*.txt"],
         f"{meta['lib_path']}.cli": ["*.yaml"],
+        f"{meta['lib_path']}.rewards": ["*.txt"],
         f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
     },
     install_requires=meta["requirements"].split(),

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from chunk_grpo.rewards.hpsv3_prompt import ALIGNMENT_INSTRUCTION, QUALITY_INSTRUCTION
+from chunk_grpo.rewards.hpsv3_prompt import INSTRUCTION
 
 PROMPTS = (
     "a red square",
@@ -207,7 +207,7 @@ CHAT = ("{% for message in messages %}{% if loop.first and message['role'] != 's
 
 def qwen_tokenizer(folder: Path) -> int:
     "The tokenizer of Qwen2-VL with a small vocabulary: its size."
-    common = dict.fromkeys([*WORDS, *re.findall("[A-Za-z]+", QUALITY_INSTRUCTION + ALIGNMENT_INSTRUCTION)])
+    common = dict.fromkeys([*WORDS, *re.findall("[A-Za-z]+", INSTRUCTION.partition("Please provide the overall")[0])])
     merges = merges_of([list(start + word) for word in common for start in ("", "\u0120") if len(start + word) > 1])
     vocabulary = numbered(sorted(letters()), ["".join(pair) for pair in merges])
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))

@@ -185,7 +185,7 @@ def test_a_child_does_not_outlive_its_parent(fault):
 def test_a_child_restarted_in_a_thread_outlives_the_thread(fault):
     child = faulty("dying", fault(1))
     with ThreadPoolExecutor(1) as thread:
-        scores = rewards.submit_scoring(thread, "dying", child, PICTURES, PROMPTS).result(60)
+        scores = thread.submit(rewards.score_images, "dying", child, PICTURES, PROMPTS).result(60)
     assert torch.equal(scores, RED)
     pid = child.child.pid
     time.sleep(1.5)  # three times as long as the child looks at its parent
@@ -534,8 +534,8 @@ def test_background_keeps_order_and_says_what_went_wrong():
         order.append(len(prompts))
         time.sleep(0.05)
         return images[:, 0].mean((1, 2))
-    futures = [rewards.submit_scoring(thread, "r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
-    wrong = rewards.submit_scoring(thread, "r", lambda i, p: [1.0], IMAGES, PROMPTS)
+    futures = [thread.submit(rewards.score_images, "r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
+    wrong = thread.submit(rewards.score_images, "r", lambda i, p: [1.0], IMAGES, PROMPTS)
     assert [f.result(20).shape[0] for f in futures] == [5, 1, 3] == order
     with pytest.raises(InputError, match="returned scores of shape"):
         wrong.result(20)
