@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ode_arms', 'evaluation_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records',
-           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'write_scores',
-           'evaluate']
+           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'check_evaluation_changes',
+           'evaluation_settings', 'write_scores', 'evaluate']
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #197a320c
 import json
@@ -174,16 +174,21 @@ _EVALUATION_CHANGEABLE_FIELDS = ("eval_prompts", "eval_rewards", "reward_options
                                 "eval_resolution", "eval_seed", "hybrid_split", "rollout_batch", "threads")
 
 
+def check_evaluation_changes(trained_with: setting.Settings, s: setting.Settings) -> None:
+    "InputError where an evaluation has settings that only a training can have changed."
+    for name in setting.diff_settings(trained_with, s):
+        if name not in _EVALUATION_CHANGEABLE_FIELDS:
+            raise InputError(f"`{name}` cannot be changed in an evaluation; what can is "
+                             f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}")
+
+
 def evaluation_settings(
     run: Path | str, changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
 ) -> setting.Settings:
     "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
     trained_with = run_folder.read_run_settings(run)
     s = setting.load_settings(trained_with, changes)
-    for name in setting.diff_settings(trained_with, s):
-        if name not in _EVALUATION_CHANGEABLE_FIELDS:
-            raise InputError(f"`{name}` cannot be changed in an evaluation; what can is "
-                             f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}")
+    check_evaluation_changes(trained_with, s)
     return s
 
 
