@@ -12,6 +12,7 @@ from commands import call, run, start
 from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import InputError
+from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
 from chunk_grpo.studies import design, study, tuning
 
@@ -232,3 +233,18 @@ def test_of_two_values_each_is_an_edge():
     assert tuning.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
     edges = [row["at the edge"] for row in tuning.tuned_rows("chunk-setting")]
     assert len(edges) == 8 and all("learning_rate" in edge and "clip_range" in edge for edge in edges)
+
+
+@pytest.mark.parametrize("change, words", [
+    ("evaluation: {learning_rate: 1}", "`learning_rate` cannot be changed in an evaluation"),
+    ("evaluation: {eval_rewards: [pocket-clip]}\noutcome: hpsv3", "`outcome` must be a reward that is evaluated"),
+    ("after: {chunks: steps}", "arm chunks of the study mine cannot go on from steps: `chunks` must stay")])
+def test_a_study_that_cannot_end_is_refused_before_it_begins(tmp_path, change, words):
+    home = tmp_path / "mine"
+    home.mkdir()
+    (home / "base.yaml").write_text(settings.dump_settings(settings.load_settings("pocket/tiny")))
+    (home / "study.yaml").write_text(
+        f"title: t\nquestion: q\nreference: steps\narms: {{steps: {{chunks: steps}}, chunks: {{}}}}\n{change}\n")
+    with pytest.raises(InputError, match=words):
+        study.run_study(home, tmp_path / "out", unplanned=True)
+    assert not (tmp_path / "out").exists()

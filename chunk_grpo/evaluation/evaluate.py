@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ode_arms', 'evaluation_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records',
-           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'evaluation_settings', 'write_scores',
-           'evaluate']
+           'compare_arms', 'preservation_rates', 'summarise_evaluation', 'check_evaluation_changes',
+           'evaluation_settings', 'write_scores', 'evaluate']
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #197a320c
 import json
@@ -99,8 +99,7 @@ def paired_records(records: Sequence[Mapping]) -> list[Mapping]:
 
 
 def compare_arms(
-    records: Sequence[Mapping],
-    arms: Sequence[str],  # base first, where there is one
+    records: Sequence[Mapping], arms: Sequence[str],  # base first, where there is one
     name: str,  # of the score
     weights: Mapping[str, float] | None = None,  # of the categories; None: there are none
 ) -> dict[str, dict | None]:  # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
@@ -123,8 +122,7 @@ def compare_arms(
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #9ccf3702
 def preservation_rates(
     records: Sequence[Mapping],  # of `scores.jsonl`
-    arm: str,
-    name: str,  # of the reward
+    arm: str, name: str,  # of the reward
     against: str = "base",  # the arm that was before
 ) -> dict[str, dict | None]:  # objects and images: lost and gained, each as `bootstrap_ratio`; None where not known
     "What an arm lost of what another drew rightly from the same noise, and gained of what that missed."
@@ -176,17 +174,21 @@ _EVALUATION_CHANGEABLE_FIELDS = ("eval_prompts", "eval_rewards", "reward_options
                                 "eval_resolution", "eval_seed", "hybrid_split", "rollout_batch", "threads")
 
 
-def evaluation_settings(
-    run: Path | str,
-    changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
-) -> setting.Settings:
-    "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
-    trained_with = run_folder.read_run_settings(run)
-    s = setting.load_settings(trained_with, changes)
+def check_evaluation_changes(trained_with: setting.Settings, s: setting.Settings) -> None:
+    "InputError where an evaluation has settings that only a training can have changed."
     for name in setting.diff_settings(trained_with, s):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(f"`{name}` cannot be changed in an evaluation; what can is "
                              f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}")
+
+
+def evaluation_settings(
+    run: Path | str, changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
+) -> setting.Settings:
+    "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
+    trained_with = run_folder.read_run_settings(run)
+    s = setting.load_settings(trained_with, changes)
+    check_evaluation_changes(trained_with, s)
     return s
 
 
@@ -199,7 +201,7 @@ def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> 
 
 def evaluate(
     run: Path | str,  # a finished run's folder; gets evaluation/
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    say: Callable[[str], None] = lambda text: None,
     changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"
     arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over; or `evaluation_arms`
     processes: int = 0,  # that share the drawing; 0: as many as trained the run, at most one a GPU or core

@@ -195,7 +195,7 @@ def score_geneval_images(
     see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
     colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
     scorer: str,  # what to call detector and colour judge
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:  # the lines, in the order of the images
     "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
     found, out = _list_images(folder), Path(out)
@@ -261,9 +261,8 @@ def evaluate_geneval(
     folder: str | Path,  # images in GenEval's layout
     out: str | Path,  # folder for results.jsonl and summary.json; what lies there is resumed
     detector: str | Path,  # a folder of tools/convert_detector.py, or a folder or hub id of transformers
-    clip: str | Path = GENEVAL_CLIP_ID,
-    device: str | torch.device | None = None,  # None: CUDA where there is one
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    clip: str | Path = GENEVAL_CLIP_ID, device: str | torch.device | None = None,  # None: CUDA where there is one
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict:  # summary.json
     "Score a folder with GenEval; InputError where something is missing, the images first, then the weights."
     _list_images(folder)
