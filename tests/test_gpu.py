@@ -57,7 +57,7 @@ def test_every_kernel_of_attention_gives_a_familys_velocity(family, kind, tmp_pa
     "With prompts of two lengths, so with masks where a family passes them; or one sentence says why it cannot be."
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     folder, found = str(tiny_families.build(family, tmp_path / "model")), {}
-    for name in ("native", *trainable.SDPA_BACKENDS):
+    for name in ("native", *trainable._SDPA_BACKENDS):
         given = {"resolution": 64, "max_tokens": 16, "device": last(kind), "attention": name}
         try:
             policy = trainable.load_trainable_policy(folder, lora_rank=2, **given)

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_said():
 @pytest.mark.slow
 def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
     s = settings.load_settings("machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}})
-    total, _ = plan.peak_memory(s, plan.find_model_config(s.model), 8)
+    total, _ = plan._peak_memory(s, plan.find_model_config(s.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
     assert not plan.find_device("h100").fits(total)
 
@@ -121,12 +121,12 @@ def preset_row(preset: str) -> list[str]:
     s, (device, processes) = settings.load_settings(preset), plan.machine_presets()[preset]
     config, where = plan.find_model_config(s.model), plan.find_device(device)
     s = plan.fit_update_batch(config, s)
-    total, _ = plan.peak_memory(s, config, processes)
+    total, _ = plan._peak_memory(s, config, processes)
     once, times, last = plan._evaluation_flops(s, config)
     rate = getattr(where, s.dtype) * 1e12 * plan.ASSUMED_MFU * processes
     training = sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
-    hours = training + once * times / rate, last * (1 if plan.held_out_count(s) else 400) / rate
-    sizes = plan.all_disk_bytes(s, config), plan.host_memory(s, config, processes)
+    hours = training + once * times / rate, last * (1 if plan._held_out_count(s) else 400) / rate
+    sizes = plan._all_disk_bytes(s, config), plan._host_memory(s, config, processes)
     there = f"{total / 1e9:.0f} of {where.gigabytes}" + ("" if where.fits(total) else ": does not fit")
     return [preset, there, *(f"{x / 3600:.3g}" for x in hours), *(f"{sum(n.values()) / 1e9:.3g}" for n in sizes)]
 

@@ -68,7 +68,7 @@ def widest(model, images):
 def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
     "The rule is no less than what a decode makes, and at most twice as much."
     model = policy.load_policy(str(tiny_families.build(name, tmp_path / "model")), resolution=64, max_tokens=16)
-    counted = policy.largest_vae_activation(model.vae.config, 64)
+    counted = policy._largest_vae_activation(model.vae.config, 64)
     assert widest(model, 1) <= counted <= 2 * widest(model, 1)
 
 

@@ -41,9 +41,9 @@ def test_an_iterations_forwards():
     "Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."
     s = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
     counts = plan.iteration_counts(s)
-    assert counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192) and plan.backward_forwards(s) == 3
+    assert counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192) and plan._backward_forwards(s) == 3
     two = settings.load_settings(s, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4})
-    assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan.backward_forwards(two) == 3
+    assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan._backward_forwards(two) == 3
     looking = plan.iteration_counts(settings.load_settings(s, {"baseline_images": 2}))
     assert looking == dataclasses.replace(counts, baseline=16 * 2 * 16 + 16, scored=192 + 32)
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
@@ -56,12 +56,12 @@ def test_an_iterations_forwards():
 
 def test_a_final_evaluation_draws_five_arms():
     words = {"eval_steps": 50, "hybrid_split": 0, "true_cfg_scale": 3.0, "eval_resolution": 64, "resolution": 128}
-    assert plan.evaluation_forwards(settings.load_settings(words)) == {"ODE": (2, 100, 64), "as trained": (2, 34, 128)}
-    assert plan.held_out_count(settings.load_settings({"eval_prompts": "not-here.txt"})) is None
+    assert plan._evaluation_forwards(settings.load_settings(words)) == {"ODE": (2, 100, 64), "as trained": (2, 34, 128)}
+    assert plan._held_out_count(settings.load_settings({"eval_prompts": "not-here.txt"})) is None
     sizes = [plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), 1000, 2) for x in (0, 0.9)]
     assert [parts["checkpoints"] for parts in sizes] == [1000 * 12 * 3, 1000 * 16 * 3]
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    whole, parts = (plan.host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp"))
+    whole, parts = (plan._host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp"))
     assert whole["weights while they load"] == 2 * parts["weights while they load"]  # float32 and bfloat16
 
 
@@ -111,7 +111,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
     assert plan.count_parameters(network) == sum(p.numel() for p in base)
-    trained = plan.count_trained_parameters(network, rank)
+    trained = plan._count_trained_parameters(network, rank)
     assert trained == sum(p.numel() for p in real.trained)
 
     rows = full_rows(real, network)
@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
         assert 2 * plan.forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
 
-    with plan.track_saved_tensors(real) as kept:
+    with plan._track_saved_tensors(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
     words = {"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank}
     s = settings.load_settings({**words, "update_batch": 2, "gradient_checkpointing": False})
@@ -138,7 +138,7 @@ def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
 
 @contextlib.contextmanager
 def run_every_block(net, total):
-    "In place of `run_alike_once`."
+    "In place of `_run_alike_once`."
     blocks, each = [block for part in net.children() if isinstance(part, torch.nn.ModuleList) for block in part], []
 
     def watch(block):
@@ -169,7 +169,7 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
     assert lists
     given = network, SIDE, TOKENS, "bfloat16", rank, settings.load_settings().lora_targets, checkpointing
     few = plan._counted_bytes.__wrapped__(*given)
-    monkeypatch.setattr(plan, "run_alike_once", run_every_block)
+    monkeypatch.setattr(plan, "_run_alike_once", run_every_block)
     assert few == plan._counted_bytes.__wrapped__(*given)
 
 
@@ -178,9 +178,9 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     "Two images of several tiles: one of a kind is decoded."
     network = plan.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
     given = network, resolution, "float32", True, 2
-    few = plan.peak_decode_bytes.__wrapped__(*given)
+    few = plan._peak_decode_bytes.__wrapped__(*given)
     monkeypatch.setattr(plan, "_run_tile_once", lambda run, live: run)
-    assert few == plan.peak_decode_bytes.__wrapped__(*given)
+    assert few == plan._peak_decode_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize("model", [
@@ -208,7 +208,7 @@ def test_every_known_model_has_a_whole_plan(model):
 def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
     "Three of twelve bytes a weight, or of sixteen with a moving average."
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    parts = plan.all_disk_bytes(settings.load_settings("paper/chunk", changes), m)
+    parts = plan._all_disk_bytes(settings.load_settings("paper/chunk", changes), m)
     assert parts["checkpoints"] == pytest.approx(3 * 12 * 11.9e9 * factor, rel=0.02)
     assert parts["embeddings"] == pytest.approx((150 * 16 + 400) * 512 * 4096 * 2, rel=0.01)
 
@@ -248,9 +248,9 @@ def test_update_memory_is_used_and_not_exceeded():
         s = plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
         more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
         assert (
-            plan.batch_activation_bytes(m, s)
+            plan._batch_activation_bytes(m, s)
             <= gigabytes * 1e9
-            < plan.batch_activation_bytes(m, more)
+            < plan._batch_activation_bytes(m, more)
         )
     assert (
         plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch

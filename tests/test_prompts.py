@@ -84,12 +84,12 @@ def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, c
         return {"prompt_embeds": rows, "mask": rows[..., 0] > 0}
 
     prompts = ["a cat", "a red star", "two dogs"]
-    before = prompt_embeds.load_prompt_embeds(prompts, "key", encode)
+    before = prompt_embeds._load_prompt_embeds(prompts, "key", encode)
     paths = prompt_embeds.cache_prompt_embeds(prompts, "key", encode)
     HARM[harm](paths["a cat"], paths["a red star"])
     for wanted in (["a cat"], []):
         calls.clear()
-        after = prompt_embeds.load_prompt_embeds(prompts, "key", encode)
+        after = prompt_embeds._load_prompt_embeds(prompts, "key", encode)
         assert calls == wanted and all(torch.equal(after[k], before[k]) for k in before)
         said = capsys.readouterr().out
         assert said.count("\n") == len(wanted) and said.startswith("warning: prompts: " * len(wanted))
@@ -99,12 +99,12 @@ def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, c
 def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
     "Of its length, its head or its tensors; only the spaces that fill up the head mean nothing."
     file = tmp_path / "a.safetensors"
-    prompt_embeds.save_prompt_embeds(file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k")
+    prompt_embeds._save_prompt_embeds(file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k")
     unseen = 0
     for bit in range(0, 8 * file.stat().st_size, 3):
         flip(file, bit)
         with contextlib.suppress(InputError):
-            row, unseen = prompt_embeds.read_prompt_embeds(file, "a cat", "k"), unseen + 1
+            row, unseen = prompt_embeds._read_prompt_embeds(file, "a cat", "k"), unseen + 1
             assert row["embeds"].tolist() == [1.0] * 3 and row["mask"].tolist() == [True] * 4
         flip(file, bit)
     assert unseen < 20

@@ -33,7 +33,7 @@ FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
 LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
           "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
           "guidance_embeds": True}
-LEVELS = speed.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+LEVELS = speed._FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 SIZE = {"resolution": 64, "max_tokens": 16}
 
 

@@ -47,7 +47,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL_TRANSFORMER = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
                      "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32,
                      "axes_dims_rope": (4, 6, 6), "guidance_embeds": True}
-SMALL_VAE = speed.FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+SMALL_VAE = speed._FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
 
 
 def say(text: str) -> None:
@@ -75,7 +75,7 @@ def sizes(small: bool) -> tuple[dict, dict, ModelConfig]:
     "FLUX.1-dev's transformer and VAE, or tiny ones, and the same as the plan knows them."
     if not small:
         known = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-        return speed.FLUX_TRANSFORMER_CONFIG, speed.FLUX_VAE_CONFIG, known
+        return speed._FLUX_TRANSFORMER_CONFIG, speed._FLUX_VAE_CONFIG, known
     names = ("FluxPipeline", *map(json.dumps, (SMALL_TRANSFORMER, SMALL_VAE)))
     return SMALL_TRANSFORMER, SMALL_VAE, ModelConfig(*names)
 
@@ -238,7 +238,7 @@ def stage_size(small: bool, folder: Path) -> dict:
         policy, before = made(), torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
         parts = plan.training_memory(flux_settings(small), config)
         own = sum(p.numel() for p in plan.meta_policy(config, 64, 16).vae.parameters())
-        planned = parts["weights"] + own * plan.DTYPE_BYTES[flux_settings(small).dtype]
+        planned = parts["weights"] + own * plan._DTYPE_BYTES[flux_settings(small).dtype]
         return {"parameters": sum(p.numel() for p in policy.transformer.parameters()), "held_gb": gigabytes(before),
                 "planned_gb": gigabytes(planned)}
 
@@ -252,7 +252,7 @@ def stage_size(small: bool, folder: Path) -> dict:
             return policy.velocity(latents, torch.full((count,), 0.5), rows)
 
         return {"pixels": resolution, "rows": count, "seconds": time_calls(call),
-                "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)), "finite": bool(call().isfinite().all())}
+                "peak_gb": gigabytes(speed._measure_peak_bytes(call, DEVICE)), "finite": bool(call().isfinite().all())}
 
     def decode(count: int):
         policy = made().set_resolution(large)
@@ -262,10 +262,10 @@ def stage_size(small: bool, folder: Path) -> dict:
             return decode_latents(policy, latents, count)
 
         at_once = min(count, policy.decode_limit)
-        planned = plan.peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
+        planned = plan._peak_decode_bytes(config, large, flux_settings(small).dtype, False, at_once)
         one = torch.cat([decode_latents(policy, row[None], 1) for row in latents[:2]])
         return {"pixels": large, "images": count, "at once": at_once, "seconds": time_calls(call, 1),
-                "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
+                "peak_gb": gigabytes(speed._measure_peak_bytes(call, DEVICE)), "planned_gb": gigabytes(planned),
                 "from one by one": (call()[:2] - one).abs().max().item()}
 
     def update(count: int, checkpointing: bool):
@@ -276,8 +276,8 @@ def stage_size(small: bool, folder: Path) -> dict:
         for p in policy.trained:
             p.grad = torch.zeros_like(p)
         rows = policy.encode(["a prompt"])
-        peak = speed.measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
-        planned = plan.batch_activation_bytes(config, s)
+        peak = speed._measure_peak_bytes(lambda: kept_forward(policy, rows, count), DEVICE)
+        planned = plan._batch_activation_bytes(config, s)
         return {"transitions": count, "seconds": time_calls(lambda: kept_forward(policy, rows, count), 1),
                 "peak_gb": gigabytes(peak), "planned_gb": gigabytes(planned)}
 
@@ -373,7 +373,7 @@ def stage_encoders(small: bool, folder: Path) -> dict:
     def measured(call, count: int, model) -> dict:
         seconds = time_calls(call)
         return {"parameters": sum(p.numel() for p in model.parameters()), "seconds": seconds,
-                "a second": count / seconds, "peak_gb": gigabytes(speed.measure_peak_bytes(call, DEVICE)),
+                "a second": count / seconds, "peak_gb": gigabytes(speed._measure_peak_bytes(call, DEVICE)),
                 "weights_gb": gigabytes(sum(p.nbytes for p in model.parameters()))}
 
     def prompts():
@@ -421,7 +421,7 @@ def part_of_flux(divisor: int, small: bool) -> tuple[dict, dict]:
     if small:
         return SMALL_TRANSFORMER | text, SMALL_VAE
     blocks = {"num_layers": 19 // divisor, "num_single_layers": 38 // divisor}
-    return speed.FLUX_TRANSFORMER_CONFIG | blocks | text, speed.FLUX_VAE_CONFIG
+    return speed._FLUX_TRANSFORMER_CONFIG | blocks | text, speed._FLUX_VAE_CONFIG
 
 
 def write_random_model(folder: Path, transformer: dict, vae: dict, dtype: torch.dtype) -> Path:

@@ -107,7 +107,7 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
         for p in b.policy.trained:  # gradients are there before, and the same in all ways
             p.grad = torch.zeros_like(p)
         try:
-            return speed.measure_peak_bytes(lambda: accumulate_gradients(context, work, b.advantage, method, (old,)),
+            return speed._measure_peak_bytes(lambda: accumulate_gradients(context, work, b.advantage, method, (old,)),
                                             b.policy.device)
         except torch.OutOfMemoryError:
             return None

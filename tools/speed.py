@@ -37,7 +37,7 @@ PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
 MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
           "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
           "guidance_embeds": True}
-FEW = speed.FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
+FEW = speed._FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
 AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
           "rollout_batch=2", "update_batch=2"]
 AT_256_IN_GROUPS = [*AT_256[:-3], "prompts_per_iteration=2", "images_per_prompt=4", "updates_per_iteration=1",
@@ -140,8 +140,8 @@ def levers(b, repeats):
 
     row("update: activations kept, not computed again", f"{share:.0%} less, the forward that is computed again",
         checkpointed, forward_backward, "gradient_checkpointing: false, where the memory is there")
-    kernels = [name for name in trainable.SDPA_BACKENDS
-               if trainable.has_attention_backend(name, device, b.policy.dtype)]
+    kernels = [name for name in trainable._SDPA_BACKENDS
+               if trainable._has_attention_backend(name, device, b.policy.dtype)]
     for name in kernels:
 
         def other(call, name=name):
@@ -241,7 +241,7 @@ def grown(model, repeats, changes):
         for value, more in values:
             gc.collect()
             b = speed.prepare_workload(speed.load_workload_settings(model, [*changes, *more]))
-            paths, one = b.rollout(), speed.count_flops(b.policy, b.conditioning)
+            paths, one = b.rollout(), speed._count_flops(b.policy, b.conditioning)
             trained = b.update(paths)
             memory = orders.measure_two_passes(b) if what == "chunk" else {}
             entry = {"value": value, "rollout": median(b.rollout, b.policy.device, repeats), "transitions": trained,

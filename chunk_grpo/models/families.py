@@ -80,17 +80,13 @@ class FluxPolicy(Policy):
         return self.vae_decode(latents / config.scaling_factor + (config.shift_factor or 0.0))
 
 # %% ../../nbs/03_models/03_families.ipynb #0698956e
-def latents_to_tokens(
-    latents: Tensor,  # (B, C, side, side)
-) -> Tensor:  # (B, side * side, C)
+def latents_to_tokens(latents: Tensor) -> Tensor:  # latents: (B, C, side, side); returns (B, side * side, C)
     "Latent pixels, row after row, as tokens."
     return latents.flatten(2).transpose(1, 2).contiguous()
 
 
-def tokens_to_latents(
-    latents: Tensor,  # (B, side * side, C)
-    side: int,  # latent pixels
-) -> Tensor:  # (B, C, side, side)
+def tokens_to_latents(latents: Tensor, side: int) -> Tensor:
+    # latents: (B, side * side, C); side: latent pixels; returns (B, C, side, side)
     "Tokens as a picture: the inverse of `latents_to_tokens`."
     return latents.transpose(1, 2).unflatten(2, (side, side)).contiguous()
 

@@ -44,10 +44,8 @@ def locate_model(
         raise InputError(f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason}).") from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
-def hash_model_files(
-    folder: Path,  # a pipeline's folder
-    parts: tuple[str, ...],  # sub-folders to read
-) -> str:  # sha256 in hex
+def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:
+    # folder: a pipeline's folder; parts: sub-folders to read; returns sha256 in hex
     "The sha256 of every file under the parts, names included: what caches and run folders know a model by."
     digest = hashlib.sha256()
     for file in sorted(f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()):
@@ -57,10 +55,8 @@ def hash_model_files(
     return digest.hexdigest()
 
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd
-def read_tensor_shapes(
-    folder: Path,  # a pipeline's folder
-    part: str,  # a sub-folder that must hold weights
-) -> dict[str, tuple[int, ...]]:  # by the tensor's name
+def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
+    # folder: a pipeline's folder; part: a sub-folder that must hold weights; returns by the tensor's name
     "The shapes of a part's tensors, without the tensors; InputError names the file that is missing or damaged."
     from safetensors import SafetensorError, safe_open  # brings torch
 
@@ -85,10 +81,7 @@ FAMILIES = {  # classes of diffusers that have a policy, and where it is
 }
 
 
-def read_model_json(
-    folder: Path,  # a pipeline's folder
-    name: str,  # of a file in it
-) -> dict:
+def read_model_json(folder: Path, name: str) -> dict:  # folder: a pipeline's folder; name: of a file in it
     "A JSON file of a model; InputError where it is missing or damaged."
     if not (Path(folder) / name).is_file():
         raise InputError(f"model: {folder} holds no {name}; a whole folder saved by diffusers is needed.")
@@ -126,26 +119,19 @@ def check_pipeline_folder(
     return name
 
 # %% ../../nbs/03_models/00_inputs.ipynb #44185fa4
-def import_class(
-    path: str,  # "FluxPipeline" of diffusers, or "package.module.Class"
-) -> type:
+def import_class(path: str) -> type:  # "FluxPipeline" of diffusers, or "package.module.Class"
     "A class by its name, imported now."
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module or "diffusers"), name)
 
 
-def find_family(
-    pipeline: str,  # a key of FAMILIES
-) -> type:  # a subclass of `policy.Policy`
+def find_family(pipeline: str) -> type:  # pipeline: a key of FAMILIES; returns a subclass of `policy.Policy`
     "The class of a family by its pipeline's."
     return import_class(f"chunk_grpo.{FAMILIES[pipeline]}")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
-def check_network_weights(
-    folder: Path,  # a pipeline's folder
-    part: str,  # a sub-folder, such as transformer
-    kind: type,  # its class of diffusers
-) -> None:
+def check_network_weights(folder: Path, part: str, kind: type) -> None:
+    # folder: a pipeline's folder; part: a sub-folder, such as transformer; kind: its class of diffusers
     "InputError where configuration and weights of a network do not belong together."
     import torch
 
@@ -183,19 +169,14 @@ def _load_tokenizer(folder: Path, part: str):
     return out
 
 
-def check_tokenizers(
-    folder: Path,  # a pipeline's folder
-) -> None:
+def check_tokenizers(folder: Path) -> None:  # a pipeline's folder
     "InputError where a tokenizer cannot be loaded, or does not belong to its text encoder."
     for part, what in read_model_json(folder, "model_index.json").items():
         if part.startswith("tokenizer") and isinstance(what, list) and what[1:] and what[1]:
             _load_tokenizer(folder, part)
 
 
-def unknown_words(
-    folder: Path,  # a pipeline's folder
-    prompts: list[str],
-) -> list[str]:  # each once
+def unknown_words(folder: Path, prompts: list[str]) -> list[str]:  # folder: a pipeline's folder; returns each once
     "Words that the model's tokenizer does not know: the model sees the same mark in place of each."
     known = _load_tokenizer(folder, "tokenizer")
     words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
@@ -210,10 +191,8 @@ _PROMPT_FILES = {
 _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 
 
-def _parse_prompts(
-    text: str,  # of a file
-    kind: str,  # its ending, of _PROMPT_FILES; any other: as .txt
-) -> list:  # what stands where a prompt should
+def _parse_prompts(text: str, kind: str) -> list:
+    # text: of a file; kind: its ending, of _PROMPT_FILES; any other: as .txt; returns what stands where a prompt should
     "The prompts in the text of a file; KeyError, TypeError or ValueError where it is of another form."
     lines = [line.strip() for line in text.split("\n") if line.strip()]  # U+2028 may stand in a line
     if kind == ".jsonl":

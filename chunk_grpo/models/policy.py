@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LORA_TARGETS', 'TORCH_DTYPES', 'align_parameters', 'native_shift', 'scheduler_sigmas', 'told_sigma',
-           'largest_vae_activation', 'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy']
+           'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -26,10 +26,7 @@ from .inputs import locate_model
 from .prompt_embeds import encode_prompts, prompt_key
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
-def align_parameters(
-    network: nn.Module,  # changed in place
-    boundary: int = 64,  # bytes
-) -> None:
+def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network: changed in place; boundary: bytes
     "Copy every parameter and buffer on the CPU that does not begin on the boundary into fresh memory, which does."
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % boundary:
@@ -62,10 +59,8 @@ def native_shift(
     return dynamic_shift(policy.tokens, *(config.get(name, usual) for name, usual in names.items()))
 
 
-def scheduler_sigmas(
-    policy: "Policy",
-    **given,  # to the scheduler's `set_timesteps`
-) -> Tensor:  # (T+1,) float32
+def scheduler_sigmas(policy: "Policy", **given) -> Tensor:
+    # given: to the scheduler's `set_timesteps`; returns (T+1,) float32
     "The noise levels that the folder's scheduler makes."
     kind: Any = diffusers.FlowMatchEulerDiscreteScheduler  # diffusers' types take what it loads for a tuple
     scheduler = kind.from_pretrained(policy.folder, subfolder="scheduler")
@@ -73,15 +68,13 @@ def scheduler_sigmas(
     return scheduler.sigmas.cpu()
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
-def told_sigma(
-    policy: "Policy",
-    sigma: Tensor,  # of transitions
-) -> Tensor:  # the same tensor where nothing is truncated
+def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:
+    # sigma: of transitions; returns the same tensor where nothing is truncated
     "The noise level that the network is told in rollout and training."
     return (1000 * sigma).trunc() / 1000 if policy.truncate_timesteps else sigma
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
-def largest_vae_activation(
+def _largest_vae_activation(
     config,  # of a VAE: block_out_channels, or base_dim and dim_mult
     resolution: int,  # pixels a side
 ) -> int:  # numbers, of one image
@@ -105,9 +98,7 @@ def _predict_pair(
     return with_prompt, without
 
 # %% ../../nbs/03_models/02_policy.ipynb #d353d3d2
-def padded_batch_size(
-    count: int,  # rows, from 1
-) -> int:  # at least as many
+def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at least as many
     "The next power of two, or three quarters of it."
     power = 2 ** (count - 1).bit_length()
     return power * 3 // 4 if 4 * count <= power * 3 else power
@@ -226,7 +217,7 @@ class Policy(Family):
     @property
     def decode_limit(self) -> int:
         "Images that the VAE may decode at once."
-        return max(1, (2**31 - 1) // largest_vae_activation(self.vae.config, self.resolution))
+        return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
