@@ -121,25 +121,22 @@ def geneval_verdict(
     faults: list[str] = []
     groups: list[list[DetectedObject] | None] = []  # the objects that met a clause; None where it was not met
     for clause in record["include"]:
-        name, count = clause["class"], clause["count"]
-        mine, before = objects.get(name, [])[:count], len(faults)
-        if len(mine) < count:
-            faults.append(f"expected {name}>={count}, found {len(mine)}")
-        elif colour := clause.get("color"):
-            seen = colours(mine, name)
-            if seen.count(colour) < count:
-                table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
-                faults.append(f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}")
-        if "position" in clause and len(faults) == before:
-            asked, target = clause["position"][0], groups[clause["position"][1]]
-            if target is None:
-                faults.append(f"no target for {name} to be {asked}")
-            else:
-                places = (_relative_position(one.box, other.box) for one in mine for other in target)
-                wrong = next((place for place in places if asked not in place), None)
-                if wrong is not None:
-                    faults.append(f"expected {name} {asked} target, found {' and '.join(wrong)} target")
-        groups.append(mine if len(faults) == before else None)
+        name, count, colour = clause["class"], clause["count"], clause.get("color")
+        mine, (asked, at) = objects.get(name, [])[:count], clause.get("position", (None, -1))
+        seen = colours(mine, name) if colour and len(mine) == count else []
+        table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
+        target = groups[at] if asked and groups else None
+        places = [_relative_position(one.box, other.box) for one in mine for other in target or ()]
+        wrong = [place for place in places if asked not in place]
+        rules = (  # the first that is broken is the fault
+            (len(mine) < count, f"expected {name}>={count}, found {len(mine)}"),
+            (seen.count(colour) < count and colour,
+             f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"),
+            (asked and target is None, f"no target for {name} to be {asked}"),
+            (wrong, f"expected {name} {asked} target, found {' and '.join(wrong[0] if wrong else ())} target"))
+        fault = [why for broken, why in rules if broken][:1]
+        faults += fault
+        groups.append(None if fault else mine)
     for clause in record.get("exclude", []):
         there = len(objects.get(clause["class"], []))
         if there >= clause["count"]:
