@@ -11,7 +11,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from chunk_grpo.rewards.hpsv3_prompt import INSTRUCTION
+import chunk_grpo
+
+INSTRUCTION = (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
 
 PROMPTS = (
     "a red square",

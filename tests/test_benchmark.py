@@ -115,7 +115,7 @@ def test_arms_are_the_evaluations(trained):
         benchmarks.prepare_benchmark(
             where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]
         )
-    assert benchmarks.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
+    assert benchmarks._paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 
 
 def test_dpg_asks_a_judge_about_a_runs_images(trained):

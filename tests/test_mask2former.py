@@ -81,19 +81,19 @@ def test_golden_logits_would_show_a_wrong_layout(state, spoil):
 
 def test_objects_are_mmdets():
     classes, masks = tiny.drawn()
-    found = detector.post_process_detections(classes, masks, **tiny.GIVEN, min_score=0.01)
+    found = detector._post_process(classes, masks, **tiny.GIVEN, min_score=0.01)
     assert len(found) == len(GOLDEN["objects"]) > 10
     for ours, theirs in zip(found, GOLDEN["objects"], strict=True):
         assert ours.label == theirs["label"] and list(ours.box) == theirs["box"]
         assert ours.score == pytest.approx(theirs["score"], abs=1e-6)
         assert ours.mask.shape == tiny.GIVEN["original"] and ours.mask.sum() == theirs["pixels"]
-    few = detector.post_process_detections(classes, masks, **tiny.GIVEN, min_score=0.3)
+    few = detector._post_process(classes, masks, **tiny.GIVEN, min_score=0.3)
     assert few == [one for one in found if one.score > 0.3] != found
 
 
 @pytest.mark.parametrize("old,new", tiny.SIZES)
 def test_resized_pixels_are_opencvs(old, new):
-    ours = detector.resize_like_opencv(tiny.noise(*old), new[1], new[0])
+    ours = detector._resize_like_opencv(tiny.noise(*old), new[1], new[0])
     key = "{}x{} {}x{}".format(*old, *new)
     assert hashlib.sha256(ours.tobytes()).hexdigest() == GOLDEN["resized"][key]
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pocket_recipe import split_prompts
+from pocket_recipe import hard_negatives, split_prompts
 
 from chunk_grpo import InputError, pocket
 from chunk_grpo.pocket import clip, geneval
 from chunk_grpo.pocket.world import (
     POCKET_CATEGORIES,
-    hard_negatives,
     parse_caption,
     render_scene,
     sample_scene,

@@ -15,13 +15,11 @@ from transformers import CLIPModel, CLIPTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from chunk_grpo import InputError
-from chunk_grpo.rewards import clip_score, hpsv3, hpsv3_prompt, image_reward, rewards, scorers
+from chunk_grpo.rewards import hpsv3, image_reward, rewards, scorers
 from chunk_grpo.rewards import images as image_ops
 
 GOLDEN = Path(__file__).parent / "golden"
-CHECKS = {"clip": clip_score.check_clip_score, "pickscore": clip_score.check_clip_score,
-          "imagereward": image_reward.check_imagereward, "hpsv3": hpsv3.check_hpsv3}
-NAMES = tuple(CHECKS)
+NAMES = ("clip", "pickscore", "imagereward", "hpsv3")
 SPEC = importlib.util.spec_from_file_location("golden_scorers", GOLDEN / "scorers.py")
 golden = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(golden)
@@ -103,11 +101,11 @@ def test_batches_forms_and_order_do_not_matter(name, loaded):
 
 def test_resize_is_pillows_in_every_size():
     for i, (width, height) in enumerate(released.SIZES):
-        for size in ((224, 224), hpsv3_prompt.smart_resize(height, width), (17, 400)):
+        for size in ((224, 224), hpsv3.smart_resize(height, width), (17, 400)):
             image = released.picture(i, width, height)
             theirs = image.resize((size[1], height), Image.BICUBIC).resize((size[1], size[0]), Image.BICUBIC)
-            ours = image_ops.images_to_pil(image_ops.resize_like_pillow(image_ops.images_to_tensor([image]), size))[0]
-            assert np.array_equal(np.asarray(ours), np.asarray(theirs)), (width, height, size)
+            ours = image_ops.resize_like_pillow(image_ops.images_to_tensor([image]), size)[0].permute(1, 2, 0)
+            assert np.array_equal((255 * ours).round().byte().numpy(), np.asarray(theirs)), (width, height, size)
 
 
 def test_what_a_float_resize_would_cost(loaded):
@@ -116,7 +114,7 @@ def test_what_a_float_resize_would_cost(loaded):
     x = image_ops.images_to_tensor([image])
     raw = torch.nn.functional.interpolate(x, (224, 298), mode="bicubic", antialias=True).clamp(0, 1)
     exact = image_ops.resize_like_pillow(x, (224, 298))
-    pair = [image_ops.normalize_images(image_ops.center_crop(v, 224, even=True)) for v in (exact, raw)]
+    pair = [image_ops.normalize_images(v[..., 37:261]) for v in (exact, raw)]
     with torch.inference_mode():
         seen = [reward.vision(pixel_values=v).last_hidden_state for v in pair]
     difference = (seen[0] - seen[1]).abs().max() / seen[0].abs().max()
@@ -154,15 +152,16 @@ def test_code_in_a_pt_file_is_refused_and_not_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="holds code"):
         image_reward.load_imagereward(str(folder), device="cpu")
-    assert not (tmp_path / "harm").exists() and not list(folder.glob("*.safetensors"))
+    assert not (tmp_path / "harm").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_converted_in_the_cache(tmp_path, monkeypatch):
+def test_weights_may_lie_where_nothing_can_be_written(tmp_path):
     folder = released.imagereward(tmp_path / "weights")
-    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = sorted(folder.iterdir())
+    folder.chmod(0o555)
     image_reward.load_imagereward(str(folder), device="cpu")
-    assert not list(folder.glob("*.safetensors")) and len(list((tmp_path / "cache").iterdir())) == 1
+    folder.chmod(0o755)
+    assert sorted(folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("name, file", [
@@ -207,17 +206,17 @@ def test_a_clip_that_lacks_weights_is_refused(options, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checks_find_a_whole_scorer_that_was_never_trained(name, loaded):
-    checks = CHECKS[name](loaded[name])
+    checks = scorers.check_scorer(loaded[name])
     assert list(checks.values())[:3] == [True, True, True] and all(type(holds) is bool for holds in checks.values())
 
 
 def test_fitted_sizes_are_the_model_s_own():
     for width, height in ((w, h) for w in range(20, 2100, 97) for h in range(20, 2100, 131)):
         if max(width, height) <= 200 * min(width, height):
-            h, w = hpsv3_prompt.smart_resize(height, width)
+            h, w = hpsv3.smart_resize(height, width)
             assert h % 28 == w % 28 == 0 < min(h, w)
             long, short = max(h, w), min(h, w)
-            assert 0.5 < h * w / hpsv3_prompt.TARGET_PIXELS < 1 + (long + short + 28) * 28 / hpsv3_prompt.TARGET_PIXELS
+            assert 0.5 < h * w / hpsv3.TARGET_PIXELS < 1 + (long + short + 28) * 28 / hpsv3.TARGET_PIXELS
 
 
 @pytest.mark.gpu

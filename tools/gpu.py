@@ -36,8 +36,7 @@ from chunk_grpo.core.machine import terminate_process_group
 from chunk_grpo.measurements import speed
 from chunk_grpo.models.policy import ModelConfig
 from chunk_grpo.planning import plan
-from chunk_grpo.rewards.hpsv3 import HPSv3, build_reward_head
-from chunk_grpo.rewards.hpsv3_prompt import IMAGE_TOKEN, REWARD_TOKEN
+from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import trainer
 from chunk_grpo.training.rollout import decode_latents

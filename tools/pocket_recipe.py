@@ -5,6 +5,7 @@ loads the weights with diffusers and transformers, and needs none of it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,6 +99,40 @@ def split_prompts(
     found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
     train, validation, test = ([p for lists in found for p in lists[i][:train_per_category]] for i in range(3))
     return train, validation, test
+
+
+def hard_negatives(
+    caption: str,
+) -> list[str]: # captions that differ in one word and are false
+    "Every caption one word away that is false of each picture of which `caption` is true."
+    def variety(text):
+        shapes, colours = zip(*parse_caption(text).objects, strict=True)
+        return len(set(shapes)), len(set(colours))
+
+    words = caption.split()
+    start = max(len(prefix.split()) for prefix in CAPTION_PREFIXES if caption.startswith(prefix))
+    kinds = [list(POCKET_COLOURS), list(SHAPES), list(SHAPE_PLURALS.values()), list(COUNT_WORDS), ["left", "right"],
+             ["above", "below"]]
+    out = []
+    for i in range(start, len(words)):
+        kind = next((k for k in kinds if words[i] in k), [])
+        for word in kind:
+            other = " ".join([*words[:i], word, *words[i + 1:]])
+            if word != words[i] and variety(other) == variety(caption):
+                out.append(other)
+    return out
+
+
+def mean_category_accuracy(
+    verdicts: torch.Tensor | Sequence[float], # (B,)
+    prompts: Sequence[str],
+) -> tuple[float, dict[str, float]]: # mean of the category accuracies; accuracy of each category present
+    "GenEval's score: every category counts the same, however many prompts it has."
+    groups: dict[str, list[float]] = {}
+    for verdict, prompt in zip(verdicts, prompts, strict=True):
+        groups.setdefault(parse_caption(prompt).category, []).append(float(verdict))
+    table = {c: sum(groups[c]) / len(groups[c]) for c in POCKET_CATEGORIES if c in groups}
+    return sum(table.values()) / len(table), table
 
 
 def new_tokenizer(

@@ -26,8 +26,10 @@ from pocket_recipe import (
     augment_images,
     clip_loss,
     flow_loss,
+    hard_negatives,
     make_flawed_scene,
     make_spoiled_image,
+    mean_category_accuracy,
     new_clip,
     new_tokenizer,
     new_vae,
@@ -47,7 +49,6 @@ from chunk_grpo.pocket.clip import numpy_to_vae_input, tokenize_captions
 from chunk_grpo.pocket.world import (
     POCKET_CATEGORIES,
     Scene,
-    hard_negatives,
     matches_caption,
     parse_caption,
     render_scene,
@@ -508,7 +509,7 @@ def mean_accuracy_with_error(
     prompts: list[str], # (P,)
 ) -> tuple[float, float, dict[str, float]]: # mean over categories, its standard error, accuracy of each category
     "GenEval's score of several images a prompt, and its standard error over prompts."
-    mean, table = geneval.mean_category_accuracy(right.mean(1), prompts)
+    mean, table = mean_category_accuracy(right.mean(1), prompts)
     categories = [parse_caption(p).category for p in prompts]
     groups = [right.mean(1)[[k == c for k in categories]] for c in table]
     return mean, math.sqrt(sum(g.var().item() / len(g) for g in groups)) / len(groups), table
@@ -528,7 +529,7 @@ def measure_quality(
     prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.load_pocket_clip()
     right, score, malformed = judge_prompt_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
     mean, error, table = mean_accuracy_with_error(right, prompts)
-    best, _ = geneval.mean_category_accuracy(right.amax(1), prompts)
+    best, _ = mean_category_accuracy(right.amax(1), prompts)
     return {
         "geneval": round(mean, 4), "geneval_se": round(error, 4),
         **{f"geneval_{c}": round(v, 4) for c, v in table.items()},

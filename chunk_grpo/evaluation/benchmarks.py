@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAPER_TABLES', 'BenchmarkTask', 'load_benchmark_task', 'prepare_benchmark', 'main', 'read_paper_tables',
-           'paper_table_rows', 'paper_benchmark_rows', 'score_benchmark', 'benchmark_table', 'run_benchmark']
+           'paper_table_rows', 'score_benchmark', 'benchmark_table', 'run_benchmark']
 
 # %% ../../nbs/09_evaluation/05_benchmarks.ipynb #feb11ef9
 import hashlib
@@ -27,7 +27,6 @@ from ..core.files import append_json_line, atomic_write, drop_partial_line, read
 from ..core.files import write_json
 from . import detector, geneval, judged
 from .evaluate import compare_arms, evaluation_settings, ode_arms, summarise_evaluation
-from .judge import api_key
 from ..models.inputs import read_prompts
 from ..reward_serving import placement
 from ..rewards import rewards
@@ -91,8 +90,7 @@ def load_benchmark_task(
 # %% ../../nbs/09_evaluation/05_benchmarks.ipynb #8a855e0b
 def prepare_benchmark(
     run: Path,  # a finished run
-    what: BenchmarkTask,
-    out: Path,  # the benchmark's folder; gets manifest.json
+    what: BenchmarkTask, out: Path,  # the benchmark's folder; gets manifest.json
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
 ) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arms: the step at which the base takes over
     "Settings and arms; InputError where the run is not finished or the folder has images of other settings."
@@ -153,12 +151,10 @@ def main(arguments: Sequence[str]) -> int:  # exit status
 
 # %% ../../nbs/09_evaluation/05_benchmarks.ipynb #29d22671
 def _score_with_rewards(
-    what: BenchmarkTask,
-    arms: Mapping[str, Path],  # arm -> folder of its images
+    what: BenchmarkTask, arms: Mapping[str, Path],  # arm -> folder of its images
     scorers: Mapping[str, Callable],  # rewards by name
     out: Path,  # gets scores.jsonl
-    say: Callable[[str], None] = lambda text: None,
-    batch: int = 32,  # images
+    say: Callable[[str], None] = lambda text: None, batch: int = 32,  # images
 ) -> list[dict]:  # records as an evaluation's, arm by arm
     "Score what has no score yet; InputError where the scores there are of other rewards."
     file, places = Path(out) / "scores.jsonl", what.places()
@@ -204,7 +200,7 @@ def paper_table_rows(key: str) -> list[dict]:  # row, and a number a column; wit
     return [dict(zip(["row", *table["columns"]], values, strict=True)) for values in rows]
 
 
-def paper_benchmark_rows(
+def _paper_benchmark_rows(
     name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4; pocket-geneval stands with geneval
 ) -> list[dict]:  # arm, source, trained on, and a number a column
     "What the paper reports of a benchmark; nothing where it reports nothing."
@@ -224,7 +220,7 @@ def _check_scoring_tools(what: BenchmarkTask, tools: Mapping, scorers: Mapping[s
     if what.name in ("wise", "dpg"):
         if not tools.get("judge"):
             raise InputError(f"`judge` must have an address and a model for {what.name}; got none")
-        api_key(tools["judge"])
+        tools["judge"].api_key()
         judged.read_rubric(tools.get("rubric"))
     elif what.records and not tools.get("detector"):
         raise InputError("`detector` must be the folder of tools/convert_detector.py for GenEval, or "
@@ -248,8 +244,7 @@ def _score_with_geneval(what, arms: Mapping[str, Path], out: Path, tools: Mappin
 
 # %% ../../nbs/09_evaluation/05_benchmarks.ipynb #2f28f0dc
 def score_benchmark(
-    what: BenchmarkTask,
-    arms: Mapping[str, Path],  # arm -> folder of its images
+    what: BenchmarkTask, arms: Mapping[str, Path],  # arm -> folder of its images
     out: Path,  # gets scores and summary.json
     source: str | Path | None = None,  # the checkout or file the prompts came from
     scorers: Mapping[str, Callable] | None = None,  # rewards by name, for prompts that are scored by rewards
@@ -276,7 +271,7 @@ def score_benchmark(
     found |= {"name": what.name, "images_per_prompt": what.samples, "n_prompts": len(what.prompts),
               "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
               "first": [{"prompt": text, "file": str(what.file(p, 0))} for p, text in enumerate(what.prompts)],
-              "paper": {name: paper_benchmark_rows(name) for name in names}}
+              "paper": {name: _paper_benchmark_rows(name) for name in names}}
     write_json(Path(out) / "summary.json", found)
     return found
 
@@ -299,8 +294,7 @@ def benchmark_table(summary: Mapping) -> pd.DataFrame:
 def run_benchmark(
     folder: Path,  # a finished run
     name: str,  # of the benchmark, or a file of prompts
-    source: str | Path | None = None,
-    samples: int | None = None,  # images a prompt; None: as the benchmark has it
+    source: str | Path | None = None, samples: int | None = None,  # images a prompt; None: as the benchmark has it
     processes: int = 0,  # 0: as many as trained the run, at most one a GPU or core
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
     names: Sequence[str] = (),  # rewards that score; empty: those of the run

@@ -99,8 +99,7 @@ def paired_records(records: Sequence[Mapping]) -> list[Mapping]:
 
 
 def compare_arms(
-    records: Sequence[Mapping],
-    arms: Sequence[str],  # base first, where there is one
+    records: Sequence[Mapping], arms: Sequence[str],  # base first, where there is one
     name: str,  # of the score
     weights: Mapping[str, float] | None = None,  # of the categories; None: there are none
 ) -> dict[str, dict | None]:  # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
@@ -123,8 +122,7 @@ def compare_arms(
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #9ccf3702
 def preservation_rates(
     records: Sequence[Mapping],  # of `scores.jsonl`
-    arm: str,
-    name: str,  # of the reward
+    arm: str, name: str,  # of the reward
     against: str = "base",  # the arm that was before
 ) -> dict[str, dict | None]:  # objects and images: lost and gained, each as `bootstrap_ratio`; None where not known
     "What an arm lost of what another drew rightly from the same noise, and gained of what that missed."
@@ -185,8 +183,7 @@ def check_evaluation_changes(trained_with: setting.Settings, s: setting.Settings
 
 
 def evaluation_settings(
-    run: Path | str,
-    changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
+    run: Path | str, changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
 ) -> setting.Settings:
     "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
     trained_with = run_folder.read_run_settings(run)
@@ -204,7 +201,7 @@ def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> 
 
 def evaluate(
     run: Path | str,  # a finished run's folder; gets evaluation/
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    say: Callable[[str], None] = lambda text: None,
     changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"
     arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over; or `evaluation_arms`
     processes: int = 0,  # that share the drawing; 0: as many as trained the run, at most one a GPU or core

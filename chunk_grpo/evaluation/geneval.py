@@ -121,25 +121,22 @@ def geneval_verdict(
     faults: list[str] = []
     groups: list[list[DetectedObject] | None] = []  # the objects that met a clause; None where it was not met
     for clause in record["include"]:
-        name, count = clause["class"], clause["count"]
-        mine, before = objects.get(name, [])[:count], len(faults)
-        if len(mine) < count:
-            faults.append(f"expected {name}>={count}, found {len(mine)}")
-        elif colour := clause.get("color"):
-            seen = colours(mine, name)
-            if seen.count(colour) < count:
-                table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
-                faults.append(f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}")
-        if "position" in clause and len(faults) == before:
-            asked, target = clause["position"][0], groups[clause["position"][1]]
-            if target is None:
-                faults.append(f"no target for {name} to be {asked}")
-            else:
-                places = (_relative_position(one.box, other.box) for one in mine for other in target)
-                wrong = next((place for place in places if asked not in place), None)
-                if wrong is not None:
-                    faults.append(f"expected {name} {asked} target, found {' and '.join(wrong)} target")
-        groups.append(mine if len(faults) == before else None)
+        name, count, colour = clause["class"], clause["count"], clause.get("color")
+        mine, (asked, at) = objects.get(name, [])[:count], clause.get("position", (None, -1))
+        seen = colours(mine, name) if colour and len(mine) == count else []
+        table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
+        target = groups[at] if asked and groups else None
+        places = [_relative_position(one.box, other.box) for one in mine for other in target or ()]
+        wrong = [place for place in places if asked not in place]
+        rules = (  # the first that is broken is the fault
+            (len(mine) < count, f"expected {name}>={count}, found {len(mine)}"),
+            (seen.count(colour) < count and colour,
+             f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"),
+            (asked and target is None, f"no target for {name} to be {asked}"),
+            (wrong, f"expected {name} {asked} target, found {' and '.join(wrong[0] if wrong else ())} target"))
+        fault = [why for broken, why in rules if broken][:1]
+        faults += fault
+        groups.append(None if fault else mine)
     for clause in record.get("exclude", []):
         there = len(objects.get(clause["class"], []))
         if there >= clause["count"]:
@@ -195,7 +192,7 @@ def score_geneval_images(
     see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
     colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
     scorer: str,  # what to call detector and colour judge
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:  # the lines, in the order of the images
     "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
     found, out = _list_images(folder), Path(out)
@@ -261,9 +258,8 @@ def evaluate_geneval(
     folder: str | Path,  # images in GenEval's layout
     out: str | Path,  # folder for results.jsonl and summary.json; what lies there is resumed
     detector: str | Path,  # a folder of tools/convert_detector.py, or a folder or hub id of transformers
-    clip: str | Path = GENEVAL_CLIP_ID,
-    device: str | torch.device | None = None,  # None: CUDA where there is one
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    clip: str | Path = GENEVAL_CLIP_ID, device: str | torch.device | None = None,  # None: CUDA where there is one
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict:  # summary.json
     "Score a folder with GenEval; InputError where something is missing, the images first, then the weights."
     _list_images(folder)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
-           'CaptionSpec', 'parse_caption', 'hard_negatives', 'SceneObject', 'Scene', 'render_scene',
-           'spatial_relations', 'matches_caption', 'empty_places', 'sample_scene', 'sample_scene_image']
+           'CaptionSpec', 'parse_caption', 'SceneObject', 'Scene', 'render_scene', 'spatial_relations',
+           'matches_caption', 'empty_places', 'sample_scene', 'sample_scene_image']
 
 # %% ../../nbs/01_pocket/01_world.ipynb #64df9a4b
 import re
@@ -76,28 +76,6 @@ def parse_caption(
         relation = w[1] if category == "position" else None
         return CaptionSpec(category, ((w[0], None), (w[-1], None)), relation)
     raise InputError(f"`caption` must follow the grammar of the pocket world, as 'two stars' does; got {caption!r}")
-
-# %% ../../nbs/01_pocket/01_world.ipynb #50dfa2fd
-def hard_negatives(
-    caption: str,
-) -> list[str]: # captions that differ in one word and are false
-    "Every caption one word away that is false of each picture of which `caption` is true."
-    def variety(text):
-        shapes, colours = zip(*parse_caption(text).objects, strict=True)
-        return len(set(shapes)), len(set(colours))
-
-    words = caption.split()
-    start = len(_PREFIX.match(caption).group().split())
-    kinds = [list(POCKET_COLOURS), list(SHAPES), list(SHAPE_PLURALS.values()), list(COUNT_WORDS), ["left", "right"],
-             ["above", "below"]]
-    out = []
-    for i in range(start, len(words)):
-        kind = next((k for k in kinds if words[i] in k), [])
-        for word in kind:
-            other = " ".join([*words[:i], word, *words[i + 1:]])
-            if word != words[i] and variety(other) == variety(caption):
-                out.append(other)
-    return out
 
 # %% ../../nbs/01_pocket/01_world.ipynb #db304bab
 @dataclass(frozen=True)
