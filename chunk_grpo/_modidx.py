@@ -1617,6 +1617,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.missing_runs_note': ( '12_studies/analysis.html#missing_runs_note',
                                                                                                 'chunk_grpo/studies/analysis.py'),
+                                             'chunk_grpo.studies.analysis.outcome_table': ( '12_studies/analysis.html#outcome_table',
+                                                                                            'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.paired_differences': ( '12_studies/analysis.html#paired_differences',
                                                                                                  'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.paired_intervals': ( '12_studies/analysis.html#paired_intervals',
