@@ -396,7 +396,7 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert reports.list_reports() == ["benchmark", "compare", "evaluate", "profile", "tables", "train"]
+    assert reports.list_reports() == ["benchmark", "compare", "evaluate", "profile", "study", "tables", "train"]
     for name in reports.list_reports():
         cells = nbformat.read(reports.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1

@@ -28,7 +28,10 @@ def through(home, tmp_path_factory):
     "The study run through, and where it lies."
     out = tmp_path_factory.mktemp("through") / "small"
     said = run("study", home, "--processes", "2", "--out", out)
-    assert "0 of 3 trials are finished" in said and said.count("pocket-clip") == 3 and f"{out}/results.jsonl" in said
+    gains, _, table = said.partition("finished: 3 trials")
+    assert "0 of 3 trials are finished" in said and gains.count("pocket-clip") == 3 and f"{out}/results.jsonl" in said
+    assert "pocket-clip: less " in table and f"report: {out}/report.html" in table
+    assert "Its plan was committed before its first trial." in (out / "report.html").read_text()
     return out
 
 

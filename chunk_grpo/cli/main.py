@@ -330,7 +330,7 @@ def study(
     if wrong:
         raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
     from chunk_grpo.core.files import read_json_lines  # these here, since they import torch
-    from chunk_grpo.studies import ray_cluster, study as trials, tuning
+    from chunk_grpo.studies import design, ray_cluster, study as trials, tuning
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
     again = partial(str, "the same command goes on")
@@ -341,6 +341,15 @@ def study(
                                        rows, echo_now, unplanned=unplanned, peek=peek), again)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
+    rows = read_json_lines(folder / "results.jsonl")
+    if peek or len(rows) >= len(design.expand_trials(name)):  # outcomes of a part are nobody's to see
+        from chunk_grpo.reporting.reports import write_report  # these here, since they import matplotlib
+        from chunk_grpo.studies import analysis
+
+        home = design.find_study_folder(name).resolve()
+        typer.echo("\n" + analysis.outcome_table(rows, design.load_study(home).reference) + "\n")
+        page = write_report("study", folder / "report.html", home=str(home), folder=str(folder.resolve()))
+        typer.echo(f"report: {page}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #c05f084c
 _PATH_PROBLEMS = {getattr(errno, f"E{name}") for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()}

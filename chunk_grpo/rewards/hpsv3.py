@@ -23,7 +23,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2VLConfig, Qwe
 import chunk_grpo
 from .. import InputError
 from .images import Images, images_to_tensor, normalize_images, resize_like_pillow
-from .scorers import ModelScorer, load_tokenizer, locate_hub_file, misfitting_key, resolve_device
+from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #14660448
 INSTRUCTION = (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
@@ -177,13 +177,13 @@ def load_hpsv3(
     network: Any = Qwen2VLModel  # transformers' types have another `to`
     with init_empty_weights(include_buffers=False):
         model, head = network(config), build_reward_head(config.text_config.hidden_size)
-    parts = {"": model, "rm_head.": head}
-    expected = {prefix + key: value for prefix, part in parts.items() for key, value in part.state_dict().items()}
-    wrong = misfitting_key(expected, state)
-    if wrong:
-        raise InputError(f"weights: HPSv3.safetensors does not fit the base model's config.json at {wrong}; allowed "
-                         f"are the file of the hub's {HPSV3_MODEL_ID} and the configuration of {HPSV3_BASE_ID}.")
-    for prefix, part in parts.items():
-        part.load_state_dict({key: state[prefix + key] for key in part.state_dict()}, assign=True)
-        part.eval().requires_grad_(False)
+    whole = nn.ModuleDict({"model": model, "rm_head": head}).eval()
+    try:
+        whole.load_state_dict({key if key.startswith("rm_head.") else f"model.{key}": value
+                               for key, value in state.items()}, assign=True)
+    except RuntimeError as error:
+        raise InputError(f"weights: HPSv3.safetensors does not fit the base model's config.json "
+                         f"({str(error).splitlines()[1].strip()[:200]}); allowed are the file of the hub's "
+                         f"{HPSV3_MODEL_ID} and the configuration of {HPSV3_BASE_ID}.") from None
+    whole.requires_grad_(False)
     return HPSv3(tokenizer, where, kind, batch_size, model.to(where), head.to(where))

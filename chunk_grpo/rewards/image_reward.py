@@ -19,7 +19,7 @@ from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from .. import InputError
 from .images import Images, ImageTransform, transform_images
-from .scorers import ModelScorer, load_tokenizer, locate_hub_file, misfitting_key, resolve_device
+from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #56728199
 KEY_REPLACEMENTS = (("cls_token", "embeddings.class_embedding"), ("pos_embed", "embeddings.position_embedding"),
@@ -78,11 +78,12 @@ def build_imagereward(
         head.add_module(str(number), nn.Linear(*parts["mlp"][f"{number}.weight"].shape[::-1]))
     models = vision, BlipTextModel(sizes, add_pooling_layer=False), head
     for model, (name, part) in zip(models, parts.items(), strict=True):
-        wrong = misfitting_key(model.state_dict(), part)
-        if wrong:
-            raise InputError(f"weights: ImageReward.pt does not fit med_config.json at {name}.{wrong}; allowed are "
-                             f"the two files of the hub's {IMAGEREWARD_MODEL_ID}.")
-        model.load_state_dict(part)
+        try:
+            model.load_state_dict(part)
+        except RuntimeError as error:
+            raise InputError(f"weights: ImageReward.pt does not fit med_config.json in its part {name} "
+                             f"({str(error).splitlines()[1].strip()[:200]}); allowed are the two files of the hub's "
+                             f"{IMAGEREWARD_MODEL_ID}.") from None
     return models
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #3b9cc821

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
-           'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table',
+           'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'outcome_table',
            'differing_settings', 'study_commands']
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #0c218396
@@ -208,6 +208,13 @@ def study_table(
                 line[f"{reward}: less {reference}"] = "reference" if other is None else format_difference(other)
                 line[f"{reward}: p (Holm)"] = "" if other is None else format_small_number(other.holm)
     return out
+
+
+def outcome_table(rows: Sequence[Mapping], reference: str) -> str:
+    "The gains and differences of a study's arms as lines of text; without differences where the reference has no run."
+    table = pd.DataFrame(study_table(rows, reference if reference in arms_with_runs(rows) else None))
+    cost = ["chunks", "images seen", "transitions trained", "CPU time"]
+    return table.drop(columns=cost).to_string(index=False)
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #271ce43e
 def differing_settings(
