@@ -684,7 +684,8 @@ def describe_estimates(
                  ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
                  ("least time of the run", f"{_duration(run / speed)} with evaluations; a run reaches a part of it"),
                  ("least time to evaluate it", _duration(last / speed) + note)]
-    for name, sizes in (("disk", _all_disk_bytes(s, config)), ("memory of the host", _host_memory(s, config, processes))):
+    sizes_of = {"disk": _all_disk_bytes(s, config), "memory of the host": _host_memory(s, config, processes)}
+    for name, sizes in sizes_of.items():
         text = ", ".join(f"{what} {n / 1e9:.3g} GB" for what, n in sizes.items() if n >= 1e8)
         rows.append((name, f"{sum(sizes.values()) / 1e9:.3g} GB at most" + f": {text}" * bool(text)))
     return rows
