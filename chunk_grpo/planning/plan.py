@@ -57,7 +57,7 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None for another f
 
 
 def find_model_config(model: str) -> ModelConfig | None:  # None for a hub id whose sizes are not known
-    "\"pocket\", a folder or a hub id by its configurations, without its weights; InputError for a folder whose configurations cannot be read."
+    "A model (pocket, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."
     if model == "pocket":
         from chunk_grpo import pocket  # here, since it is needed for this one model only
 
