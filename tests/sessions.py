@@ -133,7 +133,7 @@ def study(home: Path) -> Session:
              "arms": {"one": {"iterations": 1}, "two": {"iterations": 2}}, "evaluation": {"eval_images": 1}}
     (place / "study.yaml").write_text(json.dumps(about))
     shutil.copy(home / "s.yaml", place / "base.yaml")
-    words = ["study", place, "--out", "ROOT/study", "--processes", "1"]
+    words = ["study", place, "--out", "ROOT/study", "--processes", "1", "--unplanned"]
     return Session(home, "study", words, None, of_study)
 
 

@@ -251,3 +251,11 @@ def test_a_study_that_cannot_end_is_refused_before_it_begins(tmp_path, change, w
     with pytest.raises(InputError, match=words):
         study.run_study(home, tmp_path / "out", unplanned=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_kill_left_of_a_copy_is_no_trial(home, tmp_path):
+    "A kill while an arm's run is copied leaves a hidden folder whose files may be cut."
+    left = tmp_path / "small" / ".longer-0.1.part"
+    left.mkdir(parents=True)
+    (left / "trial.json").write_text('{"stu')
+    assert "finished: 1 trials" in run("study", home, "--out", left.parent, "--arms", "steps", "--seeds", "0")

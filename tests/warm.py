@@ -43,13 +43,14 @@ def server(environment: dict[str, str]):
     return context
 
 
-def become(module: str, words: list[str], environment: dict[str, str], anew: tuple[str, ...] = ()) -> int:
-    "Run a module in this process as `python -m` does, packages that it may find changed read anew; its exit code."
+def become(module: str, words: list[str], environment: dict[str, str], anew: tuple[str, ...] = (),
+           safe: bool = False) -> int:
+    "Run a module here as `python -m` does (`safe`: `python -P -m`), packages in `anew` read again; its exit code."
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
-    places = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    places = [*[os.getcwd()] * (not safe), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*places, *(place for place in sys.path if place not in ("", TESTS, *places))]
     sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
     sys.argv[:] = [module, *words]
@@ -98,7 +99,8 @@ class Forked:
                 os.setsid()
             if preexec_fn:
                 preexec_fn()
-            code = become(words[2], [*map(str, words[3:])], dict(env or os.environ), self.anew)
+            named = [*map(str, words[words.index("-m") + 1 :])]
+            code = become(named[0], named[1:], dict(env or os.environ), self.anew, "-P" in words[:2])
         finally:
             os._exit(code)
 
@@ -127,7 +129,8 @@ class Popen(subprocess.Popen):
     forked = Forked
 
     def __new__(cls, args, *given, **more):
-        if isinstance(args, list) and args[:2] == [sys.executable, "-m"] and args[2] in FORKED:
+        if isinstance(args, list) and args[0] == sys.executable and "-m" in args[1:3] \
+                and args[args.index("-m") + 1] in FORKED:
             return cls.forked(args, *given, **more)
         return super().__new__(cls)
 
@@ -143,12 +146,22 @@ def program(words: list[str], environment: dict[str, str], folder: str, files: t
     os._exit(become(module, words, environment))
 
 
+_starting = threading.Lock()
+
+
+def _start(process) -> None:
+    "Start a process that no other thread's start looks after: of two that ask for one end, the second reads 255."
+    with _starting:
+        process.start()
+        multiprocessing.process._children.discard(process)
+
+
 class Started:
     "What subprocess.Popen gives, for the command line in a process of the server."
 
     def __init__(self, context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]):
         self.process = context.Process(target=program, args=(words, environment, folder, files))
-        self.process.start()
+        _start(self.process)
         self.pid, self.kill, self.terminate = self.process.pid, self.process.kill, self.process.terminate
 
     def poll(self) -> int | None:
@@ -163,7 +176,7 @@ def call(context, words: list[str], environment: dict[str, str], folder: str, fi
          module: str = "chunk_grpo.cli.main"):
     "Run the command line, or another module or file, to its end in a process of the server; its exit code."
     child = context.Process(target=program, args=(words, environment, folder, files, module))
-    child.start()
+    _start(child)
     child.join(timeout)
     if child.is_alive():
         child.kill()

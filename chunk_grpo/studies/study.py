@@ -376,7 +376,7 @@ def run_study(
     known, plan = [*known, *(row for file in others for row in read_json_lines(file))], None
     if not all(find_finished_row(trial, out, known) for trial in requested):
         plan = plan_record(find_study_folder(source), unplanned)
-        for file in sorted(out.glob("*/trial.json")):
+        for file in sorted(out.glob("[!.]*/trial.json")):  # not of a folder that a kill left half-made
             begun = read_json(file).get("plan")
             if begun and begun["sha256"] != plan["sha256"] and not plan["unplanned"]:
                 raise InputError("the plan of a study must stay as it was when its first trial began; "
