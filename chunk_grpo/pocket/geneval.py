@@ -25,7 +25,7 @@ _Images = Sequence[Image.Image] | torch.Tensor # PIL; or (B, 3, H, W), float in 
 
 
 def images_to_numpy(images: _Images) -> np.ndarray: # (B, H, W, 3), uint8
-    "_Images of any accepted kind as one array of bytes."
+    "Images of any accepted kind as one array of bytes."
     if isinstance(images, torch.Tensor):
         x = images.detach().cpu()
         if x.is_floating_point():
