@@ -13,10 +13,10 @@ from chunk_grpo.measurements.profiles import profile_departure, variance_shares
 from chunk_grpo.method.chunk_search import (
     adaptive_chunks,
     centered_log_profile,
-    fixed_chunks,
     optimal_chunks,
     paper_rule_chunks,
 )
+from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.dynamics import chunks_from_profile
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -26,8 +26,8 @@ level_ = st.builds(lambda value, n: [value] * n, value_, st.integers(1, 60))  # 
 slope_ = st.builds(lambda ratio, n: [0.5 * ratio**i for i in range(n)], st.floats(0.8, 1.25), st.integers(1, 60))
 profile_ = st.one_of(drawn_, level_, slope_).map(lambda values: torch.tensor(values, dtype=torch.float64))
 CHUNKERS = {
-    "fixed steps": lambda p: fixed_chunks(p, "steps"),
-    "fixed list": lambda p: fixed_chunks(p, ",".join("1" * len(p))),
+    "fixed steps": lambda p: chunks_from_setting("steps", len(p)),
+    "fixed list": lambda p: chunks_from_setting(",".join("1" * len(p)), len(p)),
     "paper's rule": paper_rule_chunks,
     "paper's rule, tilted": lambda p: paper_rule_chunks(
         p, p * torch.linspace(1, 1.3, len(p), dtype=torch.float64), 3, 0.2
@@ -126,7 +126,6 @@ def test_the_librarys_cut_is_the_best(seed, n, count):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda bad: fixed_chunks(bad, "whole"), "profile: got"),
         (paper_rule_chunks, "base_profile: got"),
         (lambda bad: paper_rule_chunks(torch.ones(2), bad), "trained_profile: got"),
         (lambda bad: optimal_chunks(bad, 2), "profile: got"),
@@ -141,9 +140,9 @@ def test_bad_profiles_are_refused(make, words, bad):
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda p: fixed_chunks(p, "2,3"), "`chunks` must add up to the 6 transitions"),
-    (lambda p: fixed_chunks(p, "2,x"), "`chunks` must be sizes"),
-    (lambda p: fixed_chunks(p, "profile"), "`chunks` can be profile only"),
+    (lambda p: chunks_from_setting("2,3", len(p)), "`chunks` must add up to the 6 transitions"),
+    (lambda p: chunks_from_setting("2,x", len(p)), "`chunks` must be sizes"),
+    (lambda p: chunks_from_setting("profile", len(p)), "`chunks` can be profile only"),
     (lambda p: paper_rule_chunks(p, p[:5]), "trained_profile: got 5 values, allowed are the base's 6"),
     (lambda p: paper_rule_chunks(p, middle=0), "middle: got 0, allowed is a whole number of chunks from 1"),
     (lambda p: paper_rule_chunks(p, half=0.0), "half: got 0.0, allowed is above 0 and at most 1"),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.method.chunks import (
     Chunks,
-    chunk_of,
     chunks_from_setting,
     fits_in_batch,
     flatten_chunks,
@@ -20,9 +19,7 @@ from chunk_grpo.method.objective import (
     clipped_objective,
     group_advantages,
     is_clipped,
-    logp_coefficient,
     segment_ratio,
-    two_pass_backward,
 )
 
 partitions = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(lambda sizes: Chunks(tuple(sizes)))
@@ -62,7 +59,6 @@ def test_text_and_back(chunks):
 def test_a_partition_holds_every_transition_once(chunks):
     places = list(range(chunks.transitions))
     assert [i for part in chunks.slices for i in places[part]] == places
-    assert all(i in places[chunks.slices[chunk_of(chunks, i)]] for i in places)
     assert len(chunks) == len(chunks.slices) == len(chunks.sizes)
 
 
@@ -136,27 +132,6 @@ def test_flat_and_rectangular_ratios_agree(chunks, seed):
     torch.testing.assert_close(flat.reshape(3, -1), chunk_ratio(new, old, chunks), rtol=1e-12, atol=0)
 
 
-@drawn(partitions, seeds, clips, st.integers(1, 9))
-def test_two_passes_are_autograd(chunks, seed, clip_range, limit):
-    segment = ragged(seed, chunks, 4)
-    items = int(segment.max()) + 1
-    inputs, old, advantage = randn(seed, len(segment), 3), 0.1 * randn(seed + 1, len(segment)), randn(seed + 2, items)
-    theta = randn(seed + 3, 3).requires_grad_()
-
-    def logp_of(part):
-        return 0.1 * torch.tanh(inputs[part] @ theta)
-
-    everything = torch.arange(len(segment))
-    objective = clipped_objective(segment_ratio(logp_of(everything), old, segment)[:, None], advantage, clip_range)
-    (expected,) = torch.autograd.grad(-0.5 * objective, theta)
-    parts = everything[torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))].split(limit)
-    value, ratio, new = two_pass_backward(logp_of, list(parts), old, advantage, segment, clip_range, scale=0.5)
-    torch.testing.assert_close(theta.grad, expected, rtol=1e-9, atol=1e-15)
-    torch.testing.assert_close(value, objective.detach(), rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(new, logp_of(everything).detach(), rtol=1e-12, atol=1e-15)
-    assert not (value.requires_grad or ratio.requires_grad or new.requires_grad)
-
-
 @drawn(seeds, clips)
 def test_no_gradient_exactly_where_clipped_on_the_side_of_the_advantage(seed, clip_range):
     advantage = randn(seed, 200)
@@ -167,8 +142,6 @@ def test_no_gradient_exactly_where_clipped_on_the_side_of_the_advantage(seed, cl
     assert torch.equal(is_clipped(ratio.detach(), advantage, clip_range), passed)
     assert torch.equal(ratio.grad == 0, passed)
     torch.testing.assert_close(ratio.grad[~passed], advantage[~passed] / 200, rtol=1e-12, atol=0)
-    alone = torch.arange(200)
-    assert torch.equal(logp_coefficient(ratio.detach(), advantage, alone, clip_range) == 0, passed)
 
 
 @drawn(partitions, seeds, clips)
@@ -209,16 +182,12 @@ def test_to_first_order_chunks_are_weights_on_steps(chunks, seed):
 
 
 def test_wrong_shapes_are_said_in_words():
-    ratio, adv, segment = torch.ones(2), torch.ones(2), torch.tensor([0, 0, 1])
+    segment = torch.tensor([0, 0, 1])
     for call in (
-        lambda: logp_coefficient(torch.ones(3), adv, segment, 0.1),
-        lambda: logp_coefficient(ratio, adv, torch.tensor([0, 2]), 0.1),
         lambda: segment_ratio(torch.ones(3), torch.ones(2), segment),
         lambda: segment_ratio(torch.ones(3), torch.ones(3), segment.float()),
         lambda: chunk_ratio(torch.ones(2, 3), torch.ones(2, 3), Chunks((2, 2))),
         lambda: clipped_objective(torch.ones(2, 3), torch.ones(3), 0.1),
-        lambda: two_pass_backward(lambda m: torch.ones(len(m)), [], torch.ones(3), adv, segment, 0.1),
-        lambda: two_pass_backward(lambda m: torch.ones(len(m)), [torch.arange(4)], torch.ones(3), adv, segment, 0.1),
         lambda: group_advantages(torch.tensor([[1.0, float("inf")]])),
     ):
         with pytest.raises(InputError, match="got .* allowed "):

@@ -26,7 +26,6 @@ from chunk_grpo.method.sampler import (
 from chunk_grpo.method.schedule import (
     add_noise,
     gaussian_velocity,
-    index_for_sigma,
     predict_endpoints,
     shift_sigmas,
     sigmas,
@@ -74,19 +73,6 @@ def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
     data, noise = normal(seed, 3, 4), normal(seed + 1, 3, 4)
     ends = predict_endpoints(add_noise(data, noise, t), velocity_target(data, noise), t)
     torch.testing.assert_close(ends, (data, noise))
-
-
-@quick
-@given(steps_, shift_, st.floats(1e-6, 1.0))
-def test_every_noise_level_lies_in_one_transition(steps, shift, sigma):
-    levels = sigmas(steps, shift, torch.float64)
-    index = index_for_sigma(levels, sigma)
-    assert levels[index] >= sigma > levels[index + 1]
-
-
-def test_a_transition_owns_the_level_it_starts_at():
-    levels = sigmas(17, 3.0, torch.float64)
-    assert [index_for_sigma(levels, level) for level in levels[:-1].tolist()] == list(range(17))
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
