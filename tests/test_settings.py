@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.core import settings, validation
 from chunk_grpo.evaluation import benchmarks
-from chunk_grpo.studies import replication
 from chunk_grpo.studies.design import load_study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -261,7 +260,9 @@ def test_every_row_of_the_papers_tables_has_its_file():
     for name in settings.list_presets():
         if name.startswith("paper/table"):
             s, table = settings.load_settings(name), f"Table {name[len('paper/table')]}"
-            cut = replication.format_chunk_sizes(s.chunk_rule.chunks.sizes)
+            sizes = s.chunk_rule.chunks.sizes
+            cut = "step" if set(sizes) == {1} else str(sizes[0]) if len(sizes) == 1 else (
+                f"{sizes[0]}x{len(sizes)}" if len(set(sizes)) == 1 else ",".join(map(str, sizes)))
             method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
             row = method + " +ws" * (s.chunk_weighting == "dynamics")
             if table == "Table 3":

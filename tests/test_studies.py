@@ -178,6 +178,18 @@ def test_runs_of_an_arm_differ_in_the_seed_alone():
         analysis.differing_settings(rows)
 
 
+def test_changes_by_category_are_of_the_same_seeds():
+    rows = [row("chunk-setting", arm, seed) for arm in ("steps", "2-3-4-7") for seed in range(3)]
+    for one in rows:
+        means = one["categories"]["base"]["pocket-geneval"]
+        more = 0.14 if one["arm"] == "2-3-4-7" else 0.10
+        one["categories"]["plain"] = {"pocket-geneval": {name: mean + more for name, mean in means.items()}}
+    assert study_views.category_table(rows, "pocket-geneval")[0]["counting"] == "+0.100 (+0.100 to +0.100)"
+    against = study_views.category_table(rows, "pocket-geneval", reference="steps")
+    assert [line["arm"] for line in against] == ["2-3-4-7"] and against[0]["colors"] == "+0.040 (+0.040 to +0.040)"
+    assert study_views.category_table(rows, "pocket-clip") == []
+
+
 def test_shares_of_what_was_preserved_need_something_to_preserve():
     one = row("weighting", "uniform", 0)
     entry = one["preserved"]["plain"]["pocket-geneval"]["objects"]

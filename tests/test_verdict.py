@@ -163,6 +163,6 @@ def test_the_history_says_the_same_of_plans(tmp_path):
 
 @pytest.mark.parametrize("effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "cannot tell")])
 def test_a_verdict_follows_its_interval(effect, word):
-    assert claims.verdict({"lo": effect - 0.006, "hi": effect + 0.006}, "above", 0.007) == word
-    assert claims.verdict({"lo": -effect - 0.006, "hi": -effect + 0.006}, "below", 0.007) == word
-    assert claims.verdict({"lo": 0.014, "hi": 0.026}, "above", 0.007, 0.2) == "cannot tell"
+    assert claims.claim_verdict({"lo": effect - 0.006, "hi": effect + 0.006}, "above", 0.007) == word
+    assert claims.claim_verdict({"lo": -effect - 0.006, "hi": -effect + 0.006}, "below", 0.007) == word
+    assert claims.claim_verdict({"lo": 0.014, "hi": 0.026}, "above", 0.007, 0.2) == "cannot tell"

@@ -1,7 +1,7 @@
 """What the paper claims, how each claim is asked of the kept rows, and the verdicts as tables and one picture.
 
-Research code of the pages in nbs/findings, which import it, as nbs/index.ipynb and tests do; the rule and its
-arithmetic are `chunk_grpo.studies.claims`.
+Research code of the pages in nbs/findings, which import it, as nbs/index.ipynb and tests do; the rule is
+`chunk_grpo.core.statistics.claim_verdict`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,32 +9,150 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
+from scipy import stats
 from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.power import TTestPower
 
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import PRESETS_DIR
+from chunk_grpo.core.statistics import claim_verdict
 from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_interval, format_number
 from chunk_grpo.studies import analysis
-from chunk_grpo.studies.claims import (
-    CrossedMean,
-    Evidence,
-    claim_p_value,
-    claim_power,
-    contrast_arms,
-    crossed_mean,
-    prompt_gains,
-    seeds_needed,
-    verdict,
-)
 from chunk_grpo.studies.figures import curve_column, rolling_mean
-
-__all__ = ["claim_p_value", "claim_power", "contrast_arms", "prompt_gains", "seeds_needed", "verdict"]  # and all below
 
 STRUCTURE_REWARD = "pocket-geneval"  # whether an image is what its prompt asks for
 VERDICTS = {"holds": "#009E73", "does not hold": "#D55E00", "cannot tell": "#7F7F7F", "open": "#B8B8B8"}
+
+
+@dataclass(frozen=True)
+class CrossedMean:
+    "A mean over seeds and prompts, both random, with the parts of its variance."
+    mean: float
+    seeds: int
+    prompts: int  # 1 where a run has one number
+    of_seeds: float  # variance of what a seed adds
+    of_prompts: float  # variance of what a prompt adds
+    rest: float  # variance of what is left
+
+    def error(self, seeds: int | None = None, prompts: int | None = None) -> float:
+        "The standard error (a) with its own seeds and prompts, or with so many; nan with one seed."
+        s, p = seeds or self.seeds, prompts or self.prompts
+        return float("nan") if s < 2 else (self.of_seeds / s + self.of_prompts / p + self.rest / (s * p)) ** 0.5
+
+    @property
+    def freedom(self) -> float:
+        "Degrees of freedom."
+        return (min(self.seeds, self.prompts) if self.prompts > 1 else self.seeds) - 1
+
+
+def crossed_mean(
+    values: np.ndarray,  # (seeds, prompts) differences, or (seeds, 1)
+) -> CrossedMean:
+    "The mean of a table of seeds by prompts, and the parts of its variance."
+    s, p = values.shape
+    mean, by_seed, by_prompt = values.mean(), values.mean(1), values.mean(0)
+    if s < 2 or p < 2:
+        return CrossedMean(float(mean), s, p, float(by_seed.var(ddof=1)) if s > 1 else float("nan"), 0.0, 0.0)
+    rest = ((values - by_seed[:, None] - by_prompt + mean) ** 2).sum() / ((s - 1) * (p - 1))
+    parts = [max(0.0, by_seed.var(ddof=1) - rest / p), max(0.0, by_prompt.var(ddof=1) - rest / s), rest]
+    return CrossedMean(float(mean), s, p, *map(float, parts))
+
+
+def prompt_gains(
+    rows: Sequence[Mapping],
+    arm: str,
+    reward: str,
+    evaluated: str = "plain",  # arm of the evaluation
+) -> pd.DataFrame:  # a row a seed, a column a prompt
+    "What an arm gains over the base, for every seed and prompt."
+    return pd.DataFrame.from_dict({(row["study"], row["seed"]): np.subtract(
+        row["scores"][evaluated][reward], row["scores"]["base"][reward]) for row in rows if row["arm"] == arm},
+        orient="index")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    "What the kept runs say of one claim."
+    found: CrossedMean
+    unit: str
+    gain: float | None = None  # of the arm that is compared with
+    first: float | None = None  # the difference of the first seed alone
+    arms: tuple[str, ...] = ()
+    normal: bool = False  # kept with a standard error of its own: no seeds
+
+    @property
+    def interval(self) -> dict[str, float]:  # mean, lo, hi
+        "The mean with its 95% interval."
+        half = self.found.error() * (1.96 if self.normal else stats.t.ppf(0.975, self.found.freedom))
+        return {"mean": self.found.mean, "lo": self.found.mean - half, "hi": self.found.mean + half}
+
+
+def contrast_arms(
+    study: str | tuple[str, ...],  # one, or several whose seeds are put together
+    arm: str | Sequence[str],  # its name; of several the mean
+    other: str | None,  # None: the base
+    reward: str = "pocket-clip",
+    gain_of: str | None = None,  # arm whose gain is the measure; None: `other`
+    evaluated: tuple[str, str] = ("plain", "plain"),  # arms of the evaluation
+) -> Evidence | None:  # None where an arm has no run
+    "The gain of one arm minus that of another on the same seeds and prompts."
+    names = (study,) if isinstance(study, str) else study
+    rows = [row for name in names for row in analysis.load_study_rows(name)]
+    mine, there = (arm,) if isinstance(arm, str) else tuple(arm), analysis.arms_with_runs(rows)
+    if not mine or not {*mine, other or mine[0], gain_of or mine[0]} <= set(there):
+        return None
+    side = sum(prompt_gains(rows, name, reward, evaluated[0]) for name in mine) / len(mine)
+    apart = (side - prompt_gains(rows, other, reward, evaluated[1]) if other else side).dropna()
+    measure = gain_of or other
+    gain = float(prompt_gains(rows, measure, reward, evaluated[1]).mean(axis=None)) if measure else None
+    if not len(apart):
+        return None
+    used = tuple(f"{name}/{a}" for name in names for a in (*mine, *([other] if other else [])))
+    return Evidence(crossed_mean(apart.to_numpy()), reward, gain, float(apart.iloc[0].mean()), used)
+
+
+def claim_p_value(
+    away: float,  # mean from the bound on, turned so that the claimed side is positive
+    error: float,
+    freedom: float,
+    equal: float = 0.0,  # smallest effect of an equality; 0: the claim has a side
+) -> float:  # nan where one seed is too few
+    "Two-sided p-value of a claim: of no effect, or for an equality of an effect as large as the smallest."
+    distances = (equal - away, equal + away) if equal else (away,)
+    if not error > 0:
+        return float("nan") if error != error else float(min(distances) <= 0)
+    return float(min(1.0, 2 * max(stats.t.sf(d / error, freedom) for d in distances)))
+
+
+def claim_power(
+    smallest: float,
+    error: float,
+    seeds: int,  # or degrees of freedom and one
+    equal: bool = False,
+) -> float:  # 0 ... 1; nan with one seed
+    "The chance that such runs say `holds`, asked alone, were the effect the smallest, or none for an equality."
+    if not error > 0 or seeds < 2:
+        return float("nan")
+    if equal:
+        return max(0.0, 2 * float(stats.t.cdf(smallest / error - stats.t.ppf(0.975, seeds - 1), seeds - 1)) - 1)
+    return float(TTestPower().power(smallest / (error * seeds**0.5), seeds, 0.05, alternative="two-sided"))
+
+
+def seeds_needed(
+    pilot: CrossedMean,
+    smallest: float,  # effect of interest
+    power: float = 0.8,
+    prompts: int | None = None,  # None: the pilot's
+    most: int = 2000,
+) -> int | None:  # None: more than `most`
+    "The fewest seeds with which such a contrast shows the effect this often."
+    enough = (s for s in range(3, most + 1)
+              if claim_power(smallest, pilot.error(s, prompts), min(s, prompts or pilot.prompts)) >= power)
+    return next(enough, None)
 
 
 def peak_drop() -> Evidence | None:
@@ -326,7 +444,7 @@ def _claim_row(
     of = "" if found.normal else f", {count} seed{'s' * (count != 1)}"
     known = {name: None if x != x else x for name, x in interval.items()}
     return row | {
-        "verdict": verdict(moved, claim.direction, smallest, 1.0 if p is None else p),
+        "verdict": claim_verdict(moved, claim.direction, smallest, 1.0 if p is None else p),
         "measured": f"{format_interval(known, signed=not claim.bound)} {found.unit}{of}",
         "power": claim_power(smallest, error, 10**6 if found.normal else found.found.freedom + 1,
             claim.direction == "equal"),

@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 
 from chunk_grpo import InputError
-from chunk_grpo.core.statistics import jackknife_error
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
 from chunk_grpo.training.methods import ReplayContext, replay_transitions
 from chunk_grpo.training.rollout import make_generator
+
+
+def jackknife_error(
+    statistic: Callable[[Tensor], Tensor],  # positions of the units that are used -> any tensor
+    count: int,  # units, such as prompts
+) -> tuple[Tensor, Tensor]:  # value with all units, and its standard error
+    "Standard error of any statistic, by leaving out one unit at a time."
+    every = torch.arange(count)
+    left = torch.stack([statistic(every[every != i]) for i in range(count)])
+    return statistic(every), ((count - 1) * left.var(0, correction=0)).sqrt()
 
 
 def signal_to_noise(

@@ -24,6 +24,7 @@ from credit import (
     coefficient_gradients,
     coefficient_sets,
     inner_products,
+    jackknife_error,
     state_sign_estimates,
     step_advantages,
     weighted_inner_products,
@@ -34,7 +35,6 @@ from safetensors.torch import load_file, save_file
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import atomic_write, write_json
-from chunk_grpo.core.statistics import jackknife_error
 from chunk_grpo.method.chunks import Chunks, step_weights
 from chunk_grpo.method.dynamics import chunk_count
 from chunk_grpo.method.objective import group_advantages

@@ -11,7 +11,13 @@ from matplotlib.ticker import MaxNLocator
 from chunk_grpo import InputError
 from chunk_grpo.core.statistics import t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
-from chunk_grpo.studies.analysis import arms_with_runs, format_difference, gains_by_seed, pivot_by_seed
+from chunk_grpo.studies.analysis import (
+    arms_with_runs,
+    format_difference,
+    gains_by_seed,
+    paired_differences,
+    pivot_by_seed,
+)
 from chunk_grpo.studies.figures import rolling_mean
 
 FALL_LEVELS = {"start": 2.0, "peak": 4.0}  # level that a curve falls from -> standard errors
@@ -112,3 +118,42 @@ def preservation_table(
     return [{"arm": name} | {f"{what} {count}": format_difference(part.loc[name]).replace("+", "")
                              for count, part in found.items()}
             for name in arms_with_runs(rows) if found["lost"].n[name]]
+
+
+def false_positive_note(
+    found: pd.DataFrame,  # of `t_intervals` or `paired_intervals`, at 95%
+) -> str:
+    "A sentence: intervals, those that miss 0, those expected to by chance, those left after Holm; empty without any."
+    known = found.dropna(subset=["lo"])
+    if not len(known):
+        return ""
+    away, sure = int((known.lo * known.hi > 0).sum()), int((known.holm < 0.05).sum())
+    return (f"Of {len(known)} intervals {away} miss 0; {0.05 * len(known):.2g} would by chance if no arm differed. "
+            f"After Holm's correction for their number {sure} remain{'s' * (sure == 1)}.")
+
+
+def category_table(
+    rows: Sequence[Mapping],
+    reward: str,  # one that knows categories
+    arm: str = "plain",  # of the evaluation
+    reference: str | None = None,  # None: change against the base; else the difference to this arm on the same seeds
+) -> list[dict]:  # column -> text, a row an arm; empty where the reward knows no categories
+    "The change of every category with its interval over seeds."
+    if not rows or reward not in rows[0]["categories"].get("base", {}):
+        return []
+    out = [{"arm": name} for name in arms_with_runs(rows) if name != reference]
+    for category in rows[0]["categories"]["base"][reward]:
+        means = {name: pivot_by_seed(rows, lambda row, name=name, c=category: row["categories"][name][reward][c])
+                 for name in ("base", arm)}
+        values = means[arm] - means["base"]
+        found = t_intervals(values if reference is None else paired_differences(values, reference))
+        for line in out:
+            line[category.replace("_", " ")] = format_difference(found.loc[line["arm"]])
+    return out
+
+
+def study_commands(
+    name: str,  # of the study
+) -> str:
+    "The commands that run a study and keep its rows."
+    return f"chunk-grpo study {name}\npython tools/keep.py study {name}"

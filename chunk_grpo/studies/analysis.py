@@ -6,7 +6,7 @@
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
            'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'outcome_table',
-           'differing_settings', 'study_commands']
+           'differing_settings']
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
@@ -232,10 +232,3 @@ def differing_settings(
     names = dict.fromkeys(name for values in first.values() for name in values)
     names = [name for name in names if len({str(values.get(name)) for values in first.values()}) > 1]
     return [{"arm": arm} | {name: str(values.get(name, "")) for name in names} for arm, values in first.items()]
-
-
-def study_commands(
-    name: str,  # of the study
-) -> str:
-    "The commands that run a study and keep its rows."
-    return f"chunk-grpo study {name}\npython tools/keep.py study {name}"
