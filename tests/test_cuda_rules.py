@@ -12,12 +12,13 @@ from chunk_grpo.core import settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
+from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,

@@ -34,12 +34,11 @@ from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import terminate_process_group
 from chunk_grpo.measurements import speed
-from chunk_grpo.models.policy import ModelConfig
+from chunk_grpo.models.policy import ModelConfig, decode_latents
 from chunk_grpo.planning import plan
 from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import trainer
-from chunk_grpo.training.rollout import decode_latents
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE_SECONDS = 480  # that a stage may take

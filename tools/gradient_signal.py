@@ -21,9 +21,10 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
+from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training.methods import ReplayContext
-from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.rollout import sample_trajectories
 
 SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}
 BLOCKS, STEPS = 8, 17

@@ -42,9 +42,10 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
+from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training.methods import ReplayContext
-from chunk_grpo.training.rollout import decode_latents, make_generator, sample_trajectories
+from chunk_grpo.training.rollout import make_generator, sample_trajectories
 
 ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
 TRAINED = STEPS - 1

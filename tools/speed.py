@@ -26,11 +26,12 @@ from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import prompt_embeds, trainable
+from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.rewards import StreamingScores
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training.methods import Method, ReplayContext
-from chunk_grpo.training.rollout import decode_latents, sample_trajectories
+from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
 PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")

@@ -22,9 +22,9 @@ from ..method.chunks import Chunks
 from ..method.dynamics import DISTANCE_KINDS, relative_distance
 from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints, sigmas
-from ..models.policy import Policy
+from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
-from ..training.rollout import decode_latents, initial_noise, step_noise
+from ..training.rollout import initial_noise, step_noise
 
 DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
 

@@ -31,12 +31,12 @@ from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
 from ..models.inputs import import_class, read_prompts
-from ..models.policy import TORCH_DTYPES, Policy
+from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.methods import Method, ReplayContext, sample_chunks
-from ..training.rollout import Trajectories, decode_latents, make_generator, sample_trajectories
+from ..training.rollout import Trajectories, make_generator, sample_trajectories
 from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/10_measurements/01_speed.ipynb #0d9e5164

@@ -124,8 +124,7 @@ class ChunkRule:
     @classmethod
     @cache
     def parse(
-        cls,
-        text: str,  # the setting `chunks`
+        cls, text: str,  # the setting `chunks`
         transitions: int,  # transitions that are trained
         covers: bool = True,  # given sizes must cover them; not where a method has its own number of them
     ) -> "ChunkRule":

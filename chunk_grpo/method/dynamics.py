@@ -48,8 +48,7 @@ def relative_distance(
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #5961debb
 def gaussian_profile(
-    sampler: Sampler,
-    scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
+    sampler: Sampler, scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
     """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
     spread: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))

@@ -56,8 +56,7 @@ def cps_coefficients(
 # %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
 def _strengths(
     sigmas: Tensor,  # (T + 1,)
-    kind: str,
-    eta: float | Sequence[float] | Tensor,  # a number, or one a transition
+    kind: str, eta: float | Sequence[float] | Tensor,  # a number, or one a transition
 ) -> Tensor:  # (T,) float64, 0 at the last transition
     """The strength of every transition; InputError on a bad schedule, kind or strength."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or bool((sigmas.diff() >= 0).any()):
@@ -76,8 +75,7 @@ def _strengths(
 
 def _coefficients(
     sigmas: Tensor,  # (T + 1,)
-    kind: str,
-    eta: Tensor,  # (T,) float64
+    kind: str, eta: Tensor,  # (T,) float64
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LORA_TARGETS', 'TORCH_DTYPES', 'align_parameters', 'native_shift', 'scheduler_sigmas', 'told_sigma',
-           'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy']
+           'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy', 'decode_latents']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -240,3 +240,14 @@ def load_policy(
         return family(folder, resolution, **types, **more)
     except (SafetensorError, OSError) as error:
         raise InputError(f"model: the weights in {folder} cannot be read ({error}).") from None
+
+# %% ../../nbs/03_models/02_policy.ipynb #04bea74e
+@torch.no_grad()
+def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
+    "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
+    parts = [policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))]
+    images = torch.cat(parts)
+    if not torch.isfinite(images).all():
+        raise InputError("model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
+                         "small that they stay finite.")
+    return images.contiguous()  # one order in memory, here and where they are sent: sums depend on it

@@ -57,16 +57,13 @@ def load_study_rows(
     return sorted(found, key=lambda row: (order.index(row["arm"]) if row["arm"] in order else len(order), row["seed"]))
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #758212c5
-def arms_with_runs(
-    rows: Sequence[Mapping],
-) -> list[str]:
+def arms_with_runs(rows: Sequence[Mapping]) -> list[str]:
     "The arms that have a run."
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
 def missing_runs_note(
-    rows: Sequence[Mapping],
-    study: Mapping,  # its description
+    rows: Sequence[Mapping], study: Mapping,  # its description
 ) -> str:
     "A sentence on the arms and seeds that were planned and are not there."
     if not rows:
@@ -78,9 +75,7 @@ def missing_runs_note(
     return f"Not there yet: {'; '.join(parts)}." if parts else f"Every arm has its {len(study['seeds'])} planned seeds."
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #8ddc2990
-def earlier_model_note(
-    rows: Sequence[Mapping],
-) -> str:
+def earlier_model_note(rows: Sequence[Mapping]) -> str:
     "A sentence where runs had a base model that is not the one shipped now; empty elsewhere."
     shipped = hash_model_files(locate_model("pocket"), MODEL_FOLDERS)
     pocket = [row for row in rows if row["settings"].get("model") == "pocket"]
@@ -88,9 +83,7 @@ def earlier_model_note(
     return f"{len(old)} of them had the base model that was shipped before the present one." if old else ""
 
 
-def provenance_note(
-    rows: Sequence[Mapping],
-) -> str:
+def provenance_note(rows: Sequence[Mapping]) -> str:
     "A sentence on where the runs come from; empty without runs."
     commits = dict.fromkeys(row["git_commit"] or "no commit" for row in rows)
     machines = dict.fromkeys(f"{row['machine']['processor']} with {row['machine']['cores']} cores" for row in rows)
@@ -100,8 +93,7 @@ def provenance_note(
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #872b5369
 def pivot_by_seed(
-    rows: Sequence[Mapping],
-    value: Callable[[Mapping], float],  # of a row
+    rows: Sequence[Mapping], value: Callable[[Mapping], float],  # of a row
 ) -> pd.DataFrame:  # a row a seed, a column an arm; nan where there is no run
     "One number a run."
     columns = {arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
@@ -110,8 +102,7 @@ def pivot_by_seed(
 
 
 def mean_score(
-    row: Mapping,
-    reward: str,  # its name
+    row: Mapping, reward: str,  # its name
     arm: str = "plain",  # of the evaluation: base, plain, hybrid, split-05 ...
 ) -> float:
     "The mean over prompts; InputError where the arm or the reward was not evaluated."
@@ -125,8 +116,7 @@ def mean_score(
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #89401e28
 def gains_by_seed(
-    rows: Sequence[Mapping],
-    reward: str,  # its name
+    rows: Sequence[Mapping], reward: str,  # its name
     arm: str = "plain",  # of the evaluation
 ) -> pd.DataFrame:  # a row a seed, a column an arm
     "The mean over prompts of an evaluation's arm minus the base."
@@ -134,8 +124,7 @@ def gains_by_seed(
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #2390e582
 def paired_intervals(
-    rows: Sequence[Mapping],
-    reward: str,  # its name
+    rows: Sequence[Mapping], reward: str,  # its name
     reference: str,  # the arm that all others are compared with
     arm: str = "plain",  # of the evaluation
 ) -> pd.DataFrame:  # a row an arm, as of `t_intervals`
@@ -154,17 +143,13 @@ def paired_differences(
     return values.sub(values[reference], axis=0).drop(columns=reference)
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #3135dfbb
-def training_rewards(
-    row: Mapping,
-) -> list[str]:
+def training_rewards(row: Mapping) -> list[str]:
     "The rewards of a run's training."
     reward = row["settings"]["reward"]
     return [reward] if isinstance(reward, str) else list(reward)
 
 
-def common_rewards(
-    rows: Sequence[Mapping],
-) -> list[str]:  # those trained on first
+def common_rewards(rows: Sequence[Mapping]) -> list[str]:  # those trained on first
     "The rewards that every run was evaluated on."
     every = dict.fromkeys(name for row in rows for name in [*training_rewards(row), *row["scores"]["base"]])
     return [name for name in every if all(name in row["scores"]["base"] for row in rows)]
@@ -191,8 +176,7 @@ def cost_columns(
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #5bf3d2f6
 def study_table(
-    rows: Sequence[Mapping],
-    reference: str | None = None,  # the arm that all others are compared with
+    rows: Sequence[Mapping], reference: str | None = None,  # the arm that all others are compared with
 ) -> list[dict]:  # column -> text
     "A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference."
     out = [{"arm": arm} | cost_columns([row for row in rows if row["arm"] == arm]) for arm in arms_with_runs(rows)]

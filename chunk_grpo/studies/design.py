@@ -240,8 +240,7 @@ def check_rows(rows: Iterable[dict]) -> None:
 
 
 def find_finished_row(
-    trial: Trial,
-    out: Path,  # the study's folder
+    trial: Trial, out: Path,  # the study's folder
     known: Iterable[dict] = (),  # rows from elsewhere
 ) -> dict | None:  # its row
     "The row of a trial that needs no more work: model, prompts and settings are alike."

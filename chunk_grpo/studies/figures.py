@@ -23,10 +23,7 @@ from .analysis import (
     arms_with_runs, gains_by_seed, paired_differences, paired_intervals)
 
 # %% ../../nbs/12_studies/04_figures.ipynb #7f27d758
-def arm_colour(
-    rows: Sequence[Mapping],
-    arm: str,
-) -> str:
+def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
     "The colour of an arm's method."
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
     return METHOD_COLOURS.get(training_method(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
@@ -34,8 +31,7 @@ def arm_colour(
 # %% ../../nbs/12_studies/04_figures.ipynb #31549756
 @with_house_style
 def plot_forest(
-    rows: Sequence[Mapping],
-    reward: str,  # its name
+    rows: Sequence[Mapping], reward: str,  # its name
     reference: str,  # the arm that the others are compared with
     arm: str = "plain",  # of the evaluation
 ) -> Figure:
@@ -58,8 +54,7 @@ def plot_forest(
 
 # %% ../../nbs/12_studies/04_figures.ipynb #7d252d12
 def curve_column(
-    row: Mapping,
-    name: str,  # of a reward, or grad_norm, ratio_dev, clip_fraction
+    row: Mapping, name: str,  # of a reward, or grad_norm, ratio_dev, clip_fraction
 ) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
     "A column of a run's curve; InputError where it has none of that name."
     if name not in row["curve"]:
@@ -86,8 +81,7 @@ def _draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window
 # %% ../../nbs/12_studies/04_figures.ipynb #5afcb9eb
 @with_house_style
 def plot_training_curves(
-    rows: Sequence[Mapping],
-    reward: str,  # one trained on, or grad_norm, ratio_dev, clip_fraction
+    rows: Sequence[Mapping], reward: str,  # one trained on, or grad_norm, ratio_dev, clip_fraction
     reference: str | None = None,  # drawn in grey in every panel
     window: int = 5,  # iterations that a point is the mean of
 ) -> Figure:

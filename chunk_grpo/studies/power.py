@@ -20,8 +20,7 @@ from .design import TUNED_FILE, find_study_folder, load_study
 # %% ../../nbs/12_studies/07_power.ipynb #57b087a2
 def paired_power(
     effect: float,  # true difference, in standard deviations of the paired differences
-    seeds: int,
-    level: float = 0.05,  # two-sided
+    seeds: int, level: float = 0.05,  # two-sided
 ) -> float:  # 0 ... 1
     "The chance that a paired t test of so many seeds sees the difference; 0 with one seed."
     return float(TTestPower().power(abs(effect), seeds, level)) if seeds > 1 else 0.0
@@ -30,8 +29,7 @@ def paired_power(
 def seeds_needed(
     spread: float,  # standard deviation of the paired differences
     effect: float,  # smallest difference of interest, in the same units
-    power: float = 0.8,
-    tests: int = 1,  # questions of the study: the level is divided by their number
+    power: float = 0.8, tests: int = 1,  # questions of the study: the level is divided by their number
     most: int = 2000,
 ) -> int | None:  # None: more than `most`
     "The fewest seeds with which a study has this power; InputError where the effect is 0."

@@ -43,9 +43,7 @@ def check_ray_address(
 
 # %% ../../nbs/12_studies/02_ray_cluster.ipynb #2b715c9e
 @contextlib.contextmanager
-def ray_connection(
-    address: str,
-) -> Iterator[ModuleType]:  # ray
+def ray_connection(address: str) -> Iterator[ModuleType]:  # ray
     "Belong to a cluster within this block; InputError where Ray is not installed or the cluster cannot be reached."
     try:
         import ray
@@ -65,8 +63,7 @@ def ray_connection(
 
 # %% ../../nbs/12_studies/02_ray_cluster.ipynb #aa1c42a4
 def trial_resources(
-    trial: Trial,
-    gpus: bool,  # whether the cluster has any
+    trial: Trial, gpus: bool,  # whether the cluster has any
 ) -> dict[str, float]:  # in Ray's words
     "The resources of a trial."
     return {"CPU": trial.settings.threads or 1, **({"GPU": 1} if gpus else {})}
@@ -102,8 +99,7 @@ def node_problem(
 
 # %% ../../nbs/12_studies/02_ray_cluster.ipynb #46fb4f53
 def run_on_node(
-    trial: Trial,
-    mark: Path,  # a file in the study's folder
+    trial: Trial, mark: Path,  # a file in the study's folder
     here: str,  # folder of the caller, from which settings name their files
     version: str = __version__,  # of this package at the caller
 ) -> dict:  # `row` and `seconds`, or `failed`

@@ -115,8 +115,7 @@ def main(
 
 # %% ../../nbs/12_studies/01_study.ipynb #a9c941b4
 def source_run(
-    trial: Trial,
-    out: Path,  # the study's folder
+    trial: Trial, out: Path,  # the study's folder
 ) -> Path | None:  # None: of nothing
     "The run that a trial which has not begun yet would be a copy of."
     source = out / f"{trial.after}-{trial.seed}"
@@ -124,8 +123,7 @@ def source_run(
 
 
 def prepare_trial(
-    trial: Trial,
-    out: Path,  # the study's folder
+    trial: Trial, out: Path,  # the study's folder
     patience: float = 20.0,  # seconds for a process of an earlier call, which may still hold the folder
 ) -> Path:  # the trial's folder
     "Make or take up the run folder of a trial; InputError where it does not allow it."
@@ -145,8 +143,7 @@ def prepare_trial(
 
 
 def run_trial(
-    trial: Trial,
-    out: Path,  # the study's folder
+    trial: Trial, out: Path,  # the study's folder
     own: Mapping[str, str],  # environment variables of its process
     stop: threading.Event | None = None,  # set: the trial is ended early
 ) -> tuple[dict, float]:  # its row, and the seconds it took
@@ -218,9 +215,7 @@ def _with_peeks(row: dict, seen: list[int]) -> dict:
     return row if not plan or not seen else row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *seen})}}
 
 # %% ../../nbs/12_studies/01_study.ipynb #66305d17
-def _count_finished_iterations(
-    run: Path,
-) -> int:
+def _count_finished_iterations(run: Path) -> int:
     "Finished iterations of a run."
     return max([line["iteration"] for line in run_folder.read_metrics_lines(run)], default=0)
 
@@ -359,8 +354,7 @@ def run_study(
     arms: Sequence[str] | None = None,  # only these; None: all
     seeds: Sequence[int] | None = None,  # only these; None: all
     known: Sequence[dict] = (),  # rows of trials that were finished elsewhere
-    say: Callable[[str], None] = print,
-    every: float = 30.0,  # seconds between two lines of status
+    say: Callable[[str], None] = print, every: float = 30.0,  # seconds between two lines of status
     pool: LocalPool | None = None,  # where trials run; None: on this host
     unplanned: bool = False,  # begin without a committed plan, which marks the rows for ever
     peek: bool = False,  # print outcomes before the plan's last trial, which marks the rows for ever

@@ -58,16 +58,14 @@ def write_tuning_study(
 
 # %% ../../nbs/12_studies/06_tuning.ipynb #75310eb8
 def at_edge(
-    study: Study,
-    point: Mapping,  # settings
+    study: Study, point: Mapping,  # settings
 ) -> list[str]:  # settings whose value is the first or last that was tried
     "Where a point touches the end of the grid; of two values, each is an end."
     return [name for name, values in study.tune.items() if len(values) > 1 and point[name] in (values[0], values[-1])]
 
 
 def choose_settings(
-    study: Study,
-    rows: Sequence[Mapping],  # of the trying
+    study: Study, rows: Sequence[Mapping],  # of the trying
     evaluated: str = "plain",  # arm of the evaluation
 ) -> dict[str, dict]:  # arm -> settings, gain, edge, points
     "The best point of every arm by its mean gain over seeds."

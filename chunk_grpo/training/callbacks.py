@@ -120,8 +120,7 @@ _IN_A_ROW = 3  # iterations
 
 def _holds_in_a_row(
     lines: Sequence[dict],  # of the metrics, the newest last
-    holds: Callable[[dict], bool],
-    count: int = _IN_A_ROW,
+    holds: Callable[[dict], bool], count: int = _IN_A_ROW,
 ) -> bool:
     "Whether something holds for each of the last lines, and there are so many iterations."
     last = [line for line in lines[-count:] if "reward_mean" in line]  # the base's line has none
@@ -248,18 +247,6 @@ def alarm_history(lines: Sequence[dict], s: Settings) -> list[dict]:  # a row an
 MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
 
 
-def _check_progress(
-    lines: list[dict],  # of the metrics, iteration 0 first
-    s: Settings,
-) -> None:
-    "InputError where nothing is trained any more."
-    idle = [line["skipped_updates"] >= s.updates_per_iteration for line in reversed(lines[1:])]
-    last = idle.index(False) if False in idle else len(idle)
-    if last >= MOST_IDLE or last == s.iterations:
-        raise InputError("`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
-                         f"trained in the last {last} iterations, for no gradient was")
-
-
 class Alarms(Callback):
     "Warns of what goes wrong, and ends the run where nothing is trained or `stop_on` says so."
 
@@ -276,7 +263,11 @@ class Alarms(Callback):
         raised = raised_alarms(self.lines, state.s)
         for name, words in raised.items():
             self.say(f"warning: iteration {line['iteration']}, alarm {name}: {words}")
-        _check_progress(self.lines, state.s)
+        idle = [one["skipped_updates"] >= state.s.updates_per_iteration for one in reversed(self.lines[1:])]
+        last = idle.index(False) if False in idle else len(idle)
+        if last >= MOST_IDLE or last == state.s.iterations:
+            raise InputError("`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
+                             f"trained in the last {last} iterations, for no gradient was")
         for name in [name for name in raised if name in state.s.stop_on]:
             raise StopTraining(f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
                                f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`")

@@ -113,10 +113,8 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 
 
 def write_checkpoint(
-    run: Path,
-    iteration: int,  # finished iterations
-    groups: Groups,
-    state: Mapping,  # what else to remember, JSON
+    run: Path, iteration: int,  # finished iterations
+    groups: Groups, state: Mapping,  # what else to remember, JSON
     keep: int = 2,  # newest checkpoints to keep
     keep_every: int = 0,  # iterations between those that are kept for good; 0: none
     about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to
@@ -199,8 +197,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def tensor_problem(
-    groups: Groups,
-    trained: Sequence[Tensor],  # the weights that they are for
+    groups: Groups, trained: Sequence[Tensor],  # the weights that they are for
     averages: Sequence[str] = (),  # ema, and copies that a method keeps
 ) -> str:  # nothing where all is well
     "What keeps tensors of a checkpoint from being used."

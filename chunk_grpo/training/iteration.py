@@ -32,13 +32,13 @@ from ..method.chunks import Chunks
 from ..method.dynamics import relative_distance
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
-from ..models.policy import TORCH_DTYPES, Policy
+from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
 from ..rewards.rewards import StreamingScores, scoring_thread
 from .methods import Method, ReplayContext, load_method
-from .rollout import Trajectories, decode_latents, sample_trajectories, sde_batches
+from .rollout import Trajectories, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
 
@@ -101,8 +101,7 @@ class TrainingState:
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
 def prepare_state(
-    s: setting.Settings,
-    run: Path,  # an existing folder
+    s: setting.Settings, run: Path,  # an existing folder
 ) -> TrainingState:  # without policy
     "Read what a run needs besides its weights; InputError where something is wrong."
     if s.threads:
@@ -165,19 +164,19 @@ class Rollout:
     seconds: dict[str, float]  # of the iteration's phases; the later ones add theirs
 
 
-def _begin_groups(state: TrainingState, mine: list[int], count: int):
-    "Keys of the images of prompts, `count` each; the place of each one's prompt; what scores them as they come."
+def _begin_groups(state: TrainingState, count: int):
+    "This process' prompts; keys of their images, `count` each; the place of each one's prompt; what scores them."
+    mine = state.own_prompts(state.iteration)
     keys = [(state.s.seed, state.iteration, p, g) for p in mine for g in range(count)]
     scorers = {name: state.rewards[name] for name in state.reward_weights}
     arriving = StreamingScores(state.executor, scorers, [state.prompts[prompt] for _, _, prompt, _ in keys])
-    return keys, torch.arange(len(mine)).repeat_interleave(count), arriving
+    return mine, keys, torch.arange(len(mine)).repeat_interleave(count), arriving
 
 
 def sample_groups(state: TrainingState) -> Rollout:
     "Draw and score a group of images for each of this process' prompts."
     s, method, seconds = state.s, state.method, defaultdict(float)
-    mine, statistics = state.own_prompts(state.iteration), []
-    keys, row, arriving = _begin_groups(state, mine, s.images_per_prompt)
+    (mine, keys, row, arriving), statistics = _begin_groups(state, s.images_per_prompt), []
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
 
     def ready(final: Tensor) -> None:
@@ -200,15 +199,15 @@ def sample_groups(state: TrainingState) -> Rollout:
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
 def score_base(
-    state: TrainingState,
-    rollout: Rollout,  # of the same prompts
+    state: TrainingState, rollout: Rollout,  # of the same prompts
 ) -> dict[str, Tensor]:  # raw scores by name, of `baseline_images` images a prompt
     "Scores of what the base draws for this process' prompts from the noise of each group's first images."
     s = state.s
-    keys, row, arriving = _begin_groups(state, state.own_prompts(state.iteration), s.baseline_images)
+    _, keys, row, arriving = _begin_groups(state, s.baseline_images)
+    how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
+    batches = sde_batches(state.policy, rollout.context.conditioning, row, keys, *how)
     with count_seconds(rollout.seconds, "baseline"), trainable.base_weights(state.policy):
-        how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
-        for path, _ in sde_batches(state.policy, rollout.context.conditioning, row, keys, *how):
+        for path, _ in batches:  # drawn here
             with count_seconds(rollout.seconds, "decode"):
                 arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
     with count_seconds(rollout.seconds, "reward"):
@@ -216,8 +215,7 @@ def score_base(
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(
-    state: TrainingState,
-    paths: Trajectories,  # of the base
+    state: TrainingState, paths: Trajectories,  # of the base
 ) -> Tensor:  # (T,) float64, mean distances over all processes
     "Write profile.json from the base's trajectories: how far each transition moves, and the chunks that follow."
     s, sampler = state.s, paths.sampler
@@ -235,19 +233,13 @@ def measure_profile(
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Method) -> list[float]:
     "Largest |ratio - 1| before any update: in the geometry of training, and against the rollout's log-probabilities."
-    now, again = all_evidence(context, work, method)[0], torch.zeros(len(work.segment), device=context.policy.device)
-    for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]:
-        with torch.enable_grad():  # the graph is what differs from `now`
-            again[part] = method.replay(context, work.sample[part], work.index[part], anchor=False)[0][0].detach()
+    now, again = (all_evidence(context, work, method, graph)[0] for graph in (False, True))  # graphs are what differs
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
-    return [ratio_floor(again, now, work), ratio_floor(again, in_rollout.to(again.device), work)]
+    return [ratio_floor(again, old, work) for old in (now, in_rollout.to(again.device))]
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c5062ddd
-def build_update_batches(
-    state: TrainingState,
-    rollout: Rollout,
-) -> tuple[list[UpdateBatch], list[float | None]]:
+def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
     s, method, paths, device = state.s, state.method, rollout.context.trajectories, state.accelerator.device
     assert state.profile is not None  # it was measured

@@ -20,7 +20,7 @@ from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
 from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, relative_distance
 from ..method.dynamics import sample_without_replacement, tempered_weights
-from ..method.objective import group_advantages, is_clipped
+from ..method.objective import group_advantages
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models.policy import Policy, told_sigma
@@ -28,26 +28,6 @@ from ..models.trainable import base_weights, swap_weights
 from ..planning.plan import IterationCounts, iteration_counts, transitions_per_image
 from ..rewards.rewards import combine_rewards
 from .rollout import Trajectories, make_generator
-
-# %% ../../nbs/07_training/02_methods.ipynb #974b1a34
-def _chunk_sampling_weights(
-    paths: Trajectories,  # of B images
-    chunks: Chunks,  # K, of their sampler's n stochastic transitions
-    weighting: str,  # "uniform"; "dynamics", equation (16) on the image's own latents; or "profile"
-    uniform: float = 0.0,  # share of uniform drawing in the weights (16)
-    temperature: float = 1.0,  # of the weights (16)
-    profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
-) -> Tensor:  # (B, K), on the CPU
-    "The weight of every chunk when the chunks of an image are drawn."
-    if weighting == "uniform":
-        return torch.full((len(paths.keys), len(chunks)), 1 / len(chunks))
-    if weighting == "dynamics":
-        distance = relative_distance(paths.latents.float())
-    else:
-        assert profile is not None  # it comes with this weighting
-        distance = profile.expand(len(paths.keys), -1)
-    distance = distance[:, paths.sampler.stochastic.to(distance.device)]
-    return tempered_weights(chunk_weights(distance, chunks), uniform, temperature).cpu()
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
 def sample_chunks(
@@ -69,7 +49,12 @@ def sample_chunks(
     total = len(chunks)
     may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
     count = chunk_count(int(may.sum()), fraction)
-    weights = _chunk_sampling_weights(paths, chunks, weighting, uniform, temperature, profile)
+    weights = torch.full((len(paths.keys), total), 1 / total)
+    if weighting != "uniform":
+        given = profile.expand(len(paths.keys), -1) if weighting == "profile" else None
+        distance = relative_distance(paths.latents.float()) if given is None else given
+        distance = distance[:, paths.sampler.stochastic.to(distance.device)]
+        weights = tempered_weights(chunk_weights(distance, chunks), uniform, temperature).cpu()
     uniforms = torch.stack([torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys])
     return sample_without_replacement(weights * may, count, uniforms)
 
@@ -113,8 +98,7 @@ class ReplayContext:
 
 
 def replay_transitions(
-    context: ReplayContext,
-    image: Tensor,  # (m,) positions in the trajectories
+    context: ReplayContext, image: Tensor,  # (m,) positions in the trajectories
     index: Tensor,  # (m,) transitions, 0 ... T-1
     base: bool = False,  # also the base's mean, by a second forward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # x_{i+1}, mean with graph, std, and the base's mean or None
@@ -229,7 +213,8 @@ class Method(_Accounts):
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each."
-        return group_advantages(combine_rewards(scores, weights), self.s.advantage_clamp)
+        combined = combine_rewards(scores, weights)
+        return group_advantages(combined, self.s.advantage_clamp)
 
     def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
         "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
@@ -264,17 +249,14 @@ class Method(_Accounts):
         eps = self.s.clip_range
         if self.clip is not None:
             return self.clip(ratio, advantage, eps)
-        limited = ratio.clamp(1 - eps, 1 + eps).detach() * advantage
-        return torch.where(is_clipped(ratio, advantage, eps), limited, ratio * advantage)
+        return torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
 
     def objective(self, statistic: Tensor, advantage: Tensor) -> Tensor:
         "Worth (N,) of items by their mean statistic, (N,) or (N, j)."
         return self.surrogate(statistic.exp(), advantage)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
-def load_method(
-    s: Settings,
-) -> Method:
+def load_method(s: Settings) -> Method:
     "The method that the settings name; InputError where there is none, or where it refuses them."
     made = Method if ":" not in s.method else import_callable(s.method, "method")
     if not (isinstance(made, type) and issubclass(made, Method)):

@@ -24,49 +24,9 @@ from ..rewards.images import IMAGE_STATISTICS
 from .iteration import Rollout, TrainingState, Update
 from .rollout import sample_images
 
-# %% ../../nbs/07_training/05_metrics.ipynb #5fff51fd
-def _gather_items(
-    state: TrainingState,
-    update: Update,
-) -> tuple[dict[str, Tensor], Tensor]:  # the method's numbers and the chunk (long) of each item: (N,) each
-    "All items of all processes."
-    columns = {name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items}
-    first = next(iter(columns.values()))
-    own = torch.stack([*columns.values(), torch.cat([work.chunk for work in update.works]).to(first)], dim=1)
-    padded = state.accelerator.pad_across_processes(own.to(state.accelerator.device), pad_index=-1)
-    every: Any = state.accelerator.gather(padded)
-    table = every.cpu()
-    *values, chunk = table[table[:, -1] >= 0].T
-    return dict(zip(columns, values, strict=True)), chunk.long()
-
-# %% ../../nbs/07_training/05_metrics.ipynb #3d2ae926
-def _reward_metrics(
-    state: TrainingState,
-    rollout: Rollout,
-) -> dict:
-    "How the images of all processes were scored, and what they look like."
-    def grouped(x: Tensor) -> Tensor:  # (P, G)
-        every: Any = state.accelerator.gather(x.to(state.accelerator.device))
-        return every.cpu().reshape(-1, state.s.images_per_prompt)
-
-    groups = {name: grouped(x) for name, x in rollout.scores.items()}
-    first = next(iter(groups.values()))
-    combined = rewards.combine_rewards(groups, state.reward_weights) if len(groups) > 1 else first
-    mean, se = mean_se(first.mean(1))
-    return {
-        "reward_mean": mean,
-        "reward_std": combined.std(1).mean().item(),
-        "reward_se": se,
-        **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
-        "advantage_std_zero_groups": int((grouped(rollout.advantage).abs().amax(1) == 0).sum()),
-        **{f"image_{name}": grouped(x).double().mean().item()
-           for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)},
-    }
-
 # %% ../../nbs/07_training/05_metrics.ipynb #d8746280
 def above_base_metrics(
-    state: TrainingState,
-    scores: dict[str, Tensor],  # raw, by reward, (B,) of this process
+    state: TrainingState, scores: dict[str, Tensor],  # raw, by reward, (B,) of this process
     base: dict[str, Tensor],  # of `score_base`
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
     "How far training is above the base on the prompts of all processes, from the same noise."
@@ -88,25 +48,41 @@ def above_base_metrics(
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
 def collect_metrics(
     state: TrainingState,  # after the iteration
-    rollout: Rollout,
-    update: Update,
+    rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
     "The metrics of an iteration, over all processes."
-    items, chunk = _gather_items(state, update)
-    method, norms = state.method, update.norms
+    s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
+    gather: Any = state.accelerator.gather  # makes a tensor of a tensor
+    columns = {name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items}
+    number = torch.cat([work.chunk for work in update.works])
+    own = torch.stack([*columns.values(), number.to(next(iter(columns.values())))], dim=1)
+    table = gather(state.accelerator.pad_across_processes(own.to(device), pad_index=-1)).cpu()
+    *values, chunk = table[table[:, -1] >= 0].T
     assert state.profile is not None  # it was measured
     count = len(method.chunks(state.profile[method.places(method.sampler(state.iteration - 1))]))
-    own = {"images": len(rollout.advantage), "transitions_trained": sum(len(work.segment) for work in update.works),
-           "kl": sum(one.kl for one in update.stats) / len(update.stats)}
-    device = state.accelerator.device
-    gather: Any = state.accelerator.gather  # makes a tensor of a tensor
-    every = {name: gather(torch.tensor([x], device=device)).cpu() for name, x in own.items()}
-    line = {"iteration": state.iteration, **_reward_metrics(state, rollout)}
-    line |= method.metrics(items, chunk.clamp(max=count - 1), count)
-    line |= {"grad_norm": sum(norms) / len(norms), "lr": state.s.learning_rate, "images": int(every["images"].sum())}
-    line |= {"transitions_trained": int(every["transitions_trained"].sum()), "skipped_updates": update.skipped}
-    line |= dict(zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False))  # in the first iteration
-    return line | {"kl": every["kl"].mean().item()}
+    items = method.metrics(dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count)
+    totals = {"images": len(rollout.advantage), "transitions_trained": sum(len(work.segment) for work in update.works),
+              "kl": sum(one.kl for one in update.stats) / len(update.stats)}
+    every = {name: gather(torch.tensor([x], device=device)).cpu() for name, x in totals.items()}
+    above = above_base_metrics(state, rollout.scores, base) if base else {}
+
+    def grouped(x: Tensor) -> Tensor:  # (P, G)
+        return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
+
+    groups = {name: grouped(x) for name, x in rollout.scores.items()}
+    first = next(iter(groups.values()))
+    combined = rewards.combine_rewards(groups, state.reward_weights) if len(groups) > 1 else first
+    mean, se = mean_se(first.mean(1))
+    return {
+        "iteration": state.iteration, "reward_mean": mean, "reward_std": combined.std(1).mean().item(), "reward_se": se,
+        **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
+        "advantage_std_zero_groups": int((grouped(rollout.advantage).abs().amax(1) == 0).sum()),
+        **{f"image_{name}": grouped(x).double().mean().item()
+           for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)},
+        **items, "grad_norm": sum(norms) / len(norms), "lr": s.learning_rate, "images": int(every["images"].sum()),
+        "transitions_trained": int(every["transitions_trained"].sum()), "skipped_updates": update.skipped,
+        **dict(zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)),  # in the first iteration
+        "kl": every["kl"].mean().item(), **above}
 
 # %% ../../nbs/07_training/05_metrics.ipynb #3c6533a9
 def _save_eval_samples(state: TrainingState, images: Tensor, places: list[tuple[int, int]]) -> None:
@@ -126,46 +102,33 @@ def _save_eval_samples(state: TrainingState, images: Tensor, places: list[tuple[
             for record in records:
                 append_json_line(temporary, record)
 
-# %% ../../nbs/07_training/05_metrics.ipynb #27284c5d
-def _score_eval_images(
-    state: TrainingState,
-    places: list[tuple[int, int]],  # of this process: (prompt's position, number of the image)
-    most: int,  # images of a process; one that has fewer draws the first place again, for its part in the forwards
-    split: int | None,  # step at which the base takes over; None: never
-    keep: bool,  # eight images over the whole list, as files
-) -> dict[str, dict]:
-    "Scores by reward and place of this process' evaluation images."
-    s = state.s
-    state.policy.set_resolution(s.eval_resolution)
-    drawn = [*places, *[(0, 0)] * (most - len(places))]
-    images = sample_images(state.policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
-    images, texts = images[: len(places)], [state.held_out[p] for p, _ in places]
-    state.policy.set_resolution(s.resolution)
-    if keep:
-        kept = evenly_spaced_positions(len(places), 8)
-        _save_eval_samples(state, images[kept], [places[i] for i in kept])
-    if not places:
-        return {name: {} for name in state.rewards}
-    out = {name: rewards.score_images(name, reward, images, texts) for name, reward in state.rewards.items()}
-    return {name: dict(zip(places, x.tolist(), strict=True)) for name, x in out.items()}
-
 # %% ../../nbs/07_training/05_metrics.ipynb #5af73cca
 def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
     "Score images of held-out prompts with the present weights (the moving average where there is one)."
-    s, accelerator = state.s, state.accelerator
+    s, policy = state.s, state.policy
     places, mine = state.held_out_places()
+    idle = -(-len(places) // state.accelerator.num_processes) - len(mine)
+    drawn, texts = [*mine, *[(0, 0)] * idle], [state.held_out[p] for p, _ in mine]  # all need as many forwards
     if state.ema is not None:  # in place, where they lie
-        trainable.swap_local_shards(state.policy.trained, state.ema.shadow_params)
+        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
     out = {}
     for arm, split in arms.items():
-        images = _score_eval_images(state, mine, -(-len(places) // accelerator.num_processes), split, keep=not arm)
-        for name in state.rewards:
-            scores = {place: x for part in gather_object([images[name]]) for place, x in part.items()}
+        policy.set_resolution(s.eval_resolution)
+        images = sample_images(policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+        policy.set_resolution(s.resolution)
+        images = images[: len(mine)]
+        if not arm:  # eight images over the whole list, as files
+            kept = evenly_spaced_positions(len(mine), 8)
+            _save_eval_samples(state, images[kept], [mine[i] for i in kept])
+        for name, reward in state.rewards.items():
+            own = rewards.score_images(name, reward, images, texts).tolist() if mine else []
+            parts = gather_object([dict(zip(mine, own, strict=True))])
+            scores = {place: x for part in parts for place, x in part.items()}
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
     if state.ema is not None:
-        trainable.swap_local_shards(state.policy.trained, state.ema.shadow_params)
+        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c
@@ -185,10 +148,7 @@ def tracker_values(
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #3bde6c5c
-def log_eval_samples(
-    state: TrainingState,
-    iteration: int,
-) -> None:
+def log_eval_samples(state: TrainingState, iteration: int) -> None:
     "Hand the images of an evaluation to the trackers, if there are any."
     files = sorted((state.run / "samples" / f"{iteration:06d}").glob("*.png"))
     if not (files and state.accelerator.trackers and state.accelerator.is_main_process):

@@ -4,27 +4,25 @@
 
 # %% auto #0
 __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'step_noise', 'sample_sde', 'sde_batches',
-           'sample_trajectories', 'sample_ode', 'decode_latents', 'sample_images', 'sample_sde_images']
+           'sample_trajectories', 'sample_ode', 'sample_images', 'sample_sde_images']
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import InputError
 from ..method.sampler import Sampler
-from ..models.policy import Policy, told_sigma
+from ..models.policy import Policy, decode_latents, told_sigma
 from ..models.trainable import base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
 def derive_seed(
     seed: int,  # of the run
-    iteration: int,
-    prompt: int,  # position in the list of prompts
+    iteration: int, prompt: int,  # position in the list of prompts
     generation: int,  # 0 ... G-1
     stream: str = "noise",  # what the numbers are for: noise, steps, chunks, eval ...
 ) -> int:  # in [0, 2**63)
@@ -50,8 +48,7 @@ class Trajectories:
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(
-    policy: Policy,
-    keys: list[tuple[int, int, int, int]],  # of the images
+    policy: Policy, keys: list[tuple[int, int, int, int]],  # of the images
     shared: bool = False,  # one draw an iteration, shared by all its images
 ) -> Tensor:  # (B, S, C) float32 on the CPU
     "The latents at sigma 1 of every image."
@@ -84,38 +81,29 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None) -> tuple
             logps.append(sampler.log_prob(path[-1].float(), mean, std)[:, None])
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
-# %% ../../nbs/07_training/01_rollout.ipynb #c874f3a8
-@torch.no_grad()
-def _first_velocity(policy, conditioning, latents, grid, batch) -> Tensor:
-    "The first velocity of every prompt from the one initial noise (S, C) that all share: (P, S, C)."
-    count = len(next(iter(conditioning.values())))
-    out = []
-    for low in range(0, count, batch):
-        rows = {k: v[low : low + batch] for k, v in conditioning.items()}
-        size = len(next(iter(rows.values())))
-        out.append(policy.velocity(latents.expand(size, -1, -1), grid[0].expand(size), rows))
-    return torch.cat(out)
-
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
 def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store) -> Iterator[tuple]:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
-    start = initial_noise(policy, keys, shared).to(policy.device)
-    first = _first_velocity(policy, conditioning, start[0], sampler.sigmas, batch) if shared else None
+    start, first = initial_noise(policy, keys, shared).to(policy.device), []
+    prompts = len(next(iter(conditioning.values())))
+    for low in range(0, prompts if shared else 0, batch):  # one forward a prompt
+        rows = {k: v[low : low + batch] for k, v in conditioning.items()}
+        size = min(batch, prompts - low)
+        with torch.no_grad():
+            first.append(policy.velocity(start[0].expand(size, -1, -1), sampler.sigmas[0].expand(size), rows))
     for low in range(0, len(keys), batch):
         part = slice(low, low + batch)
-        given = None if first is None else first[row[part]]
+        given = torch.cat(first)[row[part]] if shared else None
         rows = {k: v[row[part]] for k, v in conditioning.items()}
         yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()
 def sample_trajectories(
-    policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
+    policy: Policy, conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
     row: Tensor,  # (B,) long: which row each image has
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
-    sampler: Sampler,
-    batch: int = 16,  # images in one forward
+    sampler: Sampler, batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32,  # of the stored latents
     host: bool = False,  # keep them in the host's memory
@@ -129,20 +117,10 @@ def sample_trajectories(
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, row, keys, sampler)
 
-# %% ../../nbs/07_training/01_rollout.ipynb #0c5f0551
-def _euler_steps(policy, rows, latents, grid, indices) -> Tensor:
-    "The given Euler steps of the ODE for one batch."
-    sampler = Sampler(grid, "ode")
-    for i in indices:
-        v = policy.velocity(latents, grid[i].expand(len(latents)), rows)
-        latents, _ = sampler.mean_std(v, latents, i)
-    return latents
-
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
 @torch.no_grad()
 def sample_ode(
-    policy: Policy,
-    conditioning: dict[str, Tensor],  # rows, one an image
+    policy: Policy, conditioning: dict[str, Tensor],  # rows, one an image
     noise: Tensor,  # (B, S, C) at sigma 1
     grid: Tensor,  # (N+1,) sigmas
     batch: int = 16,  # images in one forward
@@ -152,25 +130,16 @@ def sample_ode(
     steps = len(grid) - 1
     split = steps if split is None else split
     out = []
+    sampler = Sampler(grid, "ode")
     for low in range(0, len(noise), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         x = noise[low : low + batch].to(policy.device)
-        x = _euler_steps(policy, rows, x, grid, range(split))
-        with base_weights(policy):
-            x = _euler_steps(policy, rows, x, grid, range(split, steps))
+        for part, weights in ((range(split), nullcontext()), (range(split, steps), base_weights(policy))):
+            with weights:
+                for i in part:
+                    x, _ = sampler.mean_std(policy.velocity(x, grid[i].expand(len(x)), rows), x, i)
         out.append(x)
     return torch.cat(out)
-
-# %% ../../nbs/07_training/01_rollout.ipynb #04bea74e
-@torch.no_grad()
-def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
-    "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
-    parts = [policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))]
-    images = torch.cat(parts)
-    if not torch.isfinite(images).all():
-        raise InputError("model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
-                         "small that they stay finite.")
-    return images.contiguous()  # one order in memory, here and where they are sent: sums depend on it
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
 def _place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dict[str, Tensor]]:
@@ -182,8 +151,7 @@ def _place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dic
 
 
 def sample_images(
-    policy: Policy,
-    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
+    policy: Policy, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     seed: int,  # of the evaluation
     steps: int = 50,  # Euler steps
@@ -210,7 +178,7 @@ def sample_sde_images(
     "Images of held-out prompts as a rollout draws them, reproducible image by image."
     keys, rows = _place_conditioning(policy, prompts, places, seed)
     each = torch.arange(len(keys))
-    with base_weights(policy) if base else contextlib.nullcontext():
+    with base_weights(policy) if base else nullcontext():
         batches = sde_batches(policy, rows, each, keys, sampler, batch, False, store)
         latents = torch.cat([path[:, -1] for path, _ in batches])
     return decode_latents(policy, latents, batch)

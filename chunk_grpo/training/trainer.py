@@ -19,13 +19,13 @@ from accelerate.utils import gather_object
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
-from ..core.files import read_json_lines, write_json
+from ..core.files import write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
 from .iteration import measure_profile, prepare_state, sample_groups, score_base, update_policy
-from .metrics import above_base_metrics, collect_metrics, evaluate_held_out
+from .metrics import collect_metrics, evaluate_held_out
 
 # %% ../../nbs/07_training/08_trainer.ipynb #a8027f66
 def run_identity(state: TrainingState) -> dict:  # run_id, settings
@@ -53,8 +53,7 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
 def _read_checkpoint(
-    state: TrainingState,
-    folder: Path,  # of a checkpoint
+    state: TrainingState, folder: Path,  # of a checkpoint
 ) -> tuple[dict[str, dict[str, torch.Tensor]], str]:  # groups of tensors, and what keeps them from being used
     "The tensors of a checkpoint; the sentence is the same in all processes."
     groups, problem = {}, ""
@@ -74,8 +73,7 @@ def _read_checkpoint(
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
 def _restore_log(
-    run: Path,
-    folder: Path | None,  # the checkpoint; None: the run begins anew
+    run: Path, folder: Path | None,  # the checkpoint; None: the run begins anew
     say: Callable[[str], None],  # prints a line
 ) -> None:
     "Give metrics.jsonl and profile.json back what a checkpoint says of them."
@@ -146,8 +144,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     with count_seconds(rollout.seconds, "update"):
         update = update_policy(state, rollout)
     state.iteration += 1
-    line = collect_metrics(state, rollout, update)
-    line |= above_base_metrics(state, rollout.scores, base) if base else {}
+    line = collect_metrics(state, rollout, update, base)
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
@@ -193,8 +190,7 @@ def _note_trained_share(state: TrainingState) -> str:
 
 
 def train_run(
-    s: setting.Settings,
-    run: Path,  # an existing folder; a checkpoint in it is taken up
+    s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
     callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
     say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
