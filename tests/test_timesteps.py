@@ -24,7 +24,7 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
     monkeypatch.setattr(state.policy, "predict", watched)
     phase = "rollout"
     rollout = iteration.sample_groups(state)
-    state.profile = iteration.measure_profile(state, rollout.context.trajectories)
+    iteration.measure_profile(state, rollout.context.trajectories)
     phase = "update"
     iteration.update_policy(state, replace(rollout, advantage=torch.tensor([1.0, -1.0])))
     phase = "ode"

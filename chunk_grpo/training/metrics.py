@@ -84,24 +84,6 @@ def collect_metrics(
         **dict(zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)),  # in the first iteration
         "kl": every["kl"].mean().item(), **above}
 
-# %% ../../nbs/07_training/05_metrics.ipynb #3c6533a9
-def _save_eval_samples(state: TrainingState, images: Tensor, places: list[tuple[int, int]]) -> None:
-    "Write the images of this process and, in the main process, the manifest of all."
-    folder = state.run / "samples" / f"{state.iteration:06d}"
-    make_folders(folder)
-    records = []
-    for image, (prompt, number) in zip(images, places, strict=True):
-        name = f"{prompt:05d}_{number}.png"
-        pil = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0]
-        pil.save(folder / name)
-        sync_to_disk(folder / name)  # a checkpoint that comes later counts on it
-        records.append({"file": name, "prompt_index": prompt, "image_index": number, "prompt": state.held_out[prompt]})
-    records = sorted(gather_object(records), key=lambda r: r["file"])
-    if state.accelerator.is_main_process:
-        with atomic_write(folder / "manifest.jsonl") as temporary:
-            for record in records:
-                append_json_line(temporary, record)
-
 # %% ../../nbs/07_training/05_metrics.ipynb #5af73cca
 def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
     "Score images of held-out prompts with the present weights (the moving average where there is one)."
@@ -119,8 +101,18 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
         policy.set_resolution(s.resolution)
         images = images[: len(mine)]
         if not arm:  # eight images over the whole list, as files
-            kept = evenly_spaced_positions(len(mine), 8)
-            _save_eval_samples(state, images[kept], [mine[i] for i in kept])
+            make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
+            records = []
+            for i in evenly_spaced_positions(len(mine), 8):
+                (prompt, number), file = mine[i], "{:05d}_{}.png".format(*mine[i])
+                VaeImageProcessor.numpy_to_pil(images[i].permute(1, 2, 0).numpy())[0].save(folder / file)
+                sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
+                records.append({"file": file, "prompt_index": prompt, "image_index": number, "prompt": texts[i]})
+            records = sorted(gather_object(records), key=lambda record: record["file"])
+            if state.accelerator.is_main_process:
+                with atomic_write(folder / "manifest.jsonl") as temporary:
+                    for record in records:
+                        append_json_line(temporary, record)
         for name, reward in state.rewards.items():
             own = rewards.score_images(name, reward, images, texts).tolist() if mine else []
             parts = gather_object([dict(zip(mine, own, strict=True))])

@@ -85,8 +85,8 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None) -> tuple
 def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store) -> Iterator[tuple]:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
     start, first = initial_noise(policy, keys, shared).to(policy.device), []
-    prompts = len(next(iter(conditioning.values())))
-    for low in range(0, prompts if shared else 0, batch):  # one forward a prompt
+    prompts = len(next(iter(conditioning.values()))) if shared else 0
+    for low in range(0, prompts, batch):  # one forward a prompt
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         size = min(batch, prompts - low)
         with torch.no_grad():
@@ -137,7 +137,8 @@ def sample_ode(
         for part, weights in ((range(split), nullcontext()), (range(split, steps), base_weights(policy))):
             with weights:
                 for i in part:
-                    x, _ = sampler.mean_std(policy.velocity(x, grid[i].expand(len(x)), rows), x, i)
+                    v = policy.velocity(x, grid[i].expand(len(x)), rows)
+                    x, _ = sampler.mean_std(v, x, i)
         out.append(x)
     return torch.cat(out)
 

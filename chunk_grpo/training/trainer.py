@@ -18,12 +18,13 @@ from accelerate.utils import gather_object
 
 from .. import InputError
 from ..core import settings as setting
+from ..core.machine import count_seconds
 from ..core.files import RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
 from ..core.files import write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
-from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
+from .iteration import TrainingState, load_policy_and_optimizer
 from .iteration import measure_profile, prepare_state, sample_groups, score_base, update_policy
 from .metrics import collect_metrics, evaluate_held_out
 
@@ -139,15 +140,17 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         raise InputError("`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
                          f"{state.iteration + 1} are not finite")
     base = score_base(state, rollout) if s.baseline_images else None
-    if state.iteration == 0:
-        state.profile = measure_profile(state, rollout.context.trajectories)
+    profile = {} if state.iteration else measure_profile(state, rollout.context.trajectories)
     with count_seconds(rollout.seconds, "update"):
         update = update_policy(state, rollout)
+    chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
     state.iteration += 1
     line = collect_metrics(state, rollout, update, base)
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
+    if profile and state.accelerator.is_main_process:
+        write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
     state.cpu += time.process_time() - cpu
     spent = {"seconds_total": state.total, "seconds_cpu_total": state.cpu}
