@@ -228,12 +228,13 @@ def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[U
     "The work of each update, and how many items its mean is over; None: those of the work."
     s, method, paths, device = state.s, state.method, rollout.context.trajectories, state.accelerator.device
     assert state.profile is not None  # it was measured
+    shares = split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration)
     chunks = method.partition(paths, state.profile)
     chosen = method.draw(paths, chunks, state.profile, state.iteration)
     weights, places = method.weights(paths.sampler), method.places(paths.sampler)
     spread = rollout.advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
-    for part in split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration):
+    for part in shares:
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         kept = kept if len(kept) else part[:1]

@@ -140,8 +140,8 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         raise InputError("`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
                          f"{state.iteration + 1} are not finite")
     base = score_base(state, rollout) if s.baseline_images else None
-    profile = {} if state.iteration else measure_profile(state, rollout.context.trajectories)
     with count_seconds(rollout.seconds, "update"):
+        profile = {} if state.iteration else measure_profile(state, rollout.context.trajectories)
         update = update_policy(state, rollout)
     chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
     state.iteration += 1
