@@ -149,7 +149,7 @@ def test_wrong_scores_are_errors_at_once(name, said):
 
 def test_refusals_before_a_child_is_started():
     child = placement.LocalServer("r", "no:such", python=sys.executable)
-    with pytest.raises(InputError, match="5 images came with 4 prompts"):
+    with pytest.raises(InputError, match="for each of 5 images; got 4"):
         child(PICTURES, PROMPTS[:4])
     with pytest.raises(InputError, match="not finite"):
         child(IMAGES * float("nan"), PROMPTS)

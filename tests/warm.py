@@ -25,7 +25,7 @@ PRELOADED = [
     "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
     "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.study",
     "frozen"]
-FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.drawing", "chunk_grpo.evaluation.benchmarks")
+FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.drawing")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 
 

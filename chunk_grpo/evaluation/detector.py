@@ -22,8 +22,7 @@ from ..core.files import read_json
 
 # %% ../../nbs/09_evaluation/01_detector.ipynb #50bee796
 def load_detector(
-    name: str | Path,  # a folder of tools/convert_detector.py; or a folder or hub id of transformers
-    device: str | torch.device = "cpu",
+    name: str | Path, device: str | torch.device = "cpu",  # tools/convert_detector.py's folder, a folder, or a hub id
 ) -> tuple[torch.nn.Module, str]:  # the network; what to call it in results
     "The detector and its label, which says whether it is the official one; InputError where it cannot be had."
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation  # here, since it takes seconds
@@ -85,13 +84,10 @@ class DetectedObject:
 
 
 def _post_process(
-    classes: Tensor,  # (Q, C + 1), logits of one image
-    masks: Tensor,  # (Q, h, w), logits of one image
-    padded: tuple[int, int],  # height and width that the network got
-    fitted: tuple[int, int],  # height and width before padding
+    classes: Tensor, masks: Tensor,  # logits of one image: (Q, C + 1) and (Q, h, w)
+    padded: tuple[int, int], fitted: tuple[int, int],  # height and width that the network got, and before padding
     original: tuple[int, int],  # height and width of the image
-    min_score: float = 0.0,  # objects with a lower score are left out
-    max_candidates: int = 100,  # pairs of query and class
+    min_score: float = 0.0, max_candidates: int = 100,  # lower ones are left out; pairs of query and class
 ) -> list[DetectedObject]:  # the best first
     "The objects of one image."
     chances = classes.float().softmax(-1)[:, :-1]
@@ -147,8 +143,7 @@ def _colour_directions(model: torch.nn.Module, tokenizer: Callable, thing: str) 
 
 
 def load_colour_classifier(
-    name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
-    device: str | torch.device = "cpu",
+    name: str | Path = GENEVAL_CLIP_ID, device: str | torch.device = "cpu",  # a folder or hub id of a CLIP
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:  # image, objects, class's name -> a colour each
     "A function that tells the colours of objects; InputError where the CLIP cannot be had."
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # here, since it takes seconds

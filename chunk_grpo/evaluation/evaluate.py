@@ -60,7 +60,7 @@ _RESERVED_ARM_NAMES = ("categories", "overall", "preserved", "trained")  # keys 
 def _check_arms(arms: Mapping[str, int | None], steps: int) -> None:
     "InputError where an evaluation cannot have these arms."
     for name, split in arms.items():
-        if not re.fullmatch("[a-z][a-z0-9-]*", str(name)) or name.endswith("-base") or name in _RESERVED_ARM_NAMES:
+        if not re.fullmatch("[a-z][a-z0-9-]*(?<!-base)", str(name)) or name in _RESERVED_ARM_NAMES:
             raise InputError(f"a name in `arms` must be small letters, digits and hyphens, must not end in -base "
                              f"and be none of {', '.join(_RESERVED_ARM_NAMES)}; got {name!r}")
         if split is not None and (type(split) is not int or not 0 <= split <= steps):
@@ -78,7 +78,7 @@ def _scores_by_prompt(records: Sequence[Mapping], arm: str, name: str) -> dict[i
 
 
 def prompt_means(records: Sequence[Mapping], arm: str, name: str) -> np.ndarray:  # (n,)
-    "The mean score of each prompt, in the order of the prompts, by the reward of this name."
+    "The mean score of each prompt, in the order of the prompts."
     return np.array([np.mean(scores) for scores in _scores_by_prompt(records, arm, name).values()])
 
 
@@ -121,9 +121,7 @@ def compare_arms(
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #9ccf3702
 def preservation_rates(
-    records: Sequence[Mapping],  # of `scores.jsonl`
-    arm: str, name: str,  # of the reward
-    against: str = "base",  # the arm that was before
+    records: Sequence[Mapping], arm: str, name: str, against: str = "base",  # the reward; the arm that was before
 ) -> dict[str, dict | None]:  # objects and images: lost and gained, each as `bootstrap_ratio`; None where not known
     "What an arm lost of what another drew rightly from the same noise, and gained of what that missed."
     before, after = ({(r["prompt_index"], r["image_index"]): r for r in records if r["arm"] == a}
@@ -145,9 +143,7 @@ def preservation_rates(
     return out
 
 # %% ../../nbs/09_evaluation/00_evaluate.ipynb #1c206ed9
-def summarise_evaluation(
-    records: Sequence[Mapping],  # of `scores.jsonl`
-) -> dict[str, dict]:  # by reward: arms, paired differences to their bases, categories, overall, preserved
+def summarise_evaluation(records: Sequence[Mapping]) -> dict[str, dict]:  # by reward
     "The table of an evaluation, with intervals over prompts and images. GenEval's mean is that of its categories."
     arms, table = list(dict.fromkeys(r["arm"] for r in records)), {}
     against = {arm: base for arm in arms if (base := reference_arm(arm)) and base in arms}
@@ -182,9 +178,7 @@ def check_evaluation_changes(trained_with: setting.Settings, s: setting.Settings
                              f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}")
 
 
-def evaluation_settings(
-    run: Path | str, changes: Mapping | Sequence[str],  # a mapping, or texts such as "eval_images=4"
-) -> setting.Settings:
+def evaluation_settings(run: Path | str, changes: Mapping | Sequence[str]) -> setting.Settings:
     "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
     trained_with = run_folder.read_run_settings(run)
     s = setting.load_settings(trained_with, changes)
@@ -200,8 +194,7 @@ def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> 
 
 
 def evaluate(
-    run: Path | str,  # a finished run's folder; gets evaluation/
-    say: Callable[[str], None] = lambda text: None,
+    run: Path | str, say: Callable[[str], None] = lambda text: None,  # a finished run's folder; gets evaluation/
     changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"
     arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over; or `evaluation_arms`
     processes: int = 0,  # that share the drawing; 0: as many as trained the run, at most one a GPU or core
@@ -216,8 +209,9 @@ def evaluate(
     count = min(processes or drawing_processes(run), missing)
     watch = progress_watcher(s, parts, folder, say)
     if count > 1:
-        order = {"settings": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
-        share_out("evaluation", "chunk_grpo.runs.drawing", [str(run), json.dumps(order)], count, watch)
+        order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
+        share_out("evaluation", "chunk_grpo.runs.drawing", ["chunk_grpo.runs.drawing:draw_share", json.dumps(order)],
+                  count, watch)
     elif missing:
         draw_share(run, s, arms, folder, watch=watch)
     done = read_parts(folder)

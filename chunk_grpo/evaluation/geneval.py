@@ -64,9 +64,7 @@ def _check_record(record: Mapping, place: str) -> None:
                  "a position and the number of an earlier object", [where, of])
 
 
-def read_geneval_prompts(
-    path: str | Path | None = None,  # a file of your own; None: the shipped one
-) -> list[dict]:
+def read_geneval_prompts(path: str | Path | None = None) -> list[dict]:  # a file of your own; None: the shipped one
     "The prompts with what they ask for; InputError that names the line where one cannot be judged."
     path = Path(path or GENEVAL_METADATA_FILE)
     if not path.is_file():
@@ -113,8 +111,7 @@ def _relative_position(a: Sequence[float], b: Sequence[float]) -> list[str]:
 
 # %% ../../nbs/09_evaluation/02_geneval.ipynb #e08c1b60
 def geneval_verdict(
-    objects: Mapping[str, list[DetectedObject]],  # of `select_objects`
-    record: Mapping,  # what was asked for
+    objects: Mapping[str, list[DetectedObject]], record: Mapping,  # of `select_objects`; what was asked for
     colours: Callable[[Sequence[DetectedObject], str], list[str]],  # objects, their class's name -> a colour each
 ) -> tuple[bool, str]:  # whether the image is right; why it is not, one line a fault
     "GenEval's decision on one image."
@@ -187,12 +184,10 @@ def _list_images(folder: str | Path) -> list[tuple[Path, dict]]:
 
 # %% ../../nbs/09_evaluation/02_geneval.ipynb #b91c14b7
 def score_geneval_images(
-    folder: str | Path,  # images in GenEval's layout
-    out: str | Path,  # results.jsonl, new or to resume
+    folder: str | Path, out: str | Path,  # images in GenEval's layout; results.jsonl, new or to resume
     see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
     colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
-    scorer: str,  # what to call detector and colour judge
-    say: Callable[[str], None] = lambda text: None,
+    scorer: str, say: Callable[[str], None] = lambda text: None,  # what to call detector and colour judge
 ) -> list[dict]:  # the lines, in the order of the images
     "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
     found, out = _list_images(folder), Path(out)
@@ -223,10 +218,7 @@ def score_geneval_images(
     return [done[str(file)] for file, _ in found]
 
 # %% ../../nbs/09_evaluation/02_geneval.ipynb #2f9d117d
-def summarise_geneval(
-    lines: Sequence[Mapping],  # of results.jsonl
-    draws: int = 4000,  # of the bootstrap
-) -> dict:
+def summarise_geneval(lines: Sequence[Mapping], draws: int = 4000) -> dict:  # of results.jsonl; of the bootstrap
     "GenEval's table: accuracy, standard error and interval over prompts of each task present and of their mean."
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
@@ -255,8 +247,7 @@ def summarise_geneval(
 
 
 def evaluate_geneval(
-    folder: str | Path,  # images in GenEval's layout
-    out: str | Path,  # folder for results.jsonl and summary.json; what lies there is resumed
+    folder: str | Path, out: str | Path,  # images in GenEval's layout; results.jsonl and summary.json, or to resume
     detector: str | Path,  # a folder of tools/convert_detector.py, or a folder or hub id of transformers
     clip: str | Path = GENEVAL_CLIP_ID, device: str | torch.device | None = None,  # None: CUDA where there is one
     say: Callable[[str], None] = lambda text: None,

@@ -161,12 +161,8 @@ def _spoken(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def parse_scale_scores(
-    text: str,  # a judge's answer
-    scales: Mapping[str, str],  # name -> how it is written, a regular expression
-    highest: int,
-) -> dict[str, int] | None:  # None: cannot be read
-    "The number after each scale's name, where there is exactly one."
+def parse_scale_scores(text: str, scales: Mapping[str, str], highest: int) -> dict[str, int] | None:
+    "The number after each scale's name, a regular expression; None where there is not exactly one up to `highest`."
     found, markup = {}, r"""[\s*_"'`\[(]*"""  # what judges put around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
     for name, written in scales.items():
@@ -178,8 +174,8 @@ def parse_scale_scores(
     return found
 
 
-def parse_yes_no(text: str) -> bool | None:  # None: cannot be read
-    "Yes or no: the first word, or the only one of the two in the answer."
+def parse_yes_no(text: str) -> bool | None:
+    "Yes or no: the first word, or the only one of the two in the answer; else None."
     said = _spoken(text).lower()
     first = re.match(r"\W*(yes|no)\b", said)
     found = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", said))
@@ -206,8 +202,7 @@ def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, d
 def ask_judge(
     judge: Judge, questions: Sequence[ImageQuestion],
     parse: Callable[[str], object | None],  # a judge's words -> what they mean as JSON; None: cannot be read
-    file: Path,  # answers.jsonl; what it holds is not asked again
-    say: Callable[[str], None] = lambda text: None,
+    file: Path, say: Callable[[str], None] = lambda text: None,  # answers.jsonl; what it holds is not asked again
     http: httpx.Client | None = None,  # with proxies or certificates of your own; None: a plain one
 ) -> tuple[dict[str, dict], dict]:  # by id: the record of the readable answer, else of the last; who judged
     "Ask what is not answered yet, and keep every answer; InputError where the judge cannot be asked."

@@ -58,10 +58,8 @@ class _WISERow(BaseModel, strict=True):
     Explanation: str
 
 
-def read_wise_prompts(
-    checkout: Path,  # of PKU-YuanGroup/WISE
-) -> tuple[list[JudgedPrompt], dict[str, str]]:  # 1,000 prompts by id; sha256 of each file
-    "The rewritten prompts; InputError where the checkout does not hold all of them."
+def read_wise_prompts(checkout: Path) -> tuple[list[JudgedPrompt], dict[str, str]]:  # 1,000; sha256 of each file
+    "The rewritten prompts of a checkout of WISE; InputError where it does not hold all of them."
     names, folders = [f"{part}_rewrite.json" for part in WISE_FILE_STEMS], ("WISE_legacy/data", "data", ".")
     found = [{file.name.lower(): file for file in (Path(checkout) / folder).glob("*.json")} for folder in folders]
     there = next((files for files in found if set(names) <= set(files)), None)
@@ -88,9 +86,7 @@ WISCORE_SCALES = {"consistency": "consistency", "realism": "realism", "aesthetic
 PAPER_JUDGE = "gpt-4o-2024-05-13"
 
 
-def read_rubric(
-    file: Path | None = None,  # a rubric of your own
-) -> str:
+def read_rubric(file: Path | None = None) -> str:  # a rubric of your own; None: the shipped one
     "The text the judge reads; InputError where a file has no place for the prompt."
     if file is None:
         return (resources.files("chunk_grpo") / "evaluation/rubrics/wiscore.txt").read_text("utf-8").removesuffix("\n")
@@ -122,10 +118,8 @@ def _comparability(judges: Sequence[str], rubric: Path | None, unparsed: int) ->
 DPG_COLUMNS = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
 
 
-def read_dpg_prompts(
-    file: Path,  # dpg_bench.csv
-) -> tuple[list[JudgedPrompt], dict[str, str]]:  # in the order of the file; its sha256
-    "The prompts and their questions; InputError where the file is not of DPG-Bench's form."
+def read_dpg_prompts(file: Path) -> tuple[list[JudgedPrompt], dict[str, str]]:  # in the file's order; its sha256
+    "The prompts and questions of dpg_bench.csv; InputError where the file is not of its form."
     if not Path(file).is_file():
         raise InputError(f"`questions` must be dpg_bench.csv from a checkout of TencentQQGYLab/ELLA; {file} is no file")
     try:
@@ -152,10 +146,8 @@ def read_dpg_prompts(
     return items, {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 # %% ../../nbs/09_evaluation/04_judged.ipynb #9d822eb4
-def apply_dependencies(
-    item: JudgedPrompt, yes: Mapping[int, bool],  # answers by proposition_id
-) -> list[bool]:  # in the order of the questions
-    "Which questions count: answered yes, and so are all that they rest on."
+def apply_dependencies(item: JudgedPrompt, yes: Mapping[int, bool]) -> list[bool]:  # answers by proposition_id
+    "Which questions count, in their order: answered yes, and so are all that they rest on."
     out = dict(yes)
     for p in item.propositions:
         out[p.number] = yes[p.number] and all(out.get(parent, True) for parent in p.parents)
@@ -171,14 +163,12 @@ def _grid_boxes(image: Path, count: int) -> list[tuple[int, int, int, int] | Non
 
 
 def _judge_images(
-    name: str,  # of the score
-    items: Sequence[JudgedPrompt], images: Mapping[str, Path],  # arm -> folder with {id}.png
+    name: str, items: Sequence[JudgedPrompt], images: Mapping[str, Path],  # score; arm -> folder with {id}.png
     judge: Judge, out: Path, say: Callable[[str], None], http: httpx.Client | None,
     ask: Callable[[JudgedPrompt, int], dict[str, str]],  # a prompt, an image's number -> end of an id: what is asked
     parse: Callable[[str], object | None],
     score: Callable[[JudgedPrompt, list], dict],  # what the answers about an image add to its record
-    weights: Mapping[str, float] | None = None,  # of categories
-    count: int = 1,  # images a file
+    weights: Mapping[str, float] | None = None, count: int = 1,  # of categories; images a file
 ) -> tuple[list[dict], dict]:  # a record an image whose answers could all be read; judge, arms and overall
     "Ask about every image; InputError where one is missing."
     asked: dict[tuple[str, int, int], list[ImageQuestion]] = {}
@@ -211,8 +201,7 @@ def _judge_images(
 
 # %% ../../nbs/09_evaluation/04_judged.ipynb #952f4767
 def evaluate_wise(
-    checkout: Path,  # of PKU-YuanGroup/WISE
-    images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png; base is compared with
+    checkout: Path, images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png; base is compared with
     judge: Judge, out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
     rubric: Path | None = None,  # a text of your own with {prompt} and {explanation}
     say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,
@@ -259,8 +248,7 @@ def _category_shares(items: Sequence[JudgedPrompt], records: Sequence[Mapping]) 
 
 
 def evaluate_dpg(
-    file: Path,  # dpg_bench.csv
-    images: Mapping[str, Path],  # arm -> folder with {item_id}.png; base is compared with
+    file: Path, images: Mapping[str, Path],  # dpg_bench.csv; arm -> folder with {item_id}.png; base is compared with
     judge: Judge, out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
     count: int = 1,  # images a prompt: 1, or up to 4 in a grid
     say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,

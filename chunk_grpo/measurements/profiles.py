@@ -31,10 +31,8 @@ DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each o
 # %% ../../nbs/10_measurements/00_profiles.ipynb #a74f88e8
 @torch.no_grad()
 def _sample_with_predictions(
-    policy: Policy,  # of which the weights of now are used
-    rows: dict[str, Tensor],  # conditioning, one row an image
-    keys: Sequence[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of every image's noise
-    sampler: Sampler,
+    policy: Policy, rows: dict[str, Tensor],  # conditioning, one row an image
+    keys: Sequence[tuple[int, int, int, int]], sampler: Sampler,  # keys of every image's noise, as in `rollout`
 ) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
     "Latents from noise to image, with the noise of `rollout`, and what they predict."
     x, predicted = initial_noise(policy, keys).to(policy.device), []
@@ -57,12 +55,8 @@ class TrajectoryFrames:
     images: np.ndarray  # (2, 2, P, T + 1, H, W, 3) uint8: base and trained, latent and predicted
 
 
-def _decode_path(
-    policy: Policy,
-    latents: Tensor,  # of one trajectory, (T + 1, S, C)
-    side: int,  # pixels; larger images are made smaller
-) -> np.ndarray:  # (T + 1, H, W, 3) uint8
-    "Every latent of a trajectory as an image."
+def _decode_path(policy: Policy, latents: Tensor, side: int) -> np.ndarray:  # (T + 1, H, W, 3) uint8
+    "Every latent of a trajectory (T + 1, S, C) as an image of at most `side` pixels."
     images = decode_latents(policy, latents)
     images = F.interpolate(images, size=side, mode="area") if images.shape[-1] > side else images
     return (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
@@ -70,13 +64,9 @@ def _decode_path(
 # %% ../../nbs/10_measurements/00_profiles.ipynb #0dda0931
 def render_frames(
     policy: Policy,  # with trained weights, as `load_trainable_policy` and `load_trained_weights` give
-    prompts: Sequence[str],
-    steps: int = 17,  # transitions
-    shift: float = 3.0,  # of the noise schedule
-    sampler: str = "flow",  # one of sampler.KINDS; "ode" for trajectories without noise
-    eta: float = 0.7,  # strength of the noise
-    seed: int = 0,  # of the noise
-    side: int = 192,  # pixels; larger images are made smaller
+    prompts: Sequence[str], steps: int = 17, shift: float = 3.0,  # transitions, and the shift of their schedule
+    sampler: str = "flow", eta: float = 0.7,  # one of sampler.KINDS, "ode" for none of the noise, and its strength
+    seed: int = 0, side: int = 192,  # of the noise; pixels, to which larger images are made smaller
 ) -> TrajectoryFrames:
     "Trajectories of every prompt with base and with trained weights, from the same noise, as images."
     grid, keys = sigmas(steps, shift), [(seed, -1, p, 0) for p in range(len(prompts))]
@@ -89,13 +79,8 @@ def render_frames(
 
 # %% ../../nbs/10_measurements/00_profiles.ipynb #979cbe0a
 def measure_distances(
-    policy: Policy,
-    prompts: Sequence[str],  # the whole list
-    chosen: Sequence[int],  # positions in it, P
-    images: int,  # G, seeds of each prompt
-    seed: int,
-    sampler: Sampler,
-    batch: int = 16,  # images in one forward
+    policy: Policy, prompts: Sequence[str], chosen: Sequence[int],  # the whole list, and P positions in it
+    images: int, seed: int, sampler: Sampler, batch: int = 16,  # G seeds of each prompt; images in one forward
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
     """Relative distances (15) of P prompts times G seeds, in all three measures. InputError as the sampler's."""
     if not len(chosen) or images < 1:
@@ -110,10 +95,9 @@ def measure_distances(
     return {name: torch.cat([part[name] for part in parts]).reshape(len(chosen), images, -1) for name in DISTANCE_KINDS}
 
 # %% ../../nbs/10_measurements/00_profiles.ipynb #a42a7e15
-def variance_shares(
-    distance: Tensor,  # (P, G, n)
-) -> dict[str, float]:  # step, prompt, seed: add up to 1; prompt_only: without the seeds' part, nan where G is 1
-    """Shares of the variation of a profile, equations (a) and (b). InputError on another shape or no variation."""
+def variance_shares(distance: Tensor) -> dict[str, float]:
+    """Shares of the variation of a profile (P, G, n), equations (a) and (b): step, prompt and seed add up to 1;
+    prompt_only is without the seeds' part, nan where G is 1. InputError on another shape or no variation."""
     if distance.ndim != 3 or not distance.numel():
         raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (P, G, n), each at least 1.")
     count, images, _ = distance.shape
@@ -131,8 +115,7 @@ def variance_shares(
 
 # %% ../../nbs/10_measurements/00_profiles.ipynb #5d396975
 def profile_departure(
-    base: Tensor,  # distances of the base, (P, G, n)
-    trained: Tensor,  # of the trained model, on the same keys
+    base: Tensor, trained: Tensor,  # distances (P, G, n) on the same keys
 ) -> tuple[Tensor, Tensor]:  # mean log-ratio (n,), and its standard error over prompts, nan where P is 1
     """How far training moved the profile, equation (c). InputError on different shapes."""
     if base.ndim != 3 or base.shape != trained.shape:
@@ -141,11 +124,8 @@ def profile_departure(
     return ratio.mean(0), ratio.std(0) / len(ratio) ** 0.5
 
 # %% ../../nbs/10_measurements/00_profiles.ipynb #69648db8
-def chunks_by_rule(
-    distance: Tensor,  # distances of the trained transitions, (P, G, n)
-    trained: Tensor | None = None,  # the same of a trained model
-) -> dict[str, str]:  # rule -> sizes
-    """What the chunkers make of a measured profile."""
+def chunks_by_rule(distance: Tensor, trained: Tensor | None = None) -> dict[str, str]:  # rule -> sizes
+    """What the chunkers make of the distances (P, G, n) of a base, and of a trained model."""
     mean = distance.mean((0, 1))
     own = Counter(map(str, adaptive_chunks(distance.flatten(0, 1))))
     sizes, count = own.most_common(1)[0]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,8 +42,7 @@ from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/10_measurements/01_speed.ipynb #0d9e5164
 def time_call(function: Callable, device: torch.device) -> tuple[object, float]:
-    # function: without arguments; returns what it returns, seconds
-    "The result of a call and its seconds, the device's work included."
+    "The result of a call without arguments and its seconds, the device's work included."
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -52,8 +52,7 @@ def time_call(function: Callable, device: torch.device) -> tuple[object, float]:
 
 
 def _measure_peak_bytes(function: Callable, device: torch.device) -> int:
-    # function: without arguments; returns bytes above what was there before
-    "The most memory that a call takes at once."
+    "The most memory that a call takes at once, in bytes above what was there before."
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -78,11 +77,8 @@ def eager(policy: Policy):
         net.enable_gradient_checkpointing()
 
 
-def _count_flops(
-    policy: Policy,  # trainable, with `trained`
-    conditioning: dict[str, Tensor],  # rows of `encode`; the first one is used
-) -> dict[str, int]:  # forward and backward of one transition, decoding of one image
-    "Floating-point operations, counted on shapes alone."
+def _count_flops(policy: Policy, conditioning: dict[str, Tensor]) -> dict[str, int]:
+    "Floating-point operations of forward and backward of one transition and of decoding, counted on shapes alone."
     def count(name, call):
         with FlopCounterMode(display=False) as counter:
             out = call()
@@ -105,11 +101,8 @@ _FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG = (json.loads(part) for part in (
 
 
 def random_networks(
-    classes: Iterable[type[nn.Module]],
-    configs: Sequence[dict],
-    dtypes: Sequence[torch.dtype],  # in which each one is kept
-    device: torch.device,
-    seed: int,
+    classes: Iterable[type[nn.Module]], configs: Sequence[dict],
+    dtypes: Sequence[torch.dtype], device: torch.device, seed: int,  # in which and where each one is kept
 ) -> tuple[nn.Module, ...]:
     "Networks with random weights, made where they stay."
     made, usual = [], torch.get_default_dtype()
@@ -157,8 +150,7 @@ _WORKLOADS = {
 
 
 def load_workload_settings(model: str, changes: Sequence[str] | dict = ()) -> Settings:
-    # model: pocket, flux-size, or a settings file or preset; changes: name=value
-    "The settings of a measurement; InputError where there are none of that name."
+    "The settings of a measurement of pocket, flux-size, a file or preset; InputError where there are none."
     if model not in _WORKLOADS and not model.endswith((".yaml", ".yml")) and model not in setting.list_presets():
         raise InputError(f"`--model` must be {', '.join(_WORKLOADS)}, a settings file or a preset such as "
                          f"pocket/demo; got {model!r}")
@@ -169,8 +161,7 @@ def load_workload_settings(model: str, changes: Sequence[str] | dict = ()) -> Se
 
 
 def load_workload_policy(s: Settings, transformer: dict | None = None, autoencoder: dict | None = None) -> Policy:
-    # transformer: of flux-size: another configuration than FLUX.1-dev's; returns trainable
-    "The policy that the settings name, loaded or made, compiled and trainable as they say."
+    "The policy that the settings name, as they say; flux-size can have other configurations than FLUX.1-dev's."
     trained = {name: getattr(s, name) for name in ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")}
     if s.model != "flux-size":
         rest = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "dtype", "compile", "attention")
@@ -190,7 +181,7 @@ class Workload:
 
     s: Settings
     policy: Policy
-    prompts: list[str]  # of the iteration
+    prompts: list[str]
     conditioning: dict[str, Tensor]  # one row a prompt
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of each image
     row: Tensor  # (B,) long: which prompt each image has
@@ -222,10 +213,9 @@ class Workload:
         return torch.cat([p.grad.flatten() for p in self.policy.trained])
 
 
-def prepare_workload(s: Settings, transformer: dict | None = None, autoencoder: dict | None = None) -> Workload:
-    # transformer: of flux-size: another configuration than FLUX.1-dev's
+def prepare_workload(s: Settings, *configs: dict, **named: dict) -> Workload:  # configs: of `load_workload_policy`
     "Load or make the policy, and lay out an iteration."
-    policy = load_workload_policy(s, transformer, autoencoder)
+    policy = load_workload_policy(s, *configs, **named)
     if s.model == "flux-size":
         prompts, reward = [f"prompt {i}" for i in range(s.prompts_per_iteration)], None
     else:
@@ -240,9 +230,7 @@ def prepare_workload(s: Settings, transformer: dict | None = None, autoencoder: 
 
 # %% ../../nbs/10_measurements/01_speed.ipynb #40c3aa5a
 def measure_iteration(
-    s: Settings,
-    repeats: int = 3,
-    say: Callable[[str], None] = lambda text: None,
+    s: Settings, repeats: int = 3, say: Callable[[str], None] = lambda text: None,
     beside: Callable | None = None,  # called in each repeat with workload, trajectories and the timer: other orders
     **configs,  # to `prepare_workload`
 ) -> dict:  # numbers for JSON
@@ -291,27 +279,25 @@ def measure_iteration(
             "compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 # %% ../../nbs/10_measurements/01_speed.ipynb #34934419
-def speed_table(
-    result: dict,  # of `measure_iteration`
-) -> list[list[str]]:  # a heading, and a row a phase
+def speed_table(result: dict) -> pd.DataFrame:  # of `measure_iteration`
     "The phases as a table of texts."
     unit, size = ("TFLOP", 1e12) if result["matrix_rate"] > 1e12 else ("GFLOP", 1e9)
-    phases = dict(result["phases"])
-    spent, flop = (sum(phases[name][what] for name in ("rollout", "update")) for what in ("seconds", "flop"))
-    phases["rollout and update"] = {"seconds": spent, "images_per_second": result["images"] / spent, "flop": flop,
-                                    "peak_bytes": None, "share": flop / spent / result["matrix_rate"]}
-    rows = [[name, f"{p['seconds']:.3g}", f"{p['images_per_second']:.3g}",
-             f"{p['flop'] / size:.3g}" if p["flop"] else "",
-             f"{p['share']:.0%}" if p["share"] else "", f"{p['peak_bytes'] / 1e6:,.0f} MB" if p["peak_bytes"] else ""]
-            for name, p in phases.items()]
-    return [["phase", "seconds", "images/s", unit, "share of rate", "peak"], *rows]
+    spent, flop = (sum(result["phases"][name][what] for name in ("rollout", "update")) for what in ("seconds", "flop"))
+    both = {"seconds": spent, "images_per_second": result["images"] / spent, "flop": flop, "peak_bytes": None,
+            "share": flop / spent / result["matrix_rate"]}
+
+    def text(value, form: str, by: float = 1.0) -> str:
+        return form.format(value / by) if value else ""
+
+    rows = {name: [text(p["seconds"], "{:.3g}"), text(p["images_per_second"], "{:.3g}"), text(p["flop"], "{:.3g}", size),
+                   text(p["share"], "{:.0%}"), text(p["peak_bytes"], "{:,.0f} MB", 1e6)]
+            for name, p in (result["phases"] | {"rollout and update": both}).items()}
+    return pd.DataFrame.from_dict(rows, "index", columns=["seconds", "images/s", unit, "share of rate", "peak"])
 
 
 def speed_lines(result: dict) -> list[str]:  # of `measure_iteration`
     "What the command prints."
-    s, table, here = result["settings"], speed_table(result), result["machine"]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    body = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table]
+    s, here, body = result["settings"], result["machine"], speed_table(result).to_string().splitlines()
     out = [f"{', '.join(here['gpus'][:1]) or here['processor']}, {result['threads']} threads; {s['model']}, "
            f"{result['parameters']:,} parameters, {result['trained']:,} trained, {s['dtype']}, {s['resolution']} px",
            f"{result['images']} images of {s['steps']} steps, {result['transitions']} transitions trained, chunks "

@@ -26,19 +26,11 @@ def declare_torchvision_ops() -> torch.library.Library | None:  # to be kept: th
 class HPSv3PackageReward:
     "The package's scorer, called like any other reward."
 
-    def __init__(
-        self,
-        scorer,  # hpsv3.HPSv3RewardInferencer
-        batch: int = 8,  # images scored at once
-    ):
+    def __init__(self, scorer, batch: int = 8):  # hpsv3.HPSv3RewardInferencer; images scored at once
         self.scorer, self.batch, self.device = scorer, batch, scorer.device
 
-    def __call__(
-        self,
-        images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL
-        prompts: Sequence[str],  # one an image
-    ) -> torch.Tensor:  # (B,), mu
-        "The scores; ValueError for a prompt with a mark in it."
+    def __call__(self, images: torch.Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> torch.Tensor:
+        "The means (B,) of images (B, 3, H, W) in [0, 1] or of PIL; ValueError for a prompt with a mark in it."
         for prompt in prompts:
             if "<|" in prompt:
                 raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
@@ -55,8 +47,7 @@ class HPSv3PackageReward:
 def load_hpsv3_package(
     checkpoint: str | None = None,  # HPSv3.safetensors; None: from the hub
     config: str | None = None,  # the package's YAML; None: its own, which names the base model
-    device: str = "auto",  # auto: the GPU of this process' rank where there is one
-    dtype: str = "auto",  # bfloat16 or float32; auto: float32 on a CPU, else the package's own
+    device: str = "auto", dtype: str = "auto",  # this process' GPU where there is one; float32 on a CPU, else its own
     batch: int = 8,  # images scored at once
 ) -> HPSv3PackageReward:
     "The package as a reward; needs the environment `hpsv3`."

@@ -44,20 +44,14 @@ _MAX_TEXT = 1_000_000  # bytes of the head, and of the prompts as JSON
 _PROMPTS = TypeAdapter(list[str])
 
 
-def pack_request(
-    images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8
-    prompts: Sequence[str],  # one an image
-) -> bytes:
-    "The body of a request."
+def pack_request(images: np.ndarray | Sequence[np.ndarray], prompts: Sequence[str]) -> bytes:
+    "The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."
     named = {"images": images} if isinstance(images, np.ndarray) else {f"{i:06}": x for i, x in enumerate(images)}
     return save({"prompts": np.frombuffer(json.dumps(list(prompts)).encode(), np.uint8), **named})
 
 
-def unpack_request(
-    body: bytes,
-    max_images: int = 256,
-) -> tuple[np.ndarray | list[np.ndarray], list[str]]:  # as they were packed
-    "Images and prompts of a body; ValueError in one sentence where it is no request."
+def unpack_request(body: bytes, max_images: int = 256) -> tuple[np.ndarray | list[np.ndarray], list[str]]:
+    "Images and prompts of a body as they were packed; ValueError in one sentence where it is no request."
     if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_TEXT:
         raise ValueError("body must be a safetensors file with a short head; it is none")
     try:
@@ -80,10 +74,8 @@ def unpack_request(
     return images, prompts
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #2b18178a
-def import_loader(
-    path: str,  # "package.module:function" or "folder/file.py:function"
-) -> Callable:
-    "What a path names; ValueError where the function is missing."
+def import_loader(path: str) -> Callable:
+    "What package.module:function or folder/file.py:function names; ValueError where the function is missing."
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
         spec = importlib.util.spec_from_file_location("served_reward", module)
@@ -100,19 +92,15 @@ class ScoreError(ValueError):
     "What a reward returned is no score an image."
 
 
-def format_error(
-    error: Exception,
-) -> str:
+def format_error(error: Exception) -> str:
     "An error in one line."
     said = " ".join(str(error).split())
     return said if type(error).__name__ in ("InputError", "ScoreError") else f"{type(error).__name__}: {said}"
 
 
 def call_reward(
-    name: str,  # the reward's name, for sentences
-    reward: Callable,  # (images, prompts) -> scores
-    images: np.ndarray | list[np.ndarray],  # of `unpack_request`
-    prompts: list[str],
+    name: str, reward: Callable,  # (images, prompts) -> scores
+    images: np.ndarray | list[np.ndarray], prompts: list[str],  # of `unpack_request`
 ) -> list[float]:
     "One finite score an image; ScoreError where the reward gives others."
     torch = sys.modules.get("torch")
@@ -160,10 +148,8 @@ def scorer_versions() -> dict[str, str]:
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #b9c2e89a
 def create_scoring_app(
-    name: str,  # the reward's name
-    reward: Callable,  # (images, prompts) -> scores
-    token: str | None = None,  # that clients must send; None: nobody is asked
-    limits: ServerLimits = ServerLimits(),
+    name: str, reward: Callable,  # (images, prompts) -> scores
+    token: str | None = None, limits: ServerLimits = ServerLimits(),  # token that clients must send; None: any
 ) -> FastAPI:
     "The application that scores."
     app, scorer = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), ThreadPoolExecutor(1)
@@ -225,10 +211,7 @@ def create_scoring_app(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #ba8015cb
 @contextlib.contextmanager
-def serve_in_thread(
-    app: FastAPI,  # of `create_scoring_app`
-    port: int = 0,  # 0: any that is free
-) -> Iterator[str]:  # the address
+def serve_in_thread(app: FastAPI, port: int = 0) -> Iterator[str]:  # port 0: any that is free; the address
     "Serve on this machine, in a thread, as long as the block lasts."
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -245,12 +228,9 @@ def serve_in_thread(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #58419651
 def run_reward_server(
-    name: str,  # the reward's name
-    load: Callable[[], Callable],  # loads it
-    host: str = "127.0.0.1",  # address to listen at
-    port: int = 8000,
-    token: str | None = None,  # that clients must send
-    limits: ServerLimits = ServerLimits(),
+    name: str, load: Callable[[], Callable],  # loads the reward
+    host: str = "127.0.0.1", port: int = 8000,  # to listen at
+    token: str | None = None, limits: ServerLimits = ServerLimits(),  # token that clients must send
 ) -> None:
     "Load a reward and serve it until the process is stopped; ValueError for an address that cannot be served at."
     if not 0 < port < 65536:
@@ -268,9 +248,7 @@ def run_reward_server(
     uvicorn.Server(uvicorn.Config(create_scoring_app(name, load(), token, limits), host, port)).run()
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #56b1cedc
-def _exit_with_parent(
-    parent: int,  # its process number
-) -> None:
+def _exit_with_parent(parent: int) -> None:
     "End this process, and what it started, soon after its parent has gone."
     while os.getppid() == parent:
         time.sleep(0.5)

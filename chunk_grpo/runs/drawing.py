@@ -8,6 +8,7 @@ __all__ = ['score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #3768da28
 import hashlib
+import importlib
 import json
 import shutil
 import sys
@@ -123,6 +124,7 @@ def draw_share(
     watch: Callable[[], None] = lambda: None,  # called after every part
 ) -> None:
     "Draw the parts that are missing and this process' own."
+    run, s, folder = Path(run), setting.load_settings(s), Path(folder)  # as JSON has them, in a process of their own
     prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
     todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
     with drawing_threads(s.threads):  # scorers too: a worker gets as many threads as are here when it starts
@@ -183,10 +185,11 @@ def move_into_place(
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #ab35c264
 def main(arguments: Sequence[str]) -> int:  # exit status
-    "One process' share: run folder, order as JSON, its number, how many."
-    run, order, share = Path(arguments[0]), json.loads(arguments[1]), (int(arguments[2]), int(arguments[3]))
+    "One process' share of a drawing: module:function, its keywords as JSON, its number, how many."
+    module, _, name = arguments[0].partition(":")
     try:
-        draw_share(run, setting.load_settings(order["settings"]), order["arms"], Path(order["folder"]), share)
+        draw = getattr(importlib.import_module(module), name)
+        draw(**json.loads(arguments[1]), share=(int(arguments[2]), int(arguments[3])))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
