@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import InputError
-from ..core.files import RunInfo, read_json
+from ..core.files import RunInfo, hash_files, read_json
 from ..core.machine import die_with_parent, terminate_process_group
 from ..core.settings import Settings
 from ..models import trainable
@@ -44,7 +44,7 @@ def hash_trained_weights(run: Path | str) -> str:  # sha256
     def loaded(sums: Mapping[str, str]) -> dict[str, str]:  # of the files that say what is loaded
         return {name: digest for name, digest in sums.items() if name.endswith((".safetensors", ".json"))}
 
-    found, file = loaded(checkpoints.hash_files(find_trained_weights(run))), Path(run) / "run.json"
+    found, file = loaded(hash_files(find_trained_weights(run))), Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     noted = loaded(note.get("final_sha256", {}))
     if note.get("status") == "finished" and noted and noted != found:
@@ -187,13 +187,7 @@ def image_cost(s: Settings, arm: str) -> int:  # in forwards times pixels; only 
     return s.steps * s.resolution**2 if arm in AS_TRAINED_ARMS else s.eval_steps * s.eval_resolution**2
 
 
-def progress_text(
-    done: int,  # images that are there
-    images: int,  # of all
-    seconds: float,  # that were spent
-    spent: float,  # on so much work
-    left: float,  # work that is left
-) -> str:
-    "How far the drawing is, and how long it still takes."
+def progress_text(done: int, images: int, seconds: float, spent: float, left: float) -> str:
+    "How many of all images are done, and how long work takes that is left where so much was spent in these seconds."
     ahead = seconds * left / spent if spent else 0.0
     return f"{done:,} of {images:,} images, {int(ahead) // 60}:{int(ahead) % 60:02d} min left"
