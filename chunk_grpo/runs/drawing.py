@@ -32,12 +32,8 @@ from .run_images import hash_trained_weights, image_cost, load_trained_policy, p
 from .run_images import drawing_threads, sample_arm_images
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #ae0ef414
-def score_prompt_images(
-    images: torch.Tensor,  # (B, 3, H, W), 0 ... 1
-    texts: list[str],  # the prompt of each image
-    scorers: Mapping[str, Callable],  # rewards by name
-) -> list[dict]:  # scores, category and objects of each image, by reward
-    "What the rewards say of images of a few prompts."
+def score_prompt_images(images: torch.Tensor, texts: list[str], scorers: Mapping[str, Callable]) -> list[dict]:
+    "Scores, category and objects of each image (B, 3, H, W, from 0 to 1) of a text, by the name of the reward."
     scores = {name: rewards.score_images(name, scorer, images, texts).tolist() for name, scorer in scorers.items()}
     objects = {name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")}
     return [{"scores": {name: values[n] for name, values in scores.items()},
@@ -52,16 +48,9 @@ def evaluation_parts(s: setting.Settings, prompts: int, arms: Mapping[str, int |
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #bc9eb3ac
-def draw_part(
-    model: Policy,  # trained
-    s: setting.Settings,
-    prompts: list[str],
-    scorers: Mapping[str, Callable],  # rewards by name
-    part: tuple[str, int, int],  # of `evaluation_parts`
-    split: int | None,  # of the part's arm
-    folder: Path,  # gets `arm`/00000.png ...
-) -> list[dict]:  # a record an image
-    "Draw, score and write the images of a part."
+def draw_part(model: Policy, s: setting.Settings, prompts: list[str], scorers: Mapping[str, Callable],
+              part: tuple[str, int, int], split: int | None, folder: Path) -> list[dict]:
+    "Draw and score the images of a part, write them as ARM/00000.png in the folder, and return a record of each."
     arm, low, high = part
     places = [divmod(n, s.eval_images) for n in range(low, high)]
     images = sample_arm_images(model, s, prompts, places, arm, split)
