@@ -47,11 +47,11 @@ def split_commas(text: str) -> list[str] | None:
 
 
 def parse_numbers(option: str, text: str, low: int = 0, high: int = 10**18) -> list[int]:
-    "The whole numbers of an option, each once; InputError for anything else."
+    "The whole numbers of an option; InputError for anything else."
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(re.fullmatch("[0-9]{1,18}", word) and low <= int(word) <= high for word in words):
         raise InputError(f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}")
-    return list(dict.fromkeys(map(int, words)))
+    return [int(word) for word in words]
 
 
 def printable(text: str) -> str:

@@ -147,7 +147,7 @@ def profile(
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     page, numbers = output_page(out), "" if json is None else str(output_file("json", json))
-    counts = parse_numbers("--steps", steps, 2, 10_000)
+    counts = list(dict.fromkeys(parse_numbers("--steps", steps, 2, 10_000)))
     changes = [*([source] if run and source else []), *(overrides or ())]
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
