@@ -175,8 +175,7 @@ def evaluate(
     judge_model: Annotated[str, typer.Option(help="The judge's name there.")] = "",
     judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
-    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
-    trust: TrustOption = False,
+    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True, trust: TrustOption = False,
     as_json: JsonOption = False,
 ):
     "Evaluate a run, or images, on prompts or a benchmark."
@@ -228,8 +227,7 @@ def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
 @evaluation_app.command(epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"))
 def serve_reward(
     name: Annotated[str, typer.Argument(help="A reward's name, or package.module:function.")],
-    options: OverridesArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    options: OverridesArgument = None, host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,

@@ -125,8 +125,7 @@ def _check_run_model(run: Path, s: settings.Settings) -> None:
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
 def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")] = None,
-    overrides: OverridesArgument = None,
-    processes: ProcessesOption = None,
+    overrides: OverridesArgument = None, processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
     share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
@@ -235,8 +234,7 @@ def _finish_training(run: Path, report: bool) -> None:
 # %% ../../nbs/13_cli/02_main.ipynb #73791a28
 @app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
 def train(
-    source: SettingsArgument,
-    overrides: OverridesArgument = None,
+    source: SettingsArgument, overrides: OverridesArgument = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     processes: ProcessesOption = None,

@@ -89,8 +89,7 @@ def output_page(text: str) -> Path:  # beside which the executed notebook lies
 # %% ../../nbs/13_cli/01_reports.ipynb #b693f976
 @reports_app.command(epilog=examples("compare runs/one runs/two --out compare.html"))
 def compare(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
-    out: PageOption = "compare.html",
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")], out: PageOption = "compare.html",
 ):
     "Put runs side by side."
     page = output_page(out)
@@ -140,8 +139,7 @@ def profile(
     images: Annotated[int, typer.Option(help="Images of each prompt, each from its own seed.", min=1, max=10_000)] = 2,
     steps: Annotated[str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")] = "",
     json: Annotated[str | None, typer.Option(metavar="FILE", help="A file for the profile's numbers.")] = None,
-    out: PageOption = "profile.html",
-    trust: TrustOption = False,
+    out: PageOption = "profile.html", trust: TrustOption = False,
 ):
     "Measure how far the base's latents move in each step."
     if not (source or run):
@@ -170,9 +168,7 @@ def profile(
 def verify(
     run: RunArgument,
     iterations: Annotated[int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)] = 2,
-    processes: DrawersOption = 0,
-    trust: TrustOption = False,
-    as_json: JsonOption = False,
+    processes: DrawersOption = 0, trust: TrustOption = False, as_json: JsonOption = False,
 ):
     "Repeat a run's first iterations and compare."
     from chunk_grpo.runs import launch  # these here, since they import torch
@@ -231,8 +227,7 @@ def sample(
 # %% ../../nbs/13_cli/01_reports.ipynb #e94da4de
 @reports_app.command(epilog=examples("export runs/one my-model"))
 def export(
-    run: RunArgument,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    run: RunArgument, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
     trust: TrustOption = False,
 ):
     "Leave a run's weights for diffusers, with a model card."

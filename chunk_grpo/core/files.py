@@ -307,8 +307,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(
-    path: Path,
-    schema: Any = dict,  # a TypedDict such as RunInfo
+    path: Path, schema: Any = dict,  # a TypedDict such as RunInfo
     needed: tuple[str, ...] = (),  # fields that this reader cannot do without
 ) -> Any:  # as the schema says
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
@@ -332,8 +331,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def read_json_lines(
-    path: Path,
-    schema: Any = dict,  # a TypedDict such as MetricsLine
+    path: Path, schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # each as the schema says; none where there is no file
     "The whole lines of a JSON-lines file; InputError where one is damaged or not what the schema says."
     try:

@@ -20,7 +20,6 @@ import random
 from pathlib import Path
 
 from .. import InputError
-from ..core.settings import Settings
 
 # %% ../../nbs/03_models/00_inputs.ipynb #742c5db4
 _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
@@ -243,8 +242,7 @@ def read_prompts(
 def sample_prompt_indices(
     total: int,  # prompts in the list
     count: int,  # prompts an iteration
-    seed: int,
-    iteration: int,  # 0, 1, ...
+    seed: int, iteration: int,  # 0, 1, ...
 ) -> list[int]:  # positions in the list, all different
     "The prompts of an iteration: shuffled epochs, the same on every process; InputError where there are too few."
     if count > total:
@@ -271,8 +269,8 @@ MODEL_FOLDERS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_e
                  "tokenizer_3", "scheduler")  # those that a model has
 
 
-def content_hashes(s: Settings) -> dict[str, str]:  # model_sha256, prompts_sha256
-    "Hashes of the model's files and of the prompts; InputError where one is missing, damaged or too short."
+def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
+    "Hashes of the settings' model files and of the prompts; InputError where one is missing, damaged or too short."
     prompts = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
@@ -282,8 +280,8 @@ def content_hashes(s: Settings) -> dict[str, str]:  # model_sha256, prompts_sha2
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
 
 
-def count_stored_weights(s: Settings) -> int:
-    "Weights that a run trains, from the shapes that stand in its model's files: all, or those of adapters."
+def count_stored_weights(s) -> int:
+    "Weights that a run of these settings trains, from the shapes in its model's files: all, or those of adapters."
     folder = locate_model(s.model)
     shapes = read_tensor_shapes(folder, "transformer")
     if not s.lora_rank:

@@ -127,7 +127,8 @@ def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
     with torch.device("meta"):
-        return sum(p.numel() for p in make_trainable(meta_policy(config, 64, 16), rank, targets))
+        policy = meta_policy(config, 64, 16)
+        return sum(p.numel() for p in make_trainable(policy, rank, targets))
 
 
 @functools.cache
@@ -233,11 +234,12 @@ def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype:
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
     policy = meta_policy(config, resolution, max_tokens, dtype, dtype if rank else "float32")
+    formats = _GpuFormats(policy.dtype)
     with torch.device("meta"):
         make_trainable(policy, rank, targets)
 
     def saved(rows: int) -> tuple[int, int]:  # by all, by the block that keeps most
-        with _GpuFormats(policy.dtype), _track_saved_tensors(policy) as found:
+        with formats, _track_saved_tensors(policy) as found:
             with _run_alike_once(policy.transformer, lambda: sum(found.values())) as (skipped, each):
                 _meta_forward(config, policy, rows)
         return sum(found.values()) + sum(skipped), max(each)
@@ -677,10 +679,8 @@ def _describe_device(s: Settings, config: ModelConfig, name: str, share: float, 
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
 def describe_estimates(
-    s: Settings,
-    rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1,
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
     share: float = ASSUMED_MFU,  # of the device's rate
 ) -> list[tuple[str, str]]:  # rows of name and text

@@ -229,8 +229,7 @@ def check_launcher() -> None:
 
 # %% ../../nbs/08_runs/01_launch.ipynb #la0c0004
 def train(
-    s: Settings,
-    out: str | Path | None = None,  # the run folder; None: a new one under runs/
+    s: Settings, out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool = False,  # take up the run that lies there
     processes: int = 1,  # on each machine
     callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings

@@ -65,8 +65,7 @@ def is_training(run: Path | str) -> bool:
 
 # %% ../../nbs/08_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
-    run: str | Path,
-    needed: Sequence[str] = (),  # further fields that the reader cannot do without
+    run: str | Path, needed: Sequence[str] = (),  # further fields that the reader cannot do without
 ) -> dict:  # run.json, with status created, running, finished, failed or interrupted
     "What a run says about itself; a run whose process is gone reads `interrupted`."
     note = read_json(file_of_run(find_run(run), "run.json"), RunInfo, ("status", *needed))
@@ -174,8 +173,7 @@ _OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", 
 
 
 def is_own_run(
-    run: str | Path,
-    remember: bool = False,  # note that it was made here
+    run: str | Path, remember: bool = False,  # note that it was made here
 ) -> bool:
     "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
     note, file = read_json(find_run(run) / "run.json"), prompt_cache_folder() / "own-runs.txt"

@@ -80,9 +80,7 @@ _POLICY_FIELDS = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_ran
 
 
 def load_trained_policy(
-    run: Path,
-    s: Settings,
-    device: str | torch.device | None = None,  # None: CUDA where there is one
+    run: Path, s: Settings, device: str | torch.device | None = None,  # None: CUDA where there is one
     folder: Path | None = None,  # of `find_newest_weights`; None: final/
 ) -> Policy:  # at the evaluation's resolution
     "The policy of a run with its trained weights; InputError where it has none, or they do not fit its settings."
@@ -113,11 +111,9 @@ AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for th
 
 def sample_arm_images(
     model: Policy,  # trained; its resolution is set
-    s: Settings,
-    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
+    s: Settings, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    arm: str,
-    split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
+    arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "Images of an arm, reproducible image by image."
     if arm in AS_TRAINED_ARMS:
@@ -138,8 +134,7 @@ def _share_environment(number: int, count: int) -> dict[str, str]:
 def share_out(
     what: str,  # that is shared, for the error
     module: str,  # a program, which is given `words`, its number and how many there are
-    words: Sequence[str],
-    count: int,  # processes
+    words: Sequence[str], count: int,  # processes
     watch: Callable[[], None] = lambda: None,  # called some times a second, and at the end
 ) -> None:
     "Run a program's shares to their end; InputError where one refuses or fails, with its last words."

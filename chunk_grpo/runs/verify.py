@@ -138,8 +138,7 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
 def repeat_run(
     s: Settings,  # of the run
     iterations: int,  # to do again
-    processes: int,
-    folder: Path,  # to be made
+    processes: int, folder: Path,  # to be made
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
 ) -> Path:
     "Train the first iterations again; InputError where that fails."

@@ -160,12 +160,11 @@ def verify_checkpoint(folder: Path, about: Mapping) -> None:
     if odd:
         raise damaged(folder, f"{odd[0]} {'is none of its files' if odd[0] in there else 'is missing'}")
     with refuse_damaged(folder):
-        changed = next((k for k, digest in manifest["files"].items() if sha256_of(folder / k) != digest), None)
+        changed = [k for k, digest in manifest["files"].items() if sha256_of(folder / k) != digest]
+        state = {} if changed else read_json(folder / "state.json", CheckpointState)
+        lines = [] if changed else read_json_lines(folder / "metrics.jsonl", MetricsLine)
     if changed:
-        raise damaged(folder, f"{changed} is not what was written")
-    with refuse_damaged(folder):
-        state = read_json(folder / "state.json", CheckpointState)
-        lines = read_json_lines(folder / "metrics.jsonl", MetricsLine)
+        raise damaged(folder, f"{changed[0]} is not what was written")
     if not state["iteration"] == manifest.get("iteration") == int(folder.name):
         raise damaged(folder, f"it is of iteration {manifest.get('iteration')}")
     if lines and [line["iteration"] for line in lines] != list(range(state["iteration"] + 1)):

@@ -214,6 +214,7 @@ def train_run(
         resume(state, say)
         say(_note_trained_share(state))
         announce("on_train_begin")
+        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
             stop = None
@@ -228,8 +229,8 @@ def train_run(
             if stop:
                 raise stop
 
-        if state.iteration == 0:
-            finish_iteration({"iteration": 0, **evaluate_held_out(state)})
+        if base:
+            finish_iteration(base)
         while state.iteration < s.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)
