@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
-from chunk_grpo.core.files import append_json_line, write_json
+from chunk_grpo.core.files import append_json_line, hash_files, write_json
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import drawing, run_folder, run_images
 from chunk_grpo.training import checkpoints, trainer
@@ -320,7 +320,7 @@ def finished(tmp_path_factory):
     run = tmp_path_factory.mktemp("finished") / "run"
     model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
     trainable.save_trained_weights(model, run / "final")
-    note = {"status": "finished", "final_sha256": checkpoints.hash_files(run / "final")}
+    note = {"status": "finished", "final_sha256": hash_files(run / "final")}
     write_json(run / "run.json", note | {"settings": settings.load_settings("pocket/tiny").model_dump(mode="json")})
     return run
 

@@ -21,16 +21,15 @@ TINIEST = {
 
 
 def watch(child, metrics) -> list[dict]:
-    "Looks at the training process until the command ends: iteration, memory in MB, open files, threads."
-    looks = []
+    "Looks at the command's process, which trains, until it ends: iteration, memory in MB, open files, threads."
+    looks, trainer = [], psutil.Process(child.pid)
     while child.poll() is None:
         time.sleep(0.1)
         try:
-            (trainer,) = [one for one in psutil.Process(child.pid).children() if "trainer" in " ".join(one.cmdline())]
             look = {"memory": trainer.memory_info().rss / 1e6, "files": trainer.num_fds(),
                     "threads": trainer.num_threads()}
             looks.append({"iteration": metrics.read_bytes().count(b"\n") - 1} | look)
-        except (psutil.Error, FileNotFoundError, ValueError):  # not begun, or just ended
+        except (psutil.Error, FileNotFoundError):  # not begun, or just ended
             continue
     return looks
 

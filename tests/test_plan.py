@@ -361,14 +361,15 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
     "To `train` where the machine has as many devices; to `plan` always, unless a number is given."
     monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0})
     s = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    assert main.training_processes(s, None, 1, None, "machines/8x80gb-full-flux1-dev") == wanted
-    assert main.training_processes(s, None, 1, None, "paper/chunk") == 1
-    assert main.planned_processes(s, None, "", "paper/eight-gpu-full") == 8
-    assert main.planned_processes(s, 2, "h100", "paper/eight-gpu-full") == 2
+    assert plan.processes_here(s, "machines/8x80gb-full-flux1-dev") == wanted
+    assert plan.processes_here(s, "paper/chunk") == 1
+    said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
+    assert ", 8 processes" in said
 
 
 def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     "Else each of four would start two."
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match="the environment says WORLD_SIZE=4"):
-        main.training_processes(settings.load_settings("pocket/demo"), None, False, None)
+    answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
+    assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(answer.exception)
+    assert not list(tmp_path.iterdir())

@@ -56,7 +56,7 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
     made = [compare.plot_run_images({words: (tmp_path, rows)}),
             compare.plot_comparison(table, words, {"A": "red"}),
             compare.plot_reward_curves({words: [one]}, {words: "red"}),
-            figures.plot_reward(one, {words: 1.0, "b": 1.0}), figures.plot_progress(lines, settings, words)]
+            train.plot_reward(one, {words: 1.0, "b": 1.0}), figures.plot_progress(lines, settings, words)]
     for figure in made:
         assert any(words in text for text in labels(figure))
         assert not [t for t in figure.findobj(Text) if words in t.get_text() and t.get_parse_math()]
@@ -104,7 +104,7 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
 
 
 def test_a_run_on_two_rewards_shows_both():
-    figure = figures.plot_reward(metrics(), {"a": 1.0, "b": 0.5})
+    figure = train.plot_reward(metrics(), {"a": 1.0, "b": 0.5})
     total, a, b = figure.axes
     assert total.lines[0].get_ydata()[-1] == pytest.approx(0.5 + 0.5 * 1.0), "the sum of both, not the first"
     assert (a.get_title(loc="left"), b.get_title(loc="left")) == ("a", "b")
@@ -115,8 +115,8 @@ def test_a_name_of_300_letters_covers_nothing():
     name, value = "x" * 300, {"mean": 0.1, "lo": 0.0, "hi": 0.2}
     table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
     rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
-    made = [figures.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), figures.plot_heldout(table, [name]),
-            figures.plot_reward(table, {name: 1.0}), comparisons.plot_deltas({name: {"plain-base": value}}),
+    made = [train.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), train.plot_heldout(table, [name]),
+            train.plot_reward(table, {name: 1.0}), comparisons.plot_deltas({name: {"plain-base": value}}),
             comparisons.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
             compare.plot_comparison(rows, name, {"A": "red"})]
     for figure in made:

@@ -21,6 +21,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import files
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
+from chunk_grpo.planning import plan
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
@@ -33,7 +34,7 @@ def settings(tmp_path, monkeypatch):
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
     monkeypatch.setattr(run_folder, "content_hashes", lambda s: real)
-    monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 1)
+    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (1, 0))
     return setting.load_settings("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
 
 
@@ -47,17 +48,16 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: run * GB)
-    monkeypatch.setattr(run_folder, "estimate_cache_bytes", lambda s: cache * GB)
+    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (run * GB, cache * GB))
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)]))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)]))
     if not words:
-        run_folder.check_disk_space(settings, tmp_path / "run")
+        plan.check_disk_space(settings, tmp_path / "run")
         return
     with pytest.raises(InputError, match=words):
-        run_folder.check_disk_space(settings, tmp_path / "run")
+        plan.check_disk_space(settings, tmp_path / "run")
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         run_folder.create_run(settings, out)
         resume, s = True, settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(run_folder, "estimate_disk_bytes", lambda s: 10**18)
+        monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (10**18, 0))
     else:
         processes = 3
     words = {"other files": "is not empty", "a file": "is a file", "nothing to resume": "there is none",

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError, export_run, sample_run, sample_widget
-from chunk_grpo.cli import main, reports
+from chunk_grpo.cli import main
 from chunk_grpo.core import settings
-from chunk_grpo.core.files import read_json, write_json
+from chunk_grpo.core.files import hash_files, read_json, write_json
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import locate_model
@@ -230,7 +230,7 @@ def test_damaged_final_weights_are_neither_drawn_nor_published(tmp_path, monkeyp
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run, out = make(tmp_path, lora_rank=2), tmp_path / "made"
     if noted:
-        run_folder.update_run_json(run, final_sha256=checkpoints.hash_files(run / "final"))
+        run_folder.update_run_json(run, final_sha256=hash_files(run / "final"))
     (weights,) = (run / "final").glob("*.safetensors")
     DAMAGE[damage](weights)
     before = sorted(tmp_path.rglob("*"))
@@ -294,7 +294,7 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
 
 
 def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, tmp_path):
-    monkeypatch.setattr(reports, "sample_or_exit", lambda *given: [])
+    monkeypatch.setattr(publish, "sample_run", lambda *given: [])
     said = {text: CliRunner().invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")]).output
             for text in ("a red castle", "a red star")}
     assert "the model knows no word castle" in said["a red castle"] and "warning" not in said["a red star"]

@@ -183,7 +183,7 @@ def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, 
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
     shutil.copytree(run, tmp_path / "copy")
-    known = run_folder.own_runs_file()
+    known = tmp_path / "cache" / "own-runs.txt"
     known.write_bytes(b"\xff\xfe a bad line\n" + known.read_bytes())
     assert run_folder.is_own_run(run) and run_folder.is_own_run(tmp_path / "copy")
     changed = read_json(run / "run.json")["settings"] | {"reward_options": {"pocket-clip": {"url": "x"}}}

@@ -150,7 +150,7 @@ class Instant:
         scores = {"base": {"pocket-clip": [0.5]}, "plain": {"pocket-clip": [0.625]}}
         write_json(out / trial.name / "row.json", asked | {
             "settings": trial.settings.model_dump(mode="json"),
-                "scores": scores} | design.run_folder.content_hashes(trial.settings))
+                "scores": scores} | design.content_hashes(trial.settings))
         done = Future()
         done.set_result((json.loads((out / trial.name / "row.json").read_text()), 1.0))
         return done

@@ -9,8 +9,7 @@ import small_runs
 from commands import call
 
 from chunk_grpo.core import machine
-from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.training import checkpoints
+from chunk_grpo.core.files import hash_files, read_json, write_json
 
 FEW = {"iterations": 3, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 5, "chunks": "2,2",
        "eval_count": 1, "eval_every": 0, "keep_checkpoints": 3, "updates_per_iteration": 2}
@@ -119,7 +118,7 @@ def test_a_link_out_of_the_run_is_not_followed(home):
 
 def test_a_run_notes_its_packages_threads_and_sums(home):
     run, note = home / "run", read_json(home / "run" / "run.json")
-    assert note["final_sha256"] == checkpoints.hash_files(run / "final")
+    assert note["final_sha256"] == hash_files(run / "final")
     assert (note["threads"], note["device"]) == (1, "cpu")
     assert (run / "packages.txt").read_text().splitlines() == machine.installed_packages()
 

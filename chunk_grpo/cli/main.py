@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'PRINTING_COMMANDS', 'complete_preset', 'root_callback',
-           'planned_processes', 'plan', 'speed', 'training_processes', 'train', 'study', 'describe_error', 'main']
+           'plan', 'speed', 'train', 'study', 'describe_error', 'main']
 
 # %% ../../nbs/13_cli/02_main.ipynb #7a2cdd6c
 import contextlib
@@ -12,23 +12,23 @@ import errno
 import io
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from .. import InputError, __version__
-from .evaluation import JsonOption, OverridesArgument, echo_now, ended_code, evaluate_with_progress
-from .evaluation import evaluation_app, examples, print_json, print_rows, printable, split_commas
+from .evaluation import JsonOption, OverridesArgument, echo_now, ends_if_interrupted
+from .evaluation import evaluate_with_progress, evaluation_app, examples, parse_numbers, print_json
+from .evaluation import print_rows, printable, split_commas
 from .reports import output_file, reports_app
 from ..core import settings
 
@@ -121,22 +121,11 @@ def _check_run_model(run: Path, s: settings.Settings) -> None:
     if what and not run_folder.is_own_run(run):
         raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {what}")
 
-
-def planned_processes(s: settings.Settings, processes: int | None, device: str = "", source: str | None = None) -> int:
-    "As many processes as were said, as the preset is for, or as pay on this machine; one on another device."
-    from chunk_grpo.planning import plan as planning  # here, since it imports torch
-
-    known = processes if processes is not None else planning.preset_processes(source)
-    if known is not None or device:
-        return 1 if known is None else known
-    return planning.processes_here(s)
-
 # %% ../../nbs/13_cli/02_main.ipynb #38d9e720
 @app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
 def plan(
     source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")] = None,
-    overrides: OverridesArgument = None,
-    processes: ProcessesOption = None,
+    overrides: OverridesArgument = None, processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
     share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
@@ -161,7 +150,8 @@ def plan(
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.training.methods import load_method
 
-    processes = planned_processes(s, processes, device, source)
+    if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
+        processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
     counts = load_method(s).counts() if settings.named_code(s) else None  # those of a method's own code
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = planning.find_model_config(s.model) is not None
@@ -210,22 +200,17 @@ def speed(
         typer.echo(f"numbers: {file}")
 
 # %% ../../nbs/13_cli/02_main.ipynb #0a6d2190
-def _exit_with(code: int, words: str) -> NoReturn:
-    "End the command with an exit code and a sentence on stderr."
-    typer.echo(words, err=True)
-    raise typer.Exit(code) from None
-
-
-def _run_or_exit(run: Callable, again: Callable[[], str]):  # what `run` returns
-    "Call; where training fails or is interrupted the command ends and says how to go on."
+@contextlib.contextmanager
+def _training(again: Callable[[], str]) -> Iterator[None]:
+    "Where training in the block fails or is interrupted, the command ends and says how to go on."
     from chunk_grpo.runs.launch import TrainingFailed  # here, since it imports torch
 
-    try:
-        return run()
-    except TrainingFailed as error:
-        _exit_with(1, f"chunk-grpo: {error}")
-    except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C, SIGTERM
-        _exit_with(ended_code(error), f"\ninterrupted; {again()}")
+    with ends_if_interrupted(again):
+        try:
+            yield
+        except TrainingFailed as error:
+            typer.echo(f"chunk-grpo: {error}", err=True)
+            raise typer.Exit(1) from None
 
 
 def _finish_training(run: Path, report: bool) -> None:
@@ -239,37 +224,17 @@ def _finish_training(run: Path, report: bool) -> None:
         try:
             evaluate_with_progress(run)
         except InputError as error:
-            _exit_with(2, f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
-                          f"chunk-grpo evaluate {run}")
+            typer.echo(f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
+                       f"chunk-grpo evaluate {run}", err=True)
+            raise typer.Exit(2) from None
     from chunk_grpo.reporting.reports import write_run_report
 
     typer.echo(f"report: {write_run_report(run)}")
 
-# %% ../../nbs/13_cli/02_main.ipynb #51cea7c7
-def training_processes(
-    s: settings.Settings,
-    processes: int | None,  # None: nobody said it
-    nodes: int = 1,
-    run: Path | None = None,  # that goes on
-    source: str | None = None,  # the preset or file of the settings
-) -> int:  # on each machine
-    "As many processes as were said, as the run had that goes on, or as planned."
-    if processes is not None or nodes > 1:
-        settings.check_processes(s, (1 if processes is None else processes) * nodes)
-        return 1 if processes is None else processes
-    from chunk_grpo.planning import plan as planning  # these here, since they import torch
-    from chunk_grpo.runs import launch, run_images
-
-    launch.check_launcher(os.environ)
-    if run and (run / "run.json").is_file():
-        return run_images.drawing_processes(run)
-    return planning.processes_here(s, source)
-
 # %% ../../nbs/13_cli/02_main.ipynb #73791a28
 @app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
 def train(
-    source: SettingsArgument,
-    overrides: OverridesArgument = None,
+    source: SettingsArgument, overrides: OverridesArgument = None,
     out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     processes: ProcessesOption = None,
@@ -283,11 +248,16 @@ def train(
     s = settings.load_settings(source, overrides or ())
     if (resume or nodes > 1) and out is None:
         raise InputError(f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none")
-    from chunk_grpo.runs import launch, run_folder  # here, since they import torch
+    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.runs import launch, run_folder, run_images
 
     name = Path(source).stem if Path(source).suffix in (".yaml", ".yml") else source.replace("/", "-")
     folder, node_rank = out or run_folder.next_run_folder(name), node_rank if nodes > 1 else 0
-    processes = training_processes(s, processes, nodes, folder if resume else None, source)
+    if processes is None and nodes == 1:
+        launch.check_launcher()
+        had = resume and (folder / "run.json").is_file()
+        processes = run_images.drawing_processes(folder) if had else planning.processes_here(s, source)
+    processes = 1 if processes is None else processes
     alone = processes * nodes == 1
 
     def again() -> str:
@@ -296,10 +266,10 @@ def train(
         words = ["go on with: chunk-grpo train", source, *(overrides or ()), f"--out {folder}", *words]
         return " ".join(words + ["--resume"] * (folder / "run.json").is_file())
 
-    run = _run_or_exit(lambda: launch.train(
-        s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes, node_rank=node_rank,
-        rendezvous=rendezvous, max_restarts=max_restarts,
-        on_made=None if out else lambda run: echo_now(f"run folder: {folder}")), again)
+    with _training(again):
+        run = launch.train(s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes,
+                           node_rank=node_rank, rendezvous=rendezvous, max_restarts=max_restarts,
+                           on_made=None if out else lambda run: echo_now(f"run folder: {folder}"))
     if not node_rank:  # machine 0 writes the report
         _finish_training(run, report)
 
@@ -324,21 +294,20 @@ def study(
                                        "ever.")] = False,
 ):
     "Run or continue a study: every arm with every seed."
-    words = split_commas(seeds) or []
-    wrong = [word for word in words if not re.fullmatch("[0-9]{1,18}", word)]
-    wrong += [file for file in known or [] if not file.is_file()]
-    if wrong:
-        raise InputError(f"`--seeds` must be whole numbers, `--known` files that exist; got {str(wrong[0])!r}")
+    numbers = parse_numbers("--seeds", seeds) or None
+    for file in known or []:
+        if not file.is_file():
+            raise InputError(f"`--known` must be a file that exists; got {str(file)!r}")
     from chunk_grpo.core.files import read_json_lines  # these here, since they import torch
     from chunk_grpo.studies import design, ray_cluster, study as trials, tuning
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
     again = partial(str, "the same command goes on")
-    if tune:
-        return _run_or_exit(lambda: tuning.tune_study(name, out, processes, rows, echo_now), again)
     start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
-    found = _run_or_exit(lambda: start(name, out, processes, split_commas(arms), [int(word) for word in words] or None,
-                                       rows, echo_now, unplanned=unplanned, peek=peek), again)
+    with _training(again):
+        if tune:
+            return tuning.tune_study(name, out, processes, rows, echo_now)
+        found = start(name, out, processes, split_commas(arms), numbers, rows, echo_now, unplanned=unplanned, peek=peek)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
     rows = read_json_lines(folder / "results.jsonl")

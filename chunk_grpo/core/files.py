@@ -6,13 +6,14 @@
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
            'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
            'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart', 'write_json', 'read_json',
-           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log']
+           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import math
 import os
@@ -306,8 +307,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(
-    path: Path,
-    schema: Any = dict,  # a TypedDict such as RunInfo
+    path: Path, schema: Any = dict,  # a TypedDict such as RunInfo
     needed: tuple[str, ...] = (),  # fields that this reader cannot do without
 ) -> Any:  # as the schema says
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
@@ -331,8 +331,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def read_json_lines(
-    path: Path,
-    schema: Any = dict,  # a TypedDict such as MetricsLine
+    path: Path, schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # each as the schema says; none where there is no file
     "The whole lines of a JSON-lines file; InputError where one is damaged or not what the schema says."
     try:
@@ -383,3 +382,15 @@ def lock_log(
             time.sleep(0.05)
     except OSError as error:
         raise InputError(f"`out` must be a folder that can be written to; {log}: {error.strerror}") from None
+
+# %% ../../nbs/02_core/01_files.ipynb #files-sums
+def sha256_of(file: Path) -> str:  # in hex
+    "The sha256 of a file."
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def hash_files(folder: Path) -> dict[str, str]:  # path in the folder -> sha256
+    "The sha256 of every file in a folder, which may be missing."
+    files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files}

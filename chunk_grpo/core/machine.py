@@ -97,9 +97,7 @@ def installed_packages() -> list[str]:  # such as torch==2.9.0, by name
     return [f"{name}=={number}" for name, number in sorted(found.items()) if name]
 
 
-def package_lists(
-    run: str | Path,
-) -> list[Path]:  # none in runs of earlier versions
+def package_lists(run: str | Path) -> list[Path]:  # none in runs of earlier versions
     "The lists of packages of a run, the newest last."
     numbers = {file: re.fullmatch(r"packages(-[0-9]{1,9})?", file.stem) for file in Path(run).glob("packages*.txt")}
     order = {file: int((found[1] or "-1")[1:]) for file, found in numbers.items() if found}

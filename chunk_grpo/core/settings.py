@@ -216,16 +216,12 @@ def _check_counts(s: "Settings") -> None:
              s.hybrid_split)
 
 
-def reward_weights(
-    s: "Settings",
-) -> dict[str, float]:  # name -> weight
+def reward_weights(s: "Settings") -> dict[str, float]:  # name -> weight
     "The rewards trained on with their weights."
     return {s.reward: 1.0} if isinstance(s.reward, str) else dict(s.reward)
 
 
-def evaluated_rewards(
-    s: "Settings",
-) -> tuple[str, ...]:
+def evaluated_rewards(s: "Settings") -> tuple[str, ...]:
     "The rewards that score held-out prompts."
     return s.eval_rewards or tuple(reward_weights(s))
 
@@ -478,9 +474,7 @@ def load_settings(
 RESUME_CHANGEABLE_FIELDS = ("checkpoint_every", "keep_checkpoints", "keep_every", "eval_every", "tracker", "stop_on")
 
 
-def dump_settings(
-    s: Settings,
-) -> str:  # YAML, one line a field, all fields
+def dump_settings(s: Settings) -> str:  # YAML, one line a field, all fields
     "Settings as YAML that `load_settings` reads back as the same settings."
     return dump_yaml(s.model_dump(mode="json"))
 
@@ -509,9 +503,7 @@ def check_resume(
         raise InputError(f"`iterations` may only be raised when a run is resumed; it was {was}, got {got}")
 
 # %% ../../nbs/02_core/04_settings.ipynb #93b18eb0
-def settings_table(
-    s: Settings,
-) -> list[dict]:  # one row a field: name, value, unit, default, source, meaning
+def settings_table(s: Settings) -> list[dict]:  # one row a field: name, value, unit, default, source, meaning
     "Every setting as a row for a report."
     known: Any = Settings.model_fields  # pydantic's type allows more beside a field than `setting` writes there
     return [{"name": name, "value": getattr(s, name), "unit": field.json_schema_extra["unit"],
@@ -520,8 +512,7 @@ def settings_table(
 
 
 def check_processes(
-    s: Settings,
-    processes: int,  # of the run
+    s: Settings, processes: int,  # of the run
 ) -> None:
     "InputError unless the processes can share an iteration's prompts evenly."
     if processes < 1 or s.prompts_per_iteration % processes:

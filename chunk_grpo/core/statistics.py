@@ -63,8 +63,7 @@ def _scaled_deviations(
 def _draw_category_means(
     values: np.ndarray,  # (n, m) of one category
     deviations: np.ndarray,  # (n,) of `_scaled_deviations`; of other prompts where the category has one
-    draws: int,
-    random: np.random.Generator,
+    draws: int, random: np.random.Generator,
 ) -> np.ndarray:  # (draws,)
     "Means of a category whose prompts, and whose images of each prompt, were drawn again."
     (n, m), of_images = values.shape, values - values.mean(1, keepdims=True)
@@ -79,8 +78,7 @@ def bootstrap_images(
     values: np.ndarray,  # (n, m) a row a prompt, a number an image
     kinds: Sequence[str] | None = None,  # category of each prompt; None: there is one
     weights: Mapping[str, float] | None = None,  # of each category, sum 1; None: all alike
-    level: float = 0.95,
-    draws: int = 4000,
+    level: float = 0.95, draws: int = 4000,
 ) -> dict[str, float | None]:  # mean, se, lo, hi, n prompts
     "Category-weighted mean, with standard error and interval over prompts and the images of each."
     values, kinds = np.asarray(values, dtype=np.float64), ["all"] * len(values) if kinds is None else list(kinds)

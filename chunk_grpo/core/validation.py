@@ -181,8 +181,7 @@ def parse_yaml(
 
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
 def read_yaml_file(
-    path: Path,
-    what: str = "the file",  # how a sentence calls it
+    path: Path, what: str = "the file",  # how a sentence calls it
 ) -> dict:  # its values
     "The lines `name: value` of a YAML file; InputError where it is not text, not YAML, or holds something else."
     try:
@@ -203,8 +202,7 @@ class _PlainDumper(yaml.SafeDumper):
 
 
 def dump_yaml(
-    content: dict,
-    width: int = 80,  # characters in a line
+    content: dict, width: int = 80,  # characters in a line
     flow: bool | None = None,  # lists and mappings in one line; None: only the innermost
 ) -> str:
     "YAML that `parse_yaml` reads back as the same content, in its order."

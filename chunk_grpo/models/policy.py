@@ -36,8 +36,7 @@ def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network
 def _load_network(
     policy: "Policy",  # whose folder and device are set
     number: int,  # 0: the transformer, 1: the VAE
-    stored: torch.dtype,
-    host: bool = False,  # leave it on the CPU
+    stored: torch.dtype, host: bool = False,  # leave it on the CPU
 ) -> Any:  # frozen; a network of diffusers, a torch module with more methods than torch's types say
     "A network where it computes, in aligned memory where that is the CPU."
     kind, part = import_class(policy.network_classes[number]), ("transformer", "vae")[number]
@@ -85,8 +84,7 @@ def _largest_vae_activation(
 
 # %% ../../nbs/03_models/02_policy.ipynb #053beda1
 def _predict_pair(
-    policy: "Policy",
-    latents: Tensor,  # (B, S, C)
+    policy: "Policy", latents: Tensor,  # (B, S, C)
     sigma: Tensor,  # (B,)
     conditioning: dict[str, Tensor],  # rows of `encode`, those of the empty prompt among them
 ) -> tuple[Tensor, Tensor]:  # (B, S, C) float32 each
@@ -162,14 +160,12 @@ class Policy(Family):
     encode, key = encode_prompts, functools.cached_property(prompt_key)
 
     def __init__(
-        self,
-        folder: Path,  # a pipeline's folder
+        self, folder: Path,  # a pipeline's folder
         resolution: int,  # pixels a side
         max_tokens: int = 512,  # tokens a prompt of the longest text encoder
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
-        device: str | torch.device = "cpu",
-        weights: torch.dtype = torch.float32,  # of the transformer's stored weights
+        device: str | torch.device = "cpu", weights: torch.dtype = torch.float32,  # of the transformer's stored weights
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         host: bool = False,  # leave the transformer on the CPU, for several processes to share out
         vae_tiling: bool = False,  # decode images one by one, and larger ones than the VAE's tile in tiles
@@ -225,8 +221,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_policy(
     model: str,  # "pocket", a folder or a hub id
-    *,
-    resolution: int,  # pixels a side
+    *, resolution: int,  # pixels a side
     dtype: str = "float32",  # of the forward: float32 or bfloat16
     weights: str | None = None,  # of the transformer's stored weights; None: as `dtype`
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling

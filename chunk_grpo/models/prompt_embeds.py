@@ -74,8 +74,7 @@ def _read_prompt_embeds(path: Path, prompt: str, key: str) -> dict[str, Tensor]:
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #acc1c1ef
 def cache_prompt_embeds(
-    prompts: list[str],
-    key: str,  # everything else that the embeddings depend on
+    prompts: list[str], key: str,  # everything else that the embeddings depend on
     encode: Callable[[list[str]], dict[str, Tensor]],  # gives one row a prompt
     batch: int = 64,  # prompts encoded at once
 ) -> dict[str, Path]:  # the file of every prompt

@@ -111,8 +111,7 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
 def swap_weights(
-    policy: Policy,
-    parameters: Iterable[Tensor],  # of its transformer
+    policy: Policy, parameters: Iterable[Tensor],  # of its transformer
     others: list[Tensor],  # as many of their shapes, of this process' parts where it is sharded; changed in place
 ) -> None:
     "Exchange the values of parameters with others: by pointer, or part by part where processes share them."
@@ -246,11 +245,9 @@ def compile_blocks(policy: Policy) -> None:  # changed in place, before a traine
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
 def load_trainable_policy(
     model: str,  # "pocket", a folder or a hub id
-    *,
-    lora_rank: int = 0,  # 0: all weights
+    *, lora_rank: int = 0,  # 0: all weights
     lora_targets: tuple[str, ...] = (),  # empty: those of the family
-    gradient_checkpointing: bool = False,
-    seed: int = 0,  # of the adapter's initial values
+    gradient_checkpointing: bool = False, seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
     compile: bool = False,  # the transformer's blocks

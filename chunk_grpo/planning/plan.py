@@ -7,14 +7,15 @@ __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_mod
            'count_parameters', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch',
            'LiveBytesMode', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops',
            'training_memory', 'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes',
-           'machine_presets', 'preset_processes', 'processes_here', 'describe_counts', 'describe_estimates',
-           'estimate_numbers', 'describe_measured']
+           'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
+           'describe_counts', 'describe_estimates', 'estimate_numbers', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
 import contextlib
 import functools
 import itertools
 import json
+import shutil
 import statistics
 import time
 import weakref
@@ -33,8 +34,9 @@ from .. import InputError
 from ..core import machine
 from ..core.settings import Settings, check_processes, evaluated_rewards, list_presets, load_settings
 from ..core.settings import reward_weights
-from ..models.inputs import FAMILIES, find_family, import_class, read_prompts
+from ..models.inputs import FAMILIES, count_stored_weights, find_family, import_class, read_prompts
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
+from ..models.prompt_embeds import prompt_cache_folder
 
 # %% ../../nbs/06_planning/00_plan.ipynb #640c9516
 def known_model_configs() -> dict[str, ModelConfig]:
@@ -125,7 +127,8 @@ def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
     with torch.device("meta"):
-        return sum(p.numel() for p in make_trainable(meta_policy(config, 64, 16), rank, targets))
+        policy = meta_policy(config, 64, 16)
+        return sum(p.numel() for p in make_trainable(policy, rank, targets))
 
 
 @functools.cache
@@ -231,11 +234,12 @@ def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype:
     from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
 
     policy = meta_policy(config, resolution, max_tokens, dtype, dtype if rank else "float32")
+    formats = _GpuFormats(policy.dtype)
     with torch.device("meta"):
         make_trainable(policy, rank, targets)
 
     def saved(rows: int) -> tuple[int, int]:  # by all, by the block that keeps most
-        with _GpuFormats(policy.dtype), _track_saved_tensors(policy) as found:
+        with formats, _track_saved_tensors(policy) as found:
             with _run_alike_once(policy.transformer, lambda: sum(found.values())) as (skipped, each):
                 _meta_forward(config, policy, rows)
         return sum(found.values()) + sum(skipped), max(each)
@@ -526,6 +530,31 @@ def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[s
     return {"weights while they load": processes * count_parameters(config) * _DTYPE_BYTES[kept],
             "trajectories": paths if s.latents_on == "host" else 0}
 
+
+def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store, 0 where sizes are unknown
+    "About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."
+    config, weights = find_model_config(s.model), count_stored_weights(s)
+    drawn = min(s.iterations * s.prompts_per_iteration, len(read_prompts(s.prompts, "prompts")))
+    held_out = len(read_prompts(s.eval_prompts, "eval_prompts"))
+    files = sum(run_disk_bytes(s, weights, held_out).values())
+    if config is None:
+        return files, 0
+    there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
+    return files, max(0, (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s) - there)
+
+
+def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be
+    "InputError where a disk has less room than the run, or the embeddings of its prompts, need."
+    places = [next(p for p in (folder, *folder.parents) if p.exists()) for folder in (out, prompt_cache_folder())]
+    needed, same = estimate_disk_bytes(s), places[0].stat().st_dev == places[1].stat().st_dev
+    beside = "the run's files" + " and the embeddings of its prompts" * (same and min(needed) > 0)
+    words = (beside, beside if same else "the embeddings of the prompts")
+    for place, field, own, what in zip(places, ("out", "CHUNK_GRPO_CACHE"), needed, words, strict=True):
+        free, wanted = shutil.disk_usage(place).free, sum(needed) if same else own
+        if own and free < wanted:
+            raise InputError(f"`{field}` must lie where {what} have room, about {wanted / 1e9:.2f} GB; {place} has "
+                             f"{free / 1e9:.2f} GB free")
+
 # %% ../../nbs/06_planning/00_plan.ipynb #7c61df88
 _MACHINES = {"8x80gb": ("h100", 8), "80gb": ("h100", 1), "24gb": ("rtx4090", 1)}  # device of `plan`, processes
 _PAPER_MACHINES = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}  # processes
@@ -650,10 +679,8 @@ def _describe_device(s: Settings, config: ModelConfig, name: str, share: float, 
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
 def describe_estimates(
-    s: Settings,
-    rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1,
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
     share: float = ASSUMED_MFU,  # of the device's rate
 ) -> list[tuple[str, str]]:  # rows of name and text

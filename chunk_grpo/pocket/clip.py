@@ -20,10 +20,7 @@ from . import IMAGE_SIZE, MAX_TOKENS, POCKET_DIR
 from .geneval import images_to_numpy
 
 
-def tokenize_captions(
-    tokenize: PreTrainedTokenizerFast,
-    captions: list[str],
-) -> torch.Tensor: # (B, MAX_TOKENS)
+def tokenize_captions(tokenize: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor: # (B, MAX_TOKENS)
     "Token numbers, padded to full length."
     kwargs = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
     return torch.tensor(tokenize(captions, **kwargs)["input_ids"])
@@ -37,16 +34,14 @@ def numpy_to_vae_input(
 
 
 def embed_text(
-    model: CLIPModel,
-    ids: torch.Tensor, # (B, MAX_TOKENS)
+    model: CLIPModel, ids: torch.Tensor,  # (B, MAX_TOKENS)
 ) -> torch.Tensor: # (B, 64), unit length
     "Directions of captions."
     return F.normalize(model.text_projection(model.text_model(input_ids=ids).pooler_output), dim=-1)
 
 
 def embed_image(
-    model: CLIPModel,
-    x: torch.Tensor, # (B, 3, 64, 64) in [-1, 1]
+    model: CLIPModel, x: torch.Tensor,  # (B, 3, 64, 64) in [-1, 1]
 ) -> torch.Tensor: # (B, 64), unit length
     "Directions of images."
     return F.normalize(model.visual_projection(model.vision_model(pixel_values=x).pooler_output), dim=-1)
@@ -56,17 +51,15 @@ class PocketCLIP:
     "The CLIP as a reward: the cosine between image and prompt."
 
     def __init__(
-        self,
-        folder: Path, # with the model and its tokenizer
+        self, folder: Path,  # with the model and its tokenizer
     ):
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     @torch.no_grad()
     def __call__(
-        self,
-        images: Sequence[Image.Image] | torch.Tensor, # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str], # one an image
+        self, images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        prompts: Sequence[str],  # one an image
     ) -> torch.Tensor: # (B,), float32, in [-1, 1]
         "Cosines; raises InputError where the numbers of images and prompts differ."
         if len(images) != len(prompts):

@@ -119,9 +119,8 @@ def _outline(
 
 
 def render_scene(
-    scene: Scene,
-    size: int = IMAGE_SIZE, # pixels, both sides
-    finer: int = 4, # drawn this many times larger, then averaged
+    scene: Scene, size: int = IMAGE_SIZE,  # pixels, both sides
+    finer: int = 4,  # drawn this many times larger, then averaged
 ) -> Image.Image: # RGB
     "The picture of a scene, antialiased."
     scale = size / IMAGE_SIZE * finer
@@ -157,8 +156,7 @@ def spatial_relations(
 
 
 def matches_caption(
-    spec: CaptionSpec,
-    things: Sequence[SceneObject | None], # what an image shows
+    spec: CaptionSpec, things: Sequence[SceneObject | None],  # what an image shows
 ) -> bool:
     "Does the image show what the caption says, no more and no less?"
     if len(things) != len(spec.objects) or None in things:
@@ -204,9 +202,8 @@ def empty_places(
 
 
 def sample_scene(
-    caption: str,
-    rng: np.random.Generator,
-    free: bool = False, # objects anywhere and of any size, background with a ramp
+    caption: str, rng: np.random.Generator,
+    free: bool = False,  # objects anywhere and of any size, background with a ramp
 ) -> Scene:
     "A random layout that makes a caption true; colours that it leaves open are drawn, one for a counted group."
     spec, names = parse_caption(caption), list(POCKET_COLOURS)
@@ -224,9 +221,7 @@ def sample_scene(
 
 
 def sample_scene_image(
-    caption: str,
-    rng: np.random.Generator,
-    free: bool = False, # as in `sample_scene`
+    caption: str, rng: np.random.Generator, free: bool = False,  # as in `sample_scene`
 ) -> Image.Image: # RGB, 64 x 64
     "A random picture of which a caption is true."
     return render_scene(sample_scene(caption, rng, free))

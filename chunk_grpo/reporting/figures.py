@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
-           'short_name', 'figure_to_png', 'display_figure', 'draw_mean', 'plot_reward', 'plot_heldout',
-           'plot_above_base', 'plot_profile', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
+           'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
+           'plot_profile', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -51,8 +51,7 @@ def method_colour(
 
 def create_subplots(
     columns: int = 1,  # panels side by side
-    rows: int = 1,
-    size: tuple[float, float] = (7.0, 3.2),  # inches
+    rows: int = 1, size: tuple[float, float] = (7.0, 3.2),  # inches
     **options,  # of matplotlib's `subplots`
 ) -> tuple[Figure, np.ndarray]:  # figure and its panels, (rows, columns)
     "An empty figure outside of pyplot."
@@ -83,8 +82,7 @@ def short_name(
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #725ec551
 def figure_to_png(
-    figure: Figure,
-    dpi: int = 160,  # pixels an inch
+    figure: Figure, dpi: int = 160,  # pixels an inch
 ) -> bytes:
     "The figure as a PNG file."
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
@@ -92,8 +90,7 @@ def figure_to_png(
 
 
 def display_figure(
-    figure: Figure,
-    caption: str,  # one or two sentences
+    figure: Figure, caption: str,  # one or two sentences
     dpi: int = 160,  # pixels an inch
 ) -> None:
     "Display a figure, 100 pixels of the page for an inch, with its caption below."
@@ -101,7 +98,7 @@ def display_figure(
     display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #44ba3dc6
-def _column(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteration; empty where there is no such column
+def metric_series(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteration; empty where there is no such column
     "The values of a column that are there."
     if name not in metrics:
         return pd.Series(dtype=float)
@@ -114,106 +111,30 @@ def draw_mean(
     metrics: pd.DataFrame,  # a row an iteration
     name: str,  # of the column
     error: str,  # column of its standard error; empty for none
-    colour: str,
-    label: str,  # of the line, in the legend
+    colour: str, label: str,  # of the line, in the legend
 ) -> None:
     "A column as a line, with its 95% interval where there is a standard error."
-    mean = _column(metrics, name)
+    mean = metric_series(metrics, name)
     if len(mean):
-        spread = NORMAL_QUANTILE * _column(metrics, error).reindex(mean.index)
+        spread = NORMAL_QUANTILE * metric_series(metrics, error).reindex(mean.index)
         axis.fill_between(mean.index, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
         axis.plot(mean.index, mean, color=colour, label=label)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
-def _draw_heldout(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
+def draw_held_out(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
     "Held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."
     column = f"eval_{reward}"
     arms = {column: ("held-out prompts, trained", colour, "o", 0),
             f"{column}_hybrid": ("hybrid", METHOD_COLOURS["hybrid"], "s", 0.008 * metrics.iteration.max())}
     for name, (label, shade, marker, beside) in arms.items():
-        if len(mean := _column(metrics, name)):
-            error = NORMAL_QUANTILE * _column(metrics, f"{name}_se").reindex(mean.index)
+        if len(mean := metric_series(metrics, name)):
+            error = NORMAL_QUANTILE * metric_series(metrics, f"{name}_se").reindex(mean.index)
             axis.errorbar(mean.index + beside, mean, yerr=error, fmt=marker, color=shade, label=label, markersize=4.5,
                           capsize=2.5, elinewidth=1.1, markeredgecolor="white", zorder=3)
-    if len(base := _column(metrics, column)):
+    if len(base := metric_series(metrics, column)):
         axis.axhline(base.iloc[0], color=METHOD_COLOURS["base"], linestyle=":", label="base, held-out")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-
-
-def _draw_row(draw: Callable, titles: Mapping[str, str], ylabel: str, size: tuple) -> tuple[Figure, np.ndarray]:
-    "A row of panels over the iterations: `draw` is called with each panel and its name."
-    figure, (axes,) = create_subplots(len(titles), size=size)
-    for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        draw(axis, name)
-        axis.set(title=short_name(title), xlabel="iteration", ylabel=ylabel)
-    return figure, axes
-
-
-def _sum_words(weights: Mapping[str, float]) -> str:
-    return " + ".join(f"{weight:g} {name}" for name, weight in weights.items())
-
-# %% ../../nbs/11_reporting/00_figures.ipynb #e695a80a
-@with_house_style
-def plot_reward(
-    metrics: pd.DataFrame,  # a row an iteration
-    weights: Mapping[str, float],  # reward -> weight in the sum
-    measured: Sequence[str] = (),  # rewards whose held-out scores are drawn
-    colour: str = METHOD_COLOURS["chunk"],
-) -> Figure:
-    "The reward of training prompts with its held-out scores; for several rewards their weighted sum and each of them."
-    def draw(axis, name):
-        column, error = (f"reward_{name}", "") if len(weights) > 1 else ("reward_mean", "reward_se")
-        draw_mean(axis, metrics, column, error, colour, "training prompts")
-        if name in measured:
-            _draw_heldout(axis, metrics, name, colour)
-
-    if len(weights) == 1:
-        (name,) = weights
-        figure, (axis,) = _draw_row(draw, {name: ""}, f"reward ({short_name(name)})", (7.0, 3.2))
-        axis.legend(loc="lower right", fontsize=8)
-        return figure
-    total = sum(weight * _column(metrics, f"reward_{name}") for name, weight in weights.items())
-    figure, axes = _draw_row(
-        lambda axis, name: draw(axis, name) if name in weights else axis.plot(total.index, total, color=colour),
-        {"": _sum_words(weights), **{name: name for name in weights}}, "mean score", (3.2 * (1 + len(weights)), 2.9))
-    axes[0].set_ylabel("weighted sum")
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    return figure
-
-
-@with_house_style
-def plot_heldout(
-    metrics: pd.DataFrame,  # a row an iteration
-    rewards: Sequence[str],  # names; a panel each
-    colour: str = METHOD_COLOURS["chunk"],
-) -> Figure:
-    "Every reward on held-out prompts over the iterations."
-    figure, axes = _draw_row(lambda axis, name: _draw_heldout(axis, metrics, name, colour),
-                             {name: name for name in rewards}, "mean score", (3.6 * max(2, len(rewards)), 2.9))
-    axes[0].legend(fontsize=8)
-    return figure
-
-# %% ../../nbs/11_reporting/00_figures.ipynb #0c242c48
-@with_house_style
-def plot_above_base(
-    metrics: pd.DataFrame,  # a row an iteration
-    weights: Mapping[str, float],  # reward -> weight in the sum
-    colour: str = METHOD_COLOURS["chunk"],
-) -> Figure | None:  # None where the base drew no images
-    "How far the rewards and their sum are above the base on the prompts of each iteration, with 95% intervals."
-    def draw(axis, name):
-        error = "above_base_se" if name == "above_base_mean" else f"{name}_se"
-        draw_mean(axis, metrics, name, error, colour, "trained")
-        axis.axhline(0.0, color=METHOD_COLOURS["base"], linestyle=":", label="base")
-
-    names = {f"above_base_{name}": name for name in weights}
-    if not set(names) & set(metrics):
-        return None
-    names = ({"above_base_mean": _sum_words(weights)} if len(weights) > 1 else {}) | names
-    figure, axes = _draw_row(draw, names, "above the base", (max(7.0, 3.2 * len(names)), 2.9))
-    axes[0].legend(loc="lower right", fontsize=8)
-    return figure
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #d9d886ed
 @with_house_style
@@ -240,8 +161,7 @@ def plot_profile(
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #845b639a
 def chunk_column_array(
-    metrics: pd.DataFrame,
-    column: str,  # a list a row, a number for each chunk
+    metrics: pd.DataFrame, column: str,  # a list a row, a number for each chunk
 ) -> np.ndarray:  # (iterations, K), nan where a chunk was not drawn
     "A per-chunk column as an array."
     return np.array([[np.nan if v is None else v for v in row] for row in metrics[column].dropna()], dtype=float)
@@ -258,7 +178,7 @@ def plot_progress(
     metrics, colour = pd.DataFrame(lines), method_colour(training_method(s))
     draw_mean(axes[0], metrics, "reward_mean", "reward_se", colour, "training prompts")
     if name:
-        _draw_heldout(axes[0], metrics, name, colour)
+        draw_held_out(axes[0], metrics, name, colour)
     axes[0].set_ylabel(short_name(name or "reward"))
     clips = "clip_fraction" in metrics and metrics.clip_fraction.notna().any()
     if clips:
@@ -266,11 +186,11 @@ def plot_progress(
         right = pd.Series(np.ma.masked_invalid(100 * chunk_column_array(rows, "clip_fraction")).mean(axis=1),
                           rows.iteration)
     else:
-        right = _column(metrics, "grad_norm")
+        right = metric_series(metrics, "grad_norm")
     axes[1].plot(right.index, right, color=colour)
     axes[1].set_ylabel("ratios clipped (%)" if clips else "norm of the gradient")
     done, total = int(metrics.iteration.max()), s.iterations
-    spent = _column(metrics, "seconds_total")
+    spent = metric_series(metrics, "seconds_total")
     seconds = float(spent.iloc[-1]) if len(spent) else 0.0
     left = f"about {seconds / done * (total - done):.0f} s left" if done else "base measured"
     figure.suptitle(f"iteration {done} of {total}, {seconds:.0f} s, {'finished' if done >= total else left}", x=0.01,
@@ -284,8 +204,7 @@ class LiveFigure:
     "One figure that follows a run; call it with every new line of the metrics."
 
     def __init__(
-        self,
-        s: Settings,  # of the run
+        self, s: Settings,  # of the run
         every: float = 2.0,  # seconds between two drawings
     ):
         self.s, self.every = s, every

@@ -94,8 +94,7 @@ def _import_path(safe: bool, empty: Path) -> Iterator[list[str]]:  # options of 
 def execute_report(
     name: str | Path,  # name of a shipped report, or a notebook file
     out: str | Path,  # the executed notebook
-    /,
-    **values,  # parameters of the report
+    /, **values,  # parameters of the report
 ) -> Path:  # out
     "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
     import papermill  # here, since it takes a second
@@ -168,8 +167,7 @@ def notebook_to_html(
 def write_report(
     name: str,  # of a report
     out: str | Path,  # the page; the executed notebook lies beside it
-    /,
-    **parameters,  # of the report
+    /, **parameters,  # of the report
 ) -> Path:  # the page
     "Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."
     out, notebook = Path(out), Path(out).with_suffix(".ipynb")

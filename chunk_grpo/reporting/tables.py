@@ -18,8 +18,7 @@ from .figures import ARM_LABELS
 
 # %% ../../nbs/11_reporting/02_tables.ipynb #35eb0a31
 def format_number(
-    x: float | None,
-    digits: int = 3,  # after the point
+    x: float | None, digits: int = 3,  # after the point
     signed: bool = False,  # a plus before positive numbers
 ) -> str:
     "A number in text."
@@ -28,9 +27,7 @@ def format_number(
     return f"{x:{'+' if signed else ''}.{digits}f}".replace("-", "\u2212")
 
 
-def format_small_number(
-    x: float | None,
-) -> str:
+def format_small_number(x: float | None) -> str:
     "A small number with two significant digits, such as 3.2e\u22126."
     return "\u2013" if x is None or not math.isfinite(x) else f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
 
@@ -46,9 +43,7 @@ def format_interval(
     return mean if value.get("lo") is None else f"{mean} ({ends[0]} to {ends[1]})"
 
 
-def format_seconds(
-    x: float,
-) -> str:
+def format_seconds(x: float) -> str:
     "A time in the units that suit it."
     if x < 120:
         return f"{x:.1f} s"

@@ -65,8 +65,7 @@ class SnapshotBox(W.VBox):
     value = traitlets.Any()  # what was chosen; `observe` it to follow
 
     def __init__(
-        self,
-        children: Sequence[W.Widget],  # from top to bottom
+        self, children: Sequence[W.Widget],  # from top to bottom
         page: Callable[[], str],  # HTML of the widget as it stands
     ):
         super().__init__(children)

@@ -40,10 +40,7 @@ def format_hpsv3_chat(prompt: str) -> str:  # with one `IMAGE_TOKEN` for the who
 IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pixels of a picture
 
 
-def smart_resize(
-    height: int,
-    width: int,
-) -> tuple[int, int]:  # height, width; multiples of `IMAGE_FACTOR`
+def smart_resize(height: int, width: int) -> tuple[int, int]:  # height, width; multiples of `IMAGE_FACTOR`
     "The size that a picture is resized to; InputError for a strip of more than 200 to 1."
     if max(height, width) > 200 * min(height, width):
         raise InputError(f"images: one of {width} x {height} pixels came; allowed are sides of at most 200 to 1.")
@@ -71,11 +68,9 @@ def patchify_image(
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #9ec6a731
 def build_hpsv3_inputs(
-    tokenizer: PreTrainedTokenizerBase,
-    images: Images,  # of any sizes
+    tokenizer: PreTrainedTokenizerBase, images: Images,  # of any sizes
     prompts: list[str],  # one an image
-    device: torch.device,
-    dtype: torch.dtype,  # of the patches
+    device: torch.device, dtype: torch.dtype,  # of the patches
 ) -> dict[str, Tensor]:  # what the model is called with
     "One batch on the device: patches one after another, chats padded at the right, positions that count on."
     flat, grids = zip(*(patchify_image(images[i : i + 1], device) for i in range(len(prompts))), strict=True)
@@ -136,8 +131,7 @@ HPSV3_MODEL_ID, HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
 
 def read_hpsv3_weights(
     file: Path,  # HPSv3.safetensors
-    device: torch.device,
-    dtype: torch.dtype,  # of all but the head
+    device: torch.device, dtype: torch.dtype,  # of all but the head
 ) -> dict[str, Tensor]:  # under transformers' names, the head's with `rm_head.` before them
     "The weights, tensor by tensor, straight to the device; InputError for a damaged file."
     state = {}

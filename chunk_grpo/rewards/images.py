@@ -24,10 +24,7 @@ from .. import InputError
 Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
 
 
-def images_to_tensor(
-    images: Images,
-    device: str | torch.device = "cpu",
-) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
+def images_to_tensor(images: Images, device: str | torch.device = "cpu") -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     "One batch of images; InputError for what is no image, for values outside [0, 1] and for several sizes."
     if isinstance(images, Tensor):
         if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
@@ -113,8 +110,7 @@ class ImageTransform:
 
 def transform_images(
     images: Images,  # of any sizes
-    transform: ImageTransform,
-    device: str | torch.device = "cpu",
+    transform: ImageTransform, device: str | torch.device = "cpu",
 ) -> Tensor:  # (B, 3, crop_size, crop_size), float32
     "Images as a CLIP-like model wants them."
     side, edge, parts = transform.crop_size, transform.shortest_edge, []

@@ -134,8 +134,7 @@ class StreamingScores:
     "Images that come in parts, scored in the batches in which they would be scored together."
 
     def __init__(
-        self,
-        executor: ThreadPoolExecutor,  # of one thread
+        self, executor: ThreadPoolExecutor,  # of one thread
         scorers: Mapping[str, Callable],  # rewards by name
         prompts: Sequence[str],  # one an image, of all that will come
         batch: int = 64,  # images scored at once

@@ -74,8 +74,7 @@ _SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 def resolve_device(
     device: str,  # auto, cpu, cuda or cuda:0 ...
     dtype: str,  # auto or a name of `_SCORER_DTYPES`
-    batch_size: int,
-    large: bool = False,  # auto is bfloat16 on a GPU
+    batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
 ) -> tuple[torch.device, torch.dtype]:
     "Device and precision of a scorer; InputError for what this machine has not."
     if type(batch_size) is not int or batch_size < 1:
@@ -109,9 +108,7 @@ class ModelScorer:
 
     @torch.inference_mode()
     def __call__(
-        self,
-        images: Images,
-        prompts: Sequence[str],  # one an image
+        self, images: Images, prompts: Sequence[str],  # one an image
     ) -> Tensor:  # (B, ...), float32, on the CPU
         "Scores of all images; InputError where images and prompts do not belong together."
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):

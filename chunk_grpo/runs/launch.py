@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,14 +29,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
-from ..core.files import lock_log, read_json, sync_tree, write_json
+from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, write_json
 from ..core.settings import Settings, check_processes
 from ..core.machine import Terminated, die_with_parent, raise_on_sigterm
-from .run_folder import create_run, discard_run, file_of_run, has_final_weights, read_metrics_lines
-from .run_folder import read_run_info
-from .run_folder import read_run_settings, update_run_json
+from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
+from .run_folder import read_run_info, read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
-from ..training.checkpoints import hash_files
 from ..training.trainer import train_run
 
 # %% ../../nbs/08_runs/01_launch.ipynb #6d2e8181
@@ -117,6 +116,9 @@ def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 
+_RUN_FILES = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "hosts", "samples", "chunk_grpo")
+
+
 def _note_end(run: Path, error: BaseException, fresh: bool, log: str = "train.log") -> BaseException:  # to be raised
     "Write down why a run ended; only machine 0, whose log is train.log, changes more than its log."
     code, words, text = _explain(error)
@@ -124,7 +126,12 @@ def _note_end(run: Path, error: BaseException, fresh: bool, log: str = "train.lo
         with open(file_of_run(run, log), "a", encoding="utf-8") as file:
             file.write(text)
     if log == "train.log" and code == 2 and fresh and not read_metrics_lines(run):
-        discard_run(run)
+        made = read_json(run / "run.json").get("made_folder", True)
+        for one in [run / name for name in _RUN_FILES] + [*run.glob("train*.log"), *run.glob("packages*.txt")]:
+            shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
+        remove_abandoned(run)
+        if made and not any(run.iterdir()):
+            run.rmdir()
     elif log == "train.log" and not _is_finished(run):
         update_run_json(run, status="interrupted" if code in (130, 143) else "failed", error=words)
     if code in (130, 143) or isinstance(error, InputError):
@@ -212,39 +219,17 @@ _FOREIGN = {name: "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SI
     name: "0" for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")}
 
 
-def check_launcher(
-    environment: Mapping[str, str],  # of this process
-) -> None:
+def check_launcher() -> None:
     "InputError where one process is to train and the environment speaks of others."
-    wrong = [f"{name}={environment[name]}" for name, one in _FOREIGN.items() if environment.get(name, one) != one]
+    wrong = [f"{name}={os.environ[name]}" for name, one in _FOREIGN.items() if os.environ.get(name, one) != one]
     if wrong:
         raise InputError(f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
                          "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
                          "these variables")
 
-
-def _check_nodes(
-    nodes: int,
-    node_rank: int,
-    rendezvous: str,  # HOST:PORT of the first machine
-    max_restarts: int = 0,
-) -> None:
-    "InputError where machines cannot meet like that."
-    if nodes > 1 and max_restarts:
-        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
-                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
-    if not 0 <= node_rank < nodes:
-        raise InputError(f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}")
-    host, _, port = rendezvous.rpartition(":")
-    fits = re.fullmatch(r"[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]", host) and re.fullmatch("[0-9]{1,5}", port)
-    if nodes > 1 and not (fits and 0 < int(port) < 65536):
-        raise InputError("`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
-                         f"got {rendezvous!r}")
-
 # %% ../../nbs/08_runs/01_launch.ipynb #la0c0004
 def train(
-    s: Settings,
-    out: str | Path | None = None,  # the run folder; None: a new one under runs/
+    s: Settings, out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool = False,  # take up the run that lies there
     processes: int = 1,  # on each machine
     callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings
@@ -257,36 +242,40 @@ def train(
 ) -> Path:  # the folder of the finished run
     "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
     total = processes * nodes
-    _check_nodes(nodes, node_rank, rendezvous, max_restarts)
+    if nodes > 1 and max_restarts:
+        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
+                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
+    if not 0 <= node_rank < nodes:
+        raise InputError(f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}")
+    place = re.fullmatch(r"(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", rendezvous)
+    if nodes > 1 and not (place and 0 < int(place[1]) < 65536):
+        raise InputError("`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
+                         f"got {rendezvous!r}")
     if total == 1:
-        check_launcher(os.environ)
+        check_launcher()
     elif callbacks:
         raise InputError(f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
                          f"got {len(callbacks)}")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
-    if node_rank:
-        check_processes(s, total)
-        run = Path(os.path.realpath(str(out)))
-    else:
+    if not node_rank:
         run = create_run(s, out, resume, total, name, nodes)
         if on_made:
             on_made(run)
         if read_run_info(run)["status"] == "finished":
             return run
+    else:
+        check_processes(s, total)
+        run = Path(os.path.realpath(str(out)))
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run
 
-
+# %% ../../nbs/08_runs/01_launch.ipynb #la0c0006
 def train_folder(
     run: Path,  # made by `create_run`
     callbacks: Sequence[Callback | Callable] = (),
     fresh: bool = False,  # whether the folder is taken back where the input is refused
-    processes: int = 1,
-    nodes: int = 1,
-    node_rank: int = 0,
-    rendezvous: str = "",
-    max_restarts: int = 0,
+    processes: int = 1, nodes: int = 1, node_rank: int = 0, rendezvous: str = "", max_restarts: int = 0,  # as for train
 ) -> None:
     "Train a run folder to its end and note how it ended; InputError or TrainingFailed where not well."
     log = f"train-{node_rank}.log" if node_rank else "train.log"

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from .. import InputError
-from ..core.files import RunInfo, read_json
+from ..core.files import RunInfo, hash_files, read_json
 from ..core.machine import die_with_parent, terminate_process_group
 from ..core.settings import Settings
 from ..models import trainable
@@ -44,7 +44,7 @@ def hash_trained_weights(run: Path | str) -> str:  # sha256
     def loaded(sums: Mapping[str, str]) -> dict[str, str]:  # of the files that say what is loaded
         return {name: digest for name, digest in sums.items() if name.endswith((".safetensors", ".json"))}
 
-    found, file = loaded(checkpoints.hash_files(find_trained_weights(run))), Path(run) / "run.json"
+    found, file = loaded(hash_files(find_trained_weights(run))), Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     noted = loaded(note.get("final_sha256", {}))
     if note.get("status") == "finished" and noted and noted != found:
@@ -80,9 +80,7 @@ _POLICY_FIELDS = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_ran
 
 
 def load_trained_policy(
-    run: Path,
-    s: Settings,
-    device: str | torch.device | None = None,  # None: CUDA where there is one
+    run: Path, s: Settings, device: str | torch.device | None = None,  # None: CUDA where there is one
     folder: Path | None = None,  # of `find_newest_weights`; None: final/
 ) -> Policy:  # at the evaluation's resolution
     "The policy of a run with its trained weights; InputError where it has none, or they do not fit its settings."
@@ -113,11 +111,9 @@ AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for th
 
 def sample_arm_images(
     model: Policy,  # trained; its resolution is set
-    s: Settings,
-    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
+    s: Settings, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    arm: str,
-    split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
+    arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "Images of an arm, reproducible image by image."
     if arm in AS_TRAINED_ARMS:
@@ -138,8 +134,7 @@ def _share_environment(number: int, count: int) -> dict[str, str]:
 def share_out(
     what: str,  # that is shared, for the error
     module: str,  # a program, which is given `words`, its number and how many there are
-    words: Sequence[str],
-    count: int,  # processes
+    words: Sequence[str], count: int,  # processes
     watch: Callable[[], None] = lambda: None,  # called some times a second, and at the end
 ) -> None:
     "Run a program's shares to their end; InputError where one refuses or fails, with its last words."
@@ -187,13 +182,7 @@ def image_cost(s: Settings, arm: str) -> int:  # in forwards times pixels; only 
     return s.steps * s.resolution**2 if arm in AS_TRAINED_ARMS else s.eval_steps * s.eval_resolution**2
 
 
-def progress_text(
-    done: int,  # images that are there
-    images: int,  # of all
-    seconds: float,  # that were spent
-    spent: float,  # on so much work
-    left: float,  # work that is left
-) -> str:
-    "How far the drawing is, and how long it still takes."
+def progress_text(done: int, images: int, seconds: float, spent: float, left: float) -> str:
+    "How many of all images are done, and how long work takes that is left where so much was spent in these seconds."
     ahead = seconds * left / spent if spent else 0.0
     return f"{done:,} of {images:,} images, {int(ahead) // 60}:{int(ahead) % 60:02d} min left"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from .. import InputError
+from ..core.files import sha256_of
 from ..core.settings import RESUME_CHANGEABLE_FIELDS, Settings, load_settings
 from ..core import machine
 from . import launch, run_folder
@@ -31,7 +32,7 @@ def _file_changes(run: Path, folder: str, wanted: Mapping[str, str]) -> list[str
             out.append(f"{folder}/{name} is missing")
         elif name not in wanted:
             out.append(f"{folder}/{name} was put there by something else")
-        elif checkpoints.sha256_of(file) != wanted[name]:
+        elif sha256_of(file) != wanted[name]:
             out.append(f"{folder}/{name} was changed after it was written")
     return out
 
@@ -91,12 +92,8 @@ def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 
     return abs(a - b) / (_TOLERANCE[s.dtype] * max(abs(a), abs(b), spread))
 
 
-def compare_lines(
-    theirs: Iterable[Mapping],  # lines of the run
-    ours: Iterable[Mapping],  # the same iterations again
-    s: Settings,
-) -> list[dict]:  # those that differ: iteration, name, run, again, share of what is allowed; the largest first
-    "The numbers that two runs do not share."
+def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Settings) -> list[dict]:
+    "Numbers that differ between two logs: iteration, name, run, again, share of what is allowed; the largest first."
     rows = [{"iteration": line["iteration"], "name": name, "run": line[name], "again": other[name],
              "share": _difference_share(name, line[name], other[name], line, s)}
             for line, other in zip(theirs, ours, strict=False)
@@ -141,8 +138,7 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
 def repeat_run(
     s: Settings,  # of the run
     iterations: int,  # to do again
-    processes: int,
-    folder: Path,  # to be made
+    processes: int, folder: Path,  # to be made
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
 ) -> Path:
     "Train the first iterations again; InputError where that fails."
@@ -183,11 +179,8 @@ def verify_run(
             "deviations": rows, "weights": weights, "differences": differences}
 
 # %% ../../nbs/08_runs/04_verify.ipynb #91917763
-def verification_lines(
-    found: Mapping,  # of `verify_run`
-    most: int = 5,  # deviations that are named
-) -> list[str]:
-    "The answer of a verification in words."
+def verification_lines(found: Mapping, most: int = 5) -> list[str]:
+    "The answer of `verify_run` in words, with so many deviations named."
     last, rows, weights = found["iterations"], found["deviations"], found["weights"]
     what = f"iterations 0 to {last}" + (" and the final weights" if weights is not None else "")
     out = [{"identical": f"identical: {what} are the same, to the last bit",

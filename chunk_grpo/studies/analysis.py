@@ -20,9 +20,8 @@ from .. import InputError
 from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR
 from ..core.statistics import t_intervals
-from ..models.inputs import hash_model_files, locate_model
+from ..models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
 from ..reporting.tables import format_interval, format_number, format_seconds, format_small_number
-from ..runs.run_folder import MODEL_FOLDERS
 from .design import load_study
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #af5c69d3

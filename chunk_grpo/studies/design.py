@@ -28,7 +28,7 @@ from ..core.settings import PRESETS_DIR, Settings
 from ..core.validation import (
     Number, format_value, parse_exponent, read_yaml_file, setting as field, validation_message)
 from ..evaluation.evaluate import check_evaluation_changes
-from ..runs import run_folder
+from ..models.inputs import content_hashes
 
 # %% ../../nbs/12_studies/00_design.ipynb #30403af5
 class Study(BaseModel):
@@ -249,7 +249,7 @@ def find_finished_row(
     for row in [*([read_json(file)] if file.is_file() else []), *known]:
         check_rows([row])
         if _trial_key(row["settings"], row["evaluation"], row["splits"]) == asked:
-            hashes = hashes or run_folder.content_hashes(trial.settings)
+            hashes = hashes or content_hashes(trial.settings)
             if all(row.get(name) == value for name, value in hashes.items()):
                 return row | {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
     return None

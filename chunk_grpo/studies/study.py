@@ -360,7 +360,7 @@ def run_study(
     peek: bool = False,  # print outcomes before the plan's last trial, which marks the rows for ever
 ) -> list[dict]:  # rows in the order of the trials
     "Run or continue a study; InputError for bad input, TrainingFailed where trials failed, after the others."
-    launch.check_launcher(os.environ)
+    launch.check_launcher()
     requested = expand_trials(source, arms, seeds)
     if processes is not None and processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")

@@ -105,8 +105,8 @@ def prepare_state(
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
                               kwargs_handlers=[InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)])
-    setting.check_processes(s, accelerator.num_processes)
     method = load_method(s)
+    setting.check_processes(s, accelerator.num_processes)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
@@ -117,7 +117,7 @@ def prepare_state(
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
 def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the same, with policy and optimizer
     "Load the policy, free its weights, encode the prompts, make the optimizer."
-    s = state.s
+    s, needed = state.s, state.needed_prompts()
     names = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets",
              "vae_tiling", "gradient_checkpointing", "sharding", "compile", "attention", "seed")
     policy = trainable.load_trainable_policy(s.model, **{name: getattr(s, name) for name in names},
@@ -125,7 +125,7 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     policy.truncate_timesteps = s.truncate_timesteps
     policy.set_resolution(s.eval_resolution).set_resolution(s.resolution)  # what cannot be packed is said now
     with prompt_embeds.lazy_prompt_encoder(policy) as fresh:
-        prompt_embeds.cache_prompt_embeds([*state.needed_prompts(), *policy.blank], policy.key, fresh)
+        prompt_embeds.cache_prompt_embeds([*needed, *policy.blank], policy.key, fresh)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_local_main_process:
         prompt_embeds.trim_prompt_cache()

@@ -20,7 +20,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.machine import count_seconds
 from ..core.files import RunInfo, RunProfile, atomic_write, clean_run_folder, read_json
-from ..core.files import write_json
+from ..core.files import hash_files, write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
@@ -174,7 +174,7 @@ def save_final_weights(state: TrainingState) -> None:
     if state.accelerator.is_main_process:
         with atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)
-            old, new = map(checkpoints.hash_files, (state.run / "final", temporary))
+            old, new = map(hash_files, (state.run / "final", temporary))
             before, after = ({k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new))
             if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
@@ -206,19 +206,6 @@ def train_run(
         for listener in listeners:
             getattr(listener, event)(state, *what)
 
-    def finish_iteration(line: dict) -> None:
-        stop = None
-        try:
-            announce("on_log", line)
-        except StopTraining as error:
-            stop = error
-        _refuse_infinite_weights(state)
-        last = state.iteration == s.iterations
-        if state.iteration and (stop or last or state.iteration % s.checkpoint_every == 0):
-            announce("on_save", save_checkpoint(state))
-        if stop:
-            raise stop
-
     with contextlib.ExitStack() as ending:
         for reward in state.rewards.values():
             ending.callback(getattr(reward, "close", lambda: None))  # of those that have a process of their own
@@ -227,8 +214,23 @@ def train_run(
         resume(state, say)
         say(_note_trained_share(state))
         announce("on_train_begin")
-        if state.iteration == 0:
-            finish_iteration({"iteration": 0, **evaluate_held_out(state)})
+        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
+
+        def finish_iteration(line: dict) -> None:
+            stop = None
+            try:
+                announce("on_log", line)
+            except StopTraining as error:
+                stop = error
+            _refuse_infinite_weights(state)
+            last = state.iteration == s.iterations
+            if state.iteration and (stop or last or state.iteration % s.checkpoint_every == 0):
+                announce("on_save", save_checkpoint(state))
+            if stop:
+                raise stop
+
+        if base:
+            finish_iteration(base)
         while state.iteration < s.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)
