@@ -223,7 +223,7 @@ def model_card(
     named = {key: re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text) for key, text in named.items()}  # no folders here
     book = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     book.filters["repr"] = repr
-    text = (Path(chunk_grpo.__file__).parent / "reports" / "card.md").read_text(encoding="utf-8")
+    text = (Path(chunk_grpo.__file__).parent / "reports" / "card.j2").read_text(encoding="utf-8")
     return book.from_string(text).render(
         named, data=card_data(s).to_yaml(), name=name, s=s, version=chunk_grpo.__version__, summary=summary, hub=hub,
         pocket=s.model == "pocket", base=s.model if hub else Path(s.model).resolve().name,

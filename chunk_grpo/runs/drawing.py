@@ -33,12 +33,8 @@ from .run_images import hash_trained_weights, image_cost, load_trained_policy, p
 from .run_images import drawing_threads, sample_arm_images
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #ae0ef414
-def score_prompt_images(
-    images: torch.Tensor,  # (B, 3, H, W), 0 ... 1
-    texts: list[str],  # the prompt of each image
-    scorers: Mapping[str, Callable],  # rewards by name
-) -> list[dict]:  # scores, category and objects of each image, by reward
-    "What the rewards say of images of a few prompts."
+def score_prompt_images(images: torch.Tensor, texts: list[str], scorers: Mapping[str, Callable]) -> list[dict]:
+    "Scores, category and objects of each image (B, 3, H, W, from 0 to 1) of a text, by the name of the reward."
     scores = {name: rewards.score_images(name, scorer, images, texts).tolist() for name, scorer in scorers.items()}
     objects = {name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")}
     return [{"scores": {name: values[n] for name, values in scores.items()},
@@ -47,26 +43,15 @@ def score_prompt_images(
             for n, text in enumerate(texts)]
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #c61c82b2
-def evaluation_parts(
-    s: setting.Settings,
-    prompts: int,  # how many
-    arms: Mapping[str, int | None],  # arm -> split
-) -> list[tuple[str, int, int]]:  # arm, first image and last one plus 1, arm by arm
-    "The parts of an evaluation."
+def evaluation_parts(s: setting.Settings, prompts: int, arms: Mapping[str, int | None]) -> list[tuple[str, int, int]]:
+    "The parts of an evaluation of so many prompts: arm, first image and last one plus 1, arm by arm."
     count, size = prompts * s.eval_images, s.rollout_batch
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #bc9eb3ac
-def draw_part(
-    model: Policy,  # trained
-    s: setting.Settings,
-    prompts: list[str],
-    scorers: Mapping[str, Callable],  # rewards by name
-    part: tuple[str, int, int],  # of `evaluation_parts`
-    split: int | None,  # of the part's arm
-    folder: Path,  # gets `arm`/00000.png ...
-) -> list[dict]:  # a record an image
-    "Draw, score and write the images of a part."
+def draw_part(model: Policy, s: setting.Settings, prompts: list[str], scorers: Mapping[str, Callable],
+              part: tuple[str, int, int], split: int | None, folder: Path) -> list[dict]:
+    "Draw and score the images of a part, write them as ARM/00000.png in the folder, and return a record of each."
     arm, low, high = part
     places = [divmod(n, s.eval_images) for n in range(low, high)]
     images = sample_arm_images(model, s, prompts, places, arm, split)
@@ -81,33 +66,23 @@ def draw_part(
     return records
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #cb623460
-def begun_folder(
-    run: Path,  # a finished run
-    s: setting.Settings,  # of the evaluation
-    arms: Mapping[str, int | None],  # arm -> split
-    prompts: list[str],
-) -> Path:  # where its parts gather
-    "The folder of an evaluation that is not finished; InputError where the run has no trained weights."
+def begun_folder(run: Path, s: setting.Settings, arms: Mapping[str, int | None], prompts: list[str]) -> Path:
+    "Where the parts of an unfinished evaluation gather; InputError where the run has no trained weights."
     what = {"settings": s.model_dump(mode="json", exclude={"threads"}), "arms": dict(arms), "prompts": prompts,
             "weights": hash_trained_weights(run)}
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 
 
-def read_parts(
-    folder: Path,  # of `begun_folder`; may be missing
-) -> dict[tuple[str, int, int], list[dict]]:  # part -> its records
-    "The parts that are finished."
+def read_parts(folder: Path) -> dict[tuple[str, int, int], list[dict]]:
+    "The finished parts in a folder, which may be missing, each with its records."
     files = sorted(Path(folder).glob("parts-*.jsonl"))
     lines = [line for file in files for line in read_json_lines(file, EvaluationPart)]
     return {tuple(line["part"]): line["records"] for line in lines}
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #022abb40
-def load_scorers(
-    s: setting.Settings,  # of the evaluation
-    run: Path | None = None,  # whose settings named them, and not the user
-) -> dict[str, Callable]:  # rewards by name
-    "The rewards trained on and those only measured."
+def load_scorers(s: setting.Settings, run: Path | None = None) -> dict[str, Callable]:
+    "The rewards trained on and those only measured, by name; a stranger's run is not obeyed."
     names = dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards])
     then = read_run_settings(run) if run and not is_own_run(run) else None
     theirs = (*setting.reward_weights(then), *then.eval_rewards) if then else ()
@@ -121,7 +96,7 @@ def draw_share(
     arms: Mapping[str, int | None],  # arm -> split
     folder: Path,  # of `begun_folder`
     share: tuple[int, int] = (0, 1),  # this process' number, and how many there are
-    watch: Callable[[], None] = lambda: None,  # called after every part
+    watch: Callable = lambda: None,  # called after every part
 ) -> None:
     "Draw the parts that are missing and this process' own."
     run, s, folder = Path(run), setting.load_settings(s), Path(folder)  # as JSON has them, in a process of their own
@@ -136,14 +111,9 @@ def draw_share(
             watch()
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #08284b7c
-def progress_watcher(
-    s: setting.Settings,
-    parts: list[tuple[str, int, int]],  # all of them
-    folder: Path,  # of `begun_folder`
-    say: Callable[[str], None],
-    every: float = 10.0,  # seconds between two lines
-) -> Callable[[], None]:
-    "A function that looks how far the drawing is and says it from time to time."
+def progress_watcher(s: setting.Settings, parts: list[tuple[str, int, int]], folder: Path, say: Callable[[str], None],
+                     every: float = 10.0) -> Callable[[], None]:  # every: seconds between two lines
+    "A function that looks how many of all parts are in the folder and says it from time to time."
     def work(some) -> tuple[int, int]:  # images, and what they cost
         counts = [(high - low, (high - low) * image_cost(s, arm)) for arm, low, high in some]
         return sum(n for n, _ in counts), sum(cost for _, cost in counts)
@@ -164,11 +134,8 @@ def progress_watcher(
     return look
 
 # %% ../../nbs/08_runs/03_drawing.ipynb #49c5a497
-def move_into_place(
-    folder: Path,  # of `begun_folder`, whole
-    place: Path,  # evaluation/
-) -> None:
-    "Replace a finished evaluation by a newer one."
+def move_into_place(folder: Path, place: Path) -> None:
+    "Replace the finished evaluation in `place` by a newer one, whole in the folder that it began in."
     aside = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(aside, ignore_errors=True)
     remove_abandoned(folder)  # of a process that was killed
