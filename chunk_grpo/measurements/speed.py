@@ -290,7 +290,8 @@ def speed_table(result: dict) -> pd.DataFrame:  # of `measure_iteration`
         return form.format(value / by) if value else ""
 
     rows = {name: [text(p["seconds"], "{:.3g}"), text(p["images_per_second"], "{:.3g}"),
-                   text(p["flop"], "{:.3g}", size), text(p["share"], "{:.0%}"), text(p["peak_bytes"], "{:,.0f} MB", 1e6)]
+                   text(p["flop"], "{:.3g}", size), text(p["share"], "{:.0%}"),
+                   text(p["peak_bytes"], "{:,.0f} MB", 1e6)]
             for name, p in (result["phases"] | {"rollout and update": both}).items()}
     return pd.DataFrame.from_dict(rows, "index", columns=["seconds", "images/s", unit, "share of rate", "peak"])
 
