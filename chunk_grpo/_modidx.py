@@ -92,8 +92,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files._check_content': ( '02_core/files.html#_check_content',
                                                                                  'chunk_grpo/core/files.py'),
-                                       'chunk_grpo.core.files._move_into_place': ( '02_core/files.html#_move_into_place',
-                                                                                   'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files._writer_is_gone': ( '02_core/files.html#_writer_is_gone',
                                                                                   'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.append_json_line': ( '02_core/files.html#append_json_line',

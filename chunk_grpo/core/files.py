@@ -34,10 +34,8 @@ from .. import InputError
 from .validation import validation_message
 
 # %% ../../nbs/02_core/01_files.ipynb #3b747db1
-def sync_to_disk(
-    path: Path,  # a file, or a folder: the names in it
-) -> None:
-    "Have the system write it to the disk now; file systems that cannot sync a folder are tolerated."
+def sync_to_disk(path: Path) -> None:
+    "Write a file, or the names in a folder, to the disk now; file systems that cannot sync a folder are tolerated."
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # a folder that may be written to but not read
@@ -51,12 +49,9 @@ def sync_to_disk(
         os.close(handle)
 
 
-def sync_tree(
-    path: Path,  # a file or folder
-) -> None:
+def sync_tree(path: Path) -> None:
     "Sync a file, or a folder with all files in it."
-    inside = [one for one in path.rglob("*") if not one.is_symlink()] if path.is_dir() else []
-    for one in inside:
+    for one in [one for one in path.rglob("*") if not one.is_symlink()] if path.is_dir() else []:
         with contextlib.suppress(FileNotFoundError):  # another machine has just given it its final name
             sync_to_disk(one)
     sync_to_disk(path)
@@ -70,11 +65,8 @@ def make_folders(folder: Path) -> None:
         sync_to_disk(one.parent)
 
 # %% ../../nbs/02_core/01_files.ipynb #e7ccb81d
-def temporary_path(
-    path: Path,  # final path of a file or folder; with `old`, of one that is being replaced
-    old: bool = False,
-) -> Path:  # beside it, with the id of this process
-    "Where a file or folder is written before it gets its name."
+def temporary_path(path: Path, old: bool = False) -> Path:  # beside it, with the id of this process
+    "Where a file or folder is written before it gets its name; with `old`, where the one it replaces waits."
     return path.with_name(f".{path.name}{'.old' * old}.{os.getpid()}.part")
 
 
@@ -87,8 +79,7 @@ def _writer_is_gone(temporary: Path) -> bool:
 
 
 def remove_abandoned(
-    folder: Path,  # of this program's own, such as a run folder
-    name: str = "",  # of the file or folder that was being written; empty: any
+    folder: Path, name: str = "",  # of the file or folder that was being written; empty: any
 ) -> None:
     "Remove the temporary files of processes that have ended."
     wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}(\.old)?\.\d+\.part")
@@ -106,21 +97,6 @@ def clean_run_folder(run: Path) -> None:
 _REFUSED = {getattr(errno, f"E{name}") for name in "DQUOT ACCES PERM ROFS NAMETOOLONG NOTDIR LOOP EXIST".split()}
 
 
-def _move_into_place(temporary: Path, path: Path, replace: bool) -> None:
-    sync_tree(temporary)
-    taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
-    if taken and not (replace and temporary.is_dir()):
-        raise InputError(f"`out` must be a new name; {path} is a folder that is there already")
-    old = temporary_path(path, old=True)
-    if taken:
-        os.rename(path, old)
-    os.replace(temporary, path)
-    sync_to_disk(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_dir():
-        remove_abandoned(path.parent, path.name)
-
-
 @contextlib.contextmanager
 def atomic_write(
     path: Path,  # final path of the file or folder
@@ -128,18 +104,27 @@ def atomic_write(
 ) -> Iterator[Path]:  # the path to write to
     "Write a file or folder whole or not at all; InputError where it cannot be written."
     path = Path(path)
-    temporary = temporary_path(path)
+    temporary, old = temporary_path(path), temporary_path(path, old=True)
     try:
         make_folders(path.parent)
         yield temporary
-        _move_into_place(temporary, path, replace)
+        sync_tree(temporary)
+        taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
+        if taken and not (replace and temporary.is_dir()):
+            raise InputError(f"`out` must be a new name; {path} is a folder that is there already")
+        if taken:
+            os.rename(path, old)
+        os.replace(temporary, path)
+        sync_to_disk(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        if path.is_dir():
+            remove_abandoned(path.parent, path.name)
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if number == errno.ENOSPC or "No space left" in str(error):
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             free = shutil.disk_usage(path.parent).free / 1e6
             raise InputError(f"`out` has no disk space for {path} ({free:.0f} MB free); free some and resume the "
                              "run") from None
-        if isinstance(error, OSError) and number in _REFUSED:
+        if isinstance(error, OSError) and error.errno in _REFUSED:
             raise InputError(f"`out` must be a place that can be written to; {path}: {error.strerror}") from None
         raise
     finally:
@@ -149,8 +134,7 @@ def atomic_write(
 # %% ../../nbs/02_core/01_files.ipynb #43263939
 def check_place(
     path: Path,  # of a file or folder to be, or of a folder that exists
-    name: str = "`out`",  # what the sentence calls it
-    file: bool = False,  # whether it is to be a file
+    name: str = "`out`", file: bool = False,  # what the sentence calls it, and whether it is to be a file
 ) -> None:
     "InputError where nothing could be written; makes nothing."
     whole = Path(path).absolute()
@@ -177,7 +161,6 @@ _Amount = Annotated[float, Field(ge=0)]
 
 @_CONFIG
 class _RunMachine(TypedDict):
-    "The machine in run.json."
     gpus: list[str]
     cores: Count
 
@@ -330,10 +313,8 @@ def append_json_line(path: Path, content: Any) -> None:
         handle.write(line + "\n")
 
 
-def read_json_lines(
-    path: Path, schema: Any = dict,  # a TypedDict such as MetricsLine
-) -> list[Any]:  # each as the schema says; none where there is no file
-    "The whole lines of a JSON-lines file; InputError where one is damaged or not what the schema says."
+def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a TypedDict such as MetricsLine
+    "The whole lines of a JSON-lines file, none without a file; InputError where one is not what the schema says."
     try:
         found, whole = [], Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
@@ -362,8 +343,7 @@ LOCK_PATIENCE = 5.0  # seconds that a killed process has to release its files
 
 
 def lock_log(
-    log: Path,  # the log of a run
-    new: bool = False,  # whether the run is being created
+    log: Path, new: bool = False,  # the log of a run, and whether the run is being created
 ) -> BinaryIO:  # open to append; closing it releases the lock, unless a child has inherited it
     "The log, open and locked; InputError where another process holds it for LOCK_PATIENCE seconds."
     end = time.monotonic() + LOCK_PATIENCE

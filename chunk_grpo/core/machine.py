@@ -50,8 +50,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 def terminate_process_group(
-    child: subprocess.Popen,  # that has a session of its own
-    patience: float = 10.0,  # seconds between SIGTERM and SIGKILL
+    child: subprocess.Popen, patience: float = 10.0,  # with its own session; seconds between SIGTERM and SIGKILL
 ) -> None:
     "End a child and what it started in its session."
     if child.poll() is None:
@@ -66,10 +65,8 @@ def terminate_process_group(
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent(
-    parent: int,  # its process number
-) -> Callable[[], None]:  # to be called in the child
-    "Ties the life of the calling process to its parent's."
+def die_with_parent(parent: int) -> Callable[[], None]:  # to be called in the child
+    "Ties the life of the calling process to that of its parent, given by process number."
     def tie():
         if _LIBC is not None:
             _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

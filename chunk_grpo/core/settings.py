@@ -255,17 +255,13 @@ METHODS = {  # name -> settings of the axes, source, meaning; `chunk` is what th
 }
 
 
-def named_code(
-    s,  # the settings
-) -> list[str]:
+def named_code(s: "Settings") -> list[str]:
     "The code of a method, a chunker and a clip that settings name."
-    given = (s.method, s.chunks, s.surrogate)
-    return [name for name in given if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
+    return [name for name in (s.method, s.chunks, s.surrogate) if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
 
 
 def _expand_method(
-    values: dict,  # of one source of settings
-    folder: Path | None = None,  # where files that it names are looked for first
+    values: dict, folder: Path | None = None,  # where files that the values name are looked for first
 ) -> dict:
     "The values with a preset of METHODS written out, and with files of code named from the root."
     method = values.get("method")
@@ -356,15 +352,11 @@ def _check_method(s: "Settings") -> None:
             raise InputError(f"`step_weights` must be one, noise or sizes of chunks: {words}") from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
-def training_method(
-    s,  # the settings: `chunks` and `chunk_weighting`
-) -> str:  # steps, chunk or chunk+ws
+def training_method(s) -> str:  # steps, chunk or chunk+ws
     "The method of a run by its chunks and weighting, a class by its name; figures take their colours from it."
     method = getattr(s, "method", "chunk")
-    if ":" in method:
-        return method.rpartition(":")[2]
-    if s.chunks == "steps":
-        return "steps"
+    if ":" in method or s.chunks == "steps":
+        return method.rpartition(":")[2] if ":" in method else "steps"
     return "chunk" if s.chunk_weighting == "uniform" else "chunk+ws"
 
 
@@ -411,10 +403,8 @@ def list_presets() -> list[str]:  # such as "pocket/demo"
     return [f"{file.parent.name}/{file.stem}" for file in files if file.parent.name not in ("results", "hosts")]
 
 
-def find_settings_file(
-    source: str | Path,  # a YAML file or the name of a preset
-) -> Path:
-    "The file; InputError with the nearest preset's name where there is none."
+def find_settings_file(source: str | Path) -> Path:
+    "The file at a path or of a preset's name; InputError with the nearest preset's name where there is none."
     for path in (Path(source), PRESETS_DIR / f"{source}.yaml"):
         if path.is_file():
             return path
@@ -424,9 +414,7 @@ def find_settings_file(
     raise InputError(f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither, {hint}")
 
 
-def read_settings_file(
-    source: str | Path,  # a YAML file or the name of a preset
-) -> dict:  # the values in it
+def read_settings_file(source: str | Path) -> dict:
     "The values of a settings file and of the preset that it is `like`; InputError where there is none."
     path = find_settings_file(source)
     values = _expand_method(read_yaml_file(path, "the settings file"), path.parent)
@@ -438,9 +426,7 @@ def read_settings_file(
     return read_settings_file(base) | values
 
 # %% ../../nbs/02_core/04_settings.ipynb #b95e34da
-def _split_reward_options(
-    values: dict,  # of the settings
-) -> dict:
+def _split_reward_options(values: dict) -> dict:
     "`reward: {name: hpsv3, backend: package}` as `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`."
     reward, given = values.get("reward"), values.get("reward_options") or {}
     if not isinstance(reward, dict) or not isinstance(reward.get("name"), str) or not isinstance(given, dict):
@@ -479,20 +465,14 @@ def dump_settings(s: Settings) -> str:  # YAML, one line a field, all fields
     return dump_yaml(s.model_dump(mode="json"))
 
 
-def diff_settings(
-    a: Settings,  # the one
-    b: Settings,  # the other
-) -> dict:  # name -> (value in a, value in b)
+def diff_settings(a: Settings, b: Settings) -> dict:  # name -> (value in a, value in b)
     "The fields in which two settings differ."
     pairs = {name: (getattr(a, name), getattr(b, name)) for name in Settings.model_fields}
     return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
 
 
-def check_resume(
-    old: Settings,  # what the run was started with
-    new: Settings,  # what it is to go on with
-) -> None:
-    "InputError where settings differ in a field that would make the run another one."
+def check_resume(old: Settings, new: Settings) -> None:
+    "InputError where a run would go on with settings that make it another one."
     changed = {name: pair for name, pair in diff_settings(old, new).items() if name not in RESUME_CHANGEABLE_FIELDS}
     was, got = changed.pop("iterations", (0, 0))
     for name, pair in changed.items():
@@ -511,9 +491,7 @@ def settings_table(s: Settings) -> list[dict]:  # one row a field: name, value, 
             for name, field in known.items()]
 
 
-def check_processes(
-    s: Settings, processes: int,  # of the run
-) -> None:
+def check_processes(s: Settings, processes: int) -> None:
     "InputError unless the processes can share an iteration's prompts evenly."
     if processes < 1 or s.prompts_per_iteration % processes:
         raise InputError("the number of processes must be at least 1 and divide `prompts_per_iteration` "

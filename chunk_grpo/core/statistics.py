@@ -19,9 +19,7 @@ from torch import Tensor
 from .. import InputError
 
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
-def mean_se(
-    values: Tensor,  # (n,)
-) -> tuple[float, float]:
+def mean_se(values: Tensor) -> tuple[float, float]:  # values: (n,)
     "Mean and its standard error; the error of one value is not known: NaN."
     values = values.double()
     return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.nan
@@ -40,8 +38,7 @@ def _bootstrap(values: tuple, statistic: Callable, level: float) -> dict[str, fl
 
 
 def bootstrap_mean(
-    values: np.ndarray,  # (n,) one number a prompt
-    level: float = 0.95,
+    values: np.ndarray, level: float = 0.95,  # (n,) one number a prompt
 ) -> dict[str, float | None]:  # mean, se, lo, hi, n
     "Mean with standard error and percentile bootstrap interval."
     values = np.asarray(values, dtype=np.float64)
@@ -98,9 +95,7 @@ def bootstrap_images(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8
 def bootstrap_ratio(
-    part: np.ndarray,  # l_p of each prompt, (n,)
-    whole: np.ndarray,  # w_p, (n,)
-    level: float = 0.95,
+    part: np.ndarray, whole: np.ndarray, level: float = 0.95,  # l_p and w_p of each prompt, (n,) each
 ) -> dict[str, float | None]:  # count, of, share (b), se, lo, hi, and n prompts that have any
     "A share of counts over all prompts with its standard error and interval; None where it is not defined."
     part, whole = part[whole > 0], whole[whole > 0]
@@ -110,8 +105,7 @@ def bootstrap_ratio(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #137ebb0c
 def percentile_interval(
-    drawn: np.ndarray,  # (draws,)
-    prompts: int,  # that were drawn from
+    drawn: np.ndarray, prompts: int,  # (draws,) of so many prompts
 ) -> dict[str, float | None]:  # se, lo, hi; None where there is one prompt, which has no spread
     "Standard error and 95 % interval of bootstrap draws."
     if prompts < 2:
@@ -120,17 +114,14 @@ def percentile_interval(
     return {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #7eeafddc
-def holm_correction(
-    p: pd.Series,  # a p-value a comparison; nan where there is none
-) -> pd.Series:
+def holm_correction(p: pd.Series) -> pd.Series:  # a p-value a comparison; nan where there is none
     "P-values corrected for their number, after Holm."
     known = p.dropna().astype(float).sort_values()
     return (known * range(len(known), 0, -1)).cummax().clip(upper=1).reindex(p.index)
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0104c5fe
 def t_intervals(
-    values: pd.DataFrame,  # a row a seed, a column a comparison
-    level: float = 0.95,
+    values: pd.DataFrame, level: float = 0.95,  # a row a seed, a column a comparison
 ) -> pd.DataFrame:  # a row a comparison: n, mean, se, lo, hi, p of a mean of 0, holm; nan where one seed is too few
     "Mean over seeds with its t interval (c)."
     n, mean = values.count(), values.mean()

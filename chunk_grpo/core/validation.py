@@ -21,9 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 from .. import InputError
 
 # %% ../../nbs/02_core/00_validation.ipynb #f3fa628f
-def parse_exponent(
-    value,  # whatever the settings hold
-):
+def parse_exponent(value):
     "The number that a text such as `1e-3` means; anything else unchanged."
     is_exponent = isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value)
     return float(value) if is_exponent else value
@@ -35,9 +33,7 @@ def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def as_tuple(
-    value,  # whatever the settings hold
-):
+def as_tuple(value):
     "A list as a tuple; anything else unchanged."
     return tuple(value) if isinstance(value, list) else value
 
@@ -50,10 +46,7 @@ _LARGEST = {int: 1_000_000, float: 1e30}
 
 
 def setting(
-    default,  # value when the settings do not name the field
-    unit: str,  # unit of the value, "" where it has none
-    source: str,  # where the default comes from
-    meaning: str,  # one sentence
+    default, unit: str, source: str, meaning: str,  # unit: "" where it has none; source: of the default
     takes: str = "",  # what it takes, in words; empty: derived from type and limits
     **limits,  # pydantic's: ge, gt, le, lt, multiple_of, min_length
 ) -> Any:
@@ -68,27 +61,21 @@ _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _LIMITS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
 
 
-def describe_field(
-    model: type[BaseModel],  # whose field it is
-    name: str,  # of the field
-) -> str:  # such as "a number above 0 and at most 1"
+def describe_field(model: type[BaseModel], name: str) -> str:  # such as "a number above 0 and at most 1"
     "What a field allows, in words."
     field = model.model_fields[name]
     extra: Any = field.json_schema_extra or {}
-    if extra.get("takes"):
-        return extra["takes"]
-    if typing.get_origin(field.annotation) is Literal:
+    kind = typing.get_origin(field.annotation)
+    if extra.get("takes") or kind is tuple:
+        return extra.get("takes") or "a list of names"
+    if kind is Literal:
         return f"one of {', '.join(typing.get_args(field.annotation))}"
-    if typing.get_origin(field.annotation) is tuple:
-        return "a list of names"
     limits = [f"{words} {getattr(limit, key)}" for limit in field.metadata for key, words in _LIMITS.items()
               if hasattr(limit, key) and getattr(limit, key) not in _LARGEST.values()]
     return " ".join([_TYPES[field.annotation], " and ".join(limits)]).strip()
 
 # %% ../../nbs/02_core/00_validation.ipynb #afe36e04
-def format_value(
-    value,  # what came
-) -> str:
+def format_value(value) -> str:
     "A value in words: texts quoted, true and false as in YAML, None as nothing, at most 80 characters."
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "nothing"}[value]
@@ -99,9 +86,8 @@ def format_value(
 
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
 def validation_message(
-    error: ValidationError,  # what pydantic found
-    model: type[BaseModel] | None = None,  # whose fields describe themselves; None: pydantic's words
-) -> str:  # one sentence
+    error: ValidationError, model: type[BaseModel] | None = None,  # whose fields describe themselves; None: pydantic's
+) -> str:
     "The first problem as one sentence: the field, what came, what is allowed."
     problems: list[Any] = error.errors(include_url=False)
     first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
@@ -152,7 +138,6 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node, deep=False):
-        "The mapping; InputError names a key that stands twice."
         values = super().construct_mapping(node, deep=True)
         if len(values) < len(node.value):
             seen = set()
@@ -163,10 +148,7 @@ class _StrictLoader(yaml.SafeLoader):
         return values
 
 # %% ../../nbs/02_core/00_validation.ipynb #4b4ba600
-def parse_yaml(
-    text: str,  # YAML
-    where: str,  # the file or override it comes from, for the message
-):
+def parse_yaml(text: str, where: str):  # where it comes from, for the message
     "The value of a YAML text; InputError with one sentence where it is none."
     if len(text) > _LONGEST_YAML:
         raise InputError(f"{where} must have at most {_LONGEST_YAML} characters; got {len(text)}")
@@ -180,9 +162,7 @@ def parse_yaml(
         raise InputError(f"{where} must be YAML; it cannot be read{line}") from None
 
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
-def read_yaml_file(
-    path: Path, what: str = "the file",  # how a sentence calls it
-) -> dict:  # its values
+def read_yaml_file(path: Path, what: str = "the file") -> dict:  # what: how a sentence calls it
     "The lines `name: value` of a YAML file; InputError where it is not text, not YAML, or holds something else."
     try:
         text = path.read_text(encoding="utf-8")
