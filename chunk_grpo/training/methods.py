@@ -20,7 +20,7 @@ from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
 from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, relative_distance
 from ..method.dynamics import sample_without_replacement, tempered_weights
-from ..method.objective import group_advantages
+from ..method.objective import group_advantages, is_clipped
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models.policy import Policy, told_sigma
@@ -249,7 +249,9 @@ class Method(_Accounts):
         eps = self.s.clip_range
         if self.clip is not None:
             return self.clip(ratio, advantage, eps)
-        return torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
+        limited = ratio.clamp(1 - eps, 1 + eps).detach() * advantage
+        # not `minimum`: just outside the range both products may round to one number, and half a gradient would be left
+        return torch.where(is_clipped(ratio, advantage, eps), limited, ratio * advantage)
 
     def objective(self, statistic: Tensor, advantage: Tensor) -> Tensor:
         "Worth (N,) of items by their mean statistic, (N,) or (N, j)."
