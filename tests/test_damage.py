@@ -39,7 +39,8 @@ def fresh(run: Path, kind: str) -> SimpleNamespace:
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
     return SimpleNamespace(
         run=run, s=s, accelerator=one, policy=SimpleNamespace(trained=trained), ema=None, iteration=0, total=0.0,
-        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict)
+        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict,
+        identity={"run_id": "", "settings": s.model_dump(mode="json")})
 
 
 def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:
@@ -282,7 +283,7 @@ def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
     "Of any of its files; every file is looked at in forty places."
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
-    folder, about = run / "checkpoints" / "000003", trainer.run_identity(fresh(run, "whole"))
+    folder, about = run / "checkpoints" / "000003", fresh(run, "whole").identity
     checkpoints.verify_checkpoint(folder, about)
     for file in sorted(folder.iterdir()):
         whole = file.read_bytes()

@@ -127,8 +127,7 @@ def print_means(summary: dict) -> None:
 
 # %% ../../nbs/13_cli/00_evaluation.ipynb #a4c8d6de
 def foreign_demands(
-    s,  # the run's settings
-    changed: set[str],  # settings that the user has given
+    s, changed: set[str],  # the run's settings; settings that the user has given
     rewards_too: bool = True,  # the images are scored
 ) -> list[str]:
     "What a command would fetch, run or contact because the run's settings name it."

@@ -89,8 +89,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root_callback(
-    ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
+    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True,
                                           help="Print the version and exit.")] = False,
 ):
     "Reinforcement learning of flow-matching image models by chunks."  # a group also while it has one command

@@ -78,9 +78,7 @@ def _writer_is_gone(temporary: Path) -> bool:
         return True
 
 
-def remove_abandoned(
-    folder: Path, name: str = "",  # of the file or folder that was being written; empty: any
-) -> None:
+def remove_abandoned(folder: Path, name: str = "") -> None:  # of the file or folder that was being written; empty: any
     "Remove the temporary files of processes that have ended."
     wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}(\.old)?\.\d+\.part")
     for one in list(Path(folder).iterdir()) if Path(folder).is_dir() else []:

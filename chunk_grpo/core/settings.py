@@ -260,9 +260,7 @@ def named_code(s: "Settings") -> list[str]:
     return [name for name in (s.method, s.chunks, s.surrogate) if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
 
 
-def _expand_method(
-    values: dict, folder: Path | None = None,  # where files that the values name are looked for first
-) -> dict:
+def _expand_method(values: dict, folder: Path | None = None) -> dict:  # where files are looked for first
     "The values with a preset of METHODS written out, and with files of code named from the root."
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:
@@ -277,8 +275,7 @@ def _expand_method(
 
 # %% ../../nbs/02_core/04_settings.ipynb #5599bf4d
 def import_callable(
-    path: str,  # "package.module:name" or "file.py:name"
-    field: str = "reward",  # the setting that names it
+    path: str, field: str = "reward",  # "package.module:name" or "file.py:name"; the setting that names it
     here: bool = True,  # whether the working folder counts: for what the user names, never for what a run names
 ) -> Callable:
     "The function or class at a path; InputError where there is none, or where its file fails."

@@ -99,8 +99,7 @@ def paired_records(records: Sequence[Mapping]) -> list[Mapping]:
 
 
 def compare_arms(
-    records: Sequence[Mapping], arms: Sequence[str],  # base first, where there is one
-    name: str,  # of the score
+    records: Sequence[Mapping], arms: Sequence[str], name: str,  # base first, where there is one; of the score
     weights: Mapping[str, float] | None = None,  # of the categories; None: there are none
 ) -> dict[str, dict | None]:  # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
     "The score of each arm, and its difference to the base over prompts that all arms have."

@@ -27,9 +27,7 @@ def centered_log_profile(
     return (profile.log() - profile.log().mean()).round(decimals=9)
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #52617d1a
-def first_chunk_size(
-    y: Tensor,  # log-distance, (n,)
-) -> int:  # transitions of the first chunk, 1 ... n
+def first_chunk_size(y: Tensor) -> int:  # y: log-distance, (n,); returns transitions of the first chunk, 1 ... n
     """Transitions up to the first turning point (b); of a curve without one, up to its steepest early change."""
     change = y.diff()
     turns = (change[:-1] * change[1:] < 0).nonzero()
@@ -40,8 +38,7 @@ def first_chunk_size(
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #433808d2
 def last_chunk_start(
-    base: Tensor,  # distances of the base, (n,)
-    trained: Tensor | None = None,  # of a trained model, (n,)
+    base: Tensor, trained: Tensor | None = None,  # distances of the base, (n,); of a trained model, (n,)
     half: float = 0.5,  # share of the largest departure that counts as parted, in (0, 1]
 ) -> int:  # index at which the last chunk starts, 0 ... n - 1
     """Where a trained model's profile departs (c) from the base's; without one, or where none departs, at 9/16 n."""
@@ -53,8 +50,7 @@ def last_chunk_start(
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #cb81cde3
 def equal_curvature_sizes(
-    y: Tensor,  # log-distance of the middle, (m,)
-    parts: int,  # chunks that it should become, from 1
+    y: Tensor, parts: int,  # log-distance of the middle, (m,); chunks that it should become, from 1
 ) -> list[int]:  # sizes; fewer than `parts` where the curve is too short or too straight
     """Cut a stretch of the profile into parts of the same summed second difference, (d) and (e)."""
     bending = y.diff(n=2).abs().round(decimals=9)
@@ -109,8 +105,7 @@ def optimal_chunks(
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #57f3c04e
 def change_points(
-    values: Tensor,  # (m,)
-    order: int,  # of the difference, from 1
+    values: Tensor, order: int,  # (m,); of the difference, from 1
 ) -> list[int]:  # positions at which a new part begins, increasing
     """Where the difference of an order changes its sign; differences below 1e-6 have none."""
     change = values.diff(n=order).round(decimals=6).sign()
@@ -120,8 +115,7 @@ def change_points(
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #5c05586d
 def split_recursively(
-    values: Tensor,  # a part of a profile, (m,)
-    min_size: int,  # transitions that a chunk has at least
+    values: Tensor, min_size: int,  # a part of a profile, (m,); transitions that a chunk has at least
     order: int = 1,  # of the difference to look at
 ) -> list[int]:  # sizes
     """Split by the sign of the difference, else in halves, and each part by the next higher difference."""

@@ -124,8 +124,7 @@ class ChunkRule:
     @classmethod
     @cache
     def parse(
-        cls, text: str,  # the setting `chunks`
-        transitions: int,  # transitions that are trained
+        cls, text: str, transitions: int,  # the setting `chunks`; transitions that are trained
         covers: bool = True,  # given sizes must cover them; not where a method has its own number of them
     ) -> "ChunkRule":
         """The rule that a text means. InputError unless it is one of the seven forms and fits the transitions."""
@@ -178,10 +177,7 @@ def flatten_chunks(
     return owner[segment], start[segment] + place, segment
 
 # %% ../../nbs/00_method/02_chunks.ipynb #99fcd578
-def fits_in_batch(
-    segment: Tensor,  # item of each transition, (M,) long
-    limit: int,  # transitions in one forward, from 1
-) -> bool:
+def fits_in_batch(segment: Tensor, limit: int) -> bool:  # item of each transition, (M,) long; of one forward, from 1
     """Whether every item fits whole into one batch of `limit` transitions. InputError on a limit below 1."""
     if limit < 1:
         raise InputError(f"`update_batch` must be at least 1 transition; got {limit}")
@@ -189,8 +185,7 @@ def fits_in_batch(
 
 
 def split_into_batches(
-    segment: Tensor,  # item of each transition, (M,) long
-    limit: int,  # transitions in one forward, from 1
+    segment: Tensor, limit: int,  # item of each transition, (M,) long; transitions in one forward, from 1
 ) -> list[Tensor]:  # positions in 0 ... M - 1, long, one tensor a forward
     """Cover all transitions once, items whole and in order; an item longer than `limit` is cut, see `fits_in_batch`."""
     fits_in_batch(segment, limit)

@@ -64,8 +64,7 @@ def gaussian_profile(
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #96c2e74b
 def optimal_sizes(
-    values: list[float],  # the sequence to be cut
-    count: int,  # number of runs, 1 ... len(values)
+    values: list[float], count: int,  # the sequence to be cut; number of runs, 1 ... len(values)
 ) -> list[int]:  # sizes of the runs, in order
     """Sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
     ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
@@ -103,8 +102,7 @@ def chunk_weights(
 # %% ../../nbs/00_method/05_dynamics.ipynb #fa1c33bc
 def tempered_weights(
     weights: Tensor,  # chunk weights (16), rows sum to 1, (B, K)
-    uniform: float = 0.0,  # share u of uniform drawing, 0 ... 1
-    temperature: float = 1.0,  # tau, above 0
+    uniform: float = 0.0, temperature: float = 1.0,  # share u of uniform drawing, 0 ... 1; tau, above 0
 ) -> Tensor:  # (B, K), rows sum to 1
     """Chunk weights flattened by a temperature and mixed with uniform ones; raises InputError on other values."""
     if not 0 <= uniform <= 1 or not temperature > 0:
@@ -114,8 +112,7 @@ def tempered_weights(
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #c9a6112b
 def chunk_count(
-    chunks: int,  # number of chunks K
-    fraction: float,  # fraction of the chunks that an update trains, in (0, 1]
+    chunks: int, fraction: float,  # number of chunks K; fraction of the chunks that an update trains, in (0, 1]
 ) -> int:  # chunks drawn for each trajectory, at least 1
     """max(1, int(K * fraction)): how many chunks of each trajectory an update trains; raises InputError."""
     if chunks < 1 or not 0 < fraction <= 1:

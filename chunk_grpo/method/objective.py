@@ -69,8 +69,7 @@ def segment_ratio(
 # %% ../../nbs/00_method/03_objective.ipynb #d8cd9f1b
 def clipped_objective(
     ratio: Tensor,  # ratio of each sample and chunk, (B, K); of each step for (5)
-    advantage: Tensor,  # advantage of each sample, (B,)
-    clip_range: float,  # eps
+    advantage: Tensor, clip_range: float,  # advantage of each sample, (B,); eps
 ) -> Tensor:  # (), to maximise
     """Mean over samples and chunks of min(r A, clip(r, 1 - eps, 1 + eps) A), (13) without KL. InputError on shapes."""
     if ratio.ndim != 2 or advantage.shape != ratio.shape[:1]:
@@ -81,9 +80,7 @@ def clipped_objective(
 
 # %% ../../nbs/00_method/03_objective.ipynb #648fca7b
 def is_clipped(
-    ratio: Tensor,  # ratio of each item, (N,)
-    advantage: Tensor,  # advantage of each item, (N,)
-    clip_range: float,  # eps
+    ratio: Tensor, advantage: Tensor, clip_range: float,  # ratio of each item, (N,); advantage of each item, (N,); eps
 ) -> Tensor:  # (N,) bool
     """Where (13) has lost its gradient: the ratio left the clip range on the side to which the advantage pulls."""
     above, below = ratio > ratio.clamp(max=1 + clip_range), ratio < ratio.clamp(min=1 - clip_range)

@@ -23,8 +23,7 @@ MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
     second: Tensor,  # noise level sigma_1 of the schedule, (); stands in the denominator where sigma is 1
-    kind: str,  # "flow" or "dance"
-    eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
+    kind: str, eta: float | Tensor,  # "flow" or "dance"; strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
     """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
@@ -33,8 +32,7 @@ def diffusion_coefficient(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #2e9af007
 def sde_coefficients(
-    sigma: Tensor,  # noise level sigma_i, () or (B,)
-    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
+    sigma: Tensor, after: Tensor,  # noise level sigma_i, () or (B,); noise level sigma_{i+1}, the shape of sigma
     s: Tensor,  # diffusion coefficient, the shape of sigma
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std): mean = a x + b v, and the noise's standard deviation
     """One Euler-Maruyama step of equation (7), as coefficients of latent and velocity."""
@@ -44,8 +42,7 @@ def sde_coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #0c59a629
 def cps_coefficients(
-    sigma: Tensor,  # noise level sigma_i, () or (B,)
-    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
+    sigma: Tensor, after: Tensor,  # noise level sigma_i, () or (B,); noise level sigma_{i+1}, the shape of sigma
     eta: float | Tensor,  # share of a quarter turn by which the noise is renewed, 0 ... 1
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std): mean = a x + b v, and the noise's standard deviation
     """One step of coefficients-preserving sampling, as coefficients of latent and velocity."""
@@ -55,8 +52,7 @@ def cps_coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
 def _strengths(
-    sigmas: Tensor,  # (T + 1,)
-    kind: str, eta: float | Sequence[float] | Tensor,  # a number, or one a transition
+    sigmas: Tensor, kind: str, eta: float | Sequence[float] | Tensor,  # (T + 1,); a number, or one a transition
 ) -> Tensor:  # (T,) float64, 0 at the last transition
     """The strength of every transition; InputError on a bad schedule, kind or strength."""
     if sigmas.ndim != 1 or len(sigmas) < 2 or bool((sigmas.diff() >= 0).any()):
@@ -74,8 +70,7 @@ def _strengths(
 
 
 def _coefficients(
-    sigmas: Tensor,  # (T + 1,)
-    kind: str, eta: Tensor,  # (T,) float64
+    sigmas: Tensor, kind: str, eta: Tensor,  # (T + 1,); (T,) float64
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))

@@ -16,8 +16,7 @@ from .. import InputError
 
 # %% ../../nbs/00_method/00_schedule.ipynb #fe60e511
 def broadcast_sigma(
-    t: float | Tensor,  # noise level: a number, a 0-dim tensor, or (B,)
-    latents: Tensor,  # latents, (B, ...)
+    t: float | Tensor, latents: Tensor,  # noise level: a number, a 0-dim tensor, or (B,); latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
     """One noise level for all, or one a sample, shaped to multiply `latents`; raises InputError on another shape."""
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
@@ -30,8 +29,7 @@ def broadcast_sigma(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #a312a772
 def add_noise(
-    data: Tensor,  # x_0, clean latents, (B, ...)
-    noise: Tensor,  # x_1, standard normal, the shape of data
+    data: Tensor, noise: Tensor,  # x_0, clean latents, (B, ...); x_1, standard normal, the shape of data
     t: float | Tensor,  # noise level in [0, 1]: a number or (B,)
 ) -> Tensor:  # x_t, the shape of data
     """The latent at noise level `t` on the straight line from image to noise; equation (1)."""
@@ -40,16 +38,14 @@ def add_noise(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #63bc6d97
 def velocity_target(
-    data: Tensor,  # x_0, clean latents, (B, ...)
-    noise: Tensor,  # x_1, standard normal, the shape of data
+    data: Tensor, noise: Tensor,  # x_0, clean latents, (B, ...); x_1, standard normal, the shape of data
 ) -> Tensor:  # v, the shape of data
     """The velocity that the model is fitted to, v = x_1 - x_0; equation (2)."""
     return noise - data
 
 # %% ../../nbs/00_method/00_schedule.ipynb #8303787f
 def predict_endpoints(
-    latents: Tensor,  # x_t, (B, ...)
-    velocity: Tensor,  # v at (x_t, t), (B, ...)
+    latents: Tensor, velocity: Tensor,  # x_t, (B, ...); v at (x_t, t), (B, ...)
     t: float | Tensor,  # noise level: a number or (B,)
 ) -> tuple[Tensor, Tensor]:  # (x_0, x_1): the image and the noise that the velocity points from and to
     """Both ends of the line through `latents` with direction `velocity`: x_t - t v and x_t + (1 - t) v."""
@@ -58,8 +54,7 @@ def predict_endpoints(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #d73c3c16
 def gaussian_velocity(
-    latents: Tensor,  # x_t, (B, ...)
-    t: float | Tensor,  # noise level: a number or (B,)
+    latents: Tensor, t: float | Tensor,  # x_t, (B, ...); noise level: a number or (B,)
     mean: float | Tensor = 0.0,  # mean of the data, a number or anything that broadcasts against latents
     scale: float | Tensor = 1.0,  # standard deviation of the data, a number or anything that broadcasts
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
@@ -91,10 +86,8 @@ def sigmas(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #1c862bdb
 def dynamic_shift(
-    tokens: int,  # image tokens of one image
-    base_tokens: int = 256,  # tokens at which mu is base_shift
-    max_tokens: int = 4096,  # tokens at which mu is max_shift
-    base_shift: float = 0.5,  # mu at base_tokens
+    tokens: int, base_tokens: int = 256,  # image tokens of one image; tokens at which mu is base_shift
+    max_tokens: int = 4096, base_shift: float = 0.5,  # tokens at which mu is max_shift; mu at base_tokens
     max_shift: float = 1.15,  # mu at max_tokens; beyond, the line goes on
 ) -> float:  # exp(mu), to be given as `shift`
     """FLUX's resolution-dependent shift, exp of a line in the number of tokens; raises InputError on bad tokens."""

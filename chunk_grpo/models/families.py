@@ -158,8 +158,7 @@ class SD3Policy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #63809710
 def _pad_prompt_embeds(
-    states: Sequence[Tensor],  # (L_p, D) of every prompt
-    length: int,  # tokens of a row; longer ones are cut
+    states: Sequence[Tensor], length: int,  # (L_p, D) of every prompt; tokens of a row; longer ones are cut
 ) -> dict[str, Tensor]:  # prompt_embeds (P, length, D), prompt_embeds_mask (P, length) bool
     "Prompts of different lengths as rows of one shape."
     states = [s[:length] for s in states]

@@ -98,9 +98,7 @@ def read_model_json(folder: Path, name: str) -> dict:  # folder: a pipeline's fo
 
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
-def check_pipeline_folder(
-    folder: Path,  # a pipeline's folder
-) -> str:  # the pipeline's class, e.g. "FluxPipeline"
+def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "FluxPipeline"
     "Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
     index = read_model_json(folder, "model_index.json")
@@ -217,11 +215,11 @@ def read_prompts(
     field: str = "prompts",  # the setting's name, for the error's sentence
 ) -> list[str]:  # without empty lines
     "The prompts of a list; InputError where it is missing, empty or unreadable."
+    path = Path(source)
     if source.startswith("pocket:"):
         from chunk_grpo import pocket  # the embedded default: imported only when it is asked for
 
-        return pocket.read_pocket_prompts(source.removeprefix("pocket:"))
-    path = Path(source)
+        path = pocket.PROMPT_FILES.get(source.removeprefix("pocket:"), path)
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
@@ -240,9 +238,7 @@ def read_prompts(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(
-    total: int,  # prompts in the list
-    count: int,  # prompts an iteration
-    seed: int, iteration: int,  # 0, 1, ...
+    total: int, count: int, seed: int, iteration: int,  # prompts in the list; prompts an iteration; 0, 1, ...
 ) -> list[int]:  # positions in the list, all different
     "The prompts of an iteration: shuffled epochs, the same on every process; InputError where there are too few."
     if count > total:

@@ -34,8 +34,7 @@ def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network
 
 
 def _load_network(
-    policy: "Policy",  # whose folder and device are set
-    number: int,  # 0: the transformer, 1: the VAE
+    policy: "Policy", number: int,  # whose folder and device are set; 0: the transformer, 1: the VAE
     stored: torch.dtype, host: bool = False,  # leave it on the CPU
 ) -> Any:  # frozen; a network of diffusers, a torch module with more methods than torch's types say
     "A network where it computes, in aligned memory where that is the CPU."
@@ -47,9 +46,7 @@ def _load_network(
     return network
 
 # %% ../../nbs/03_models/02_policy.ipynb #2cd35b71
-def native_shift(
-    policy: "Policy",  # at the resolution in question
-) -> float:  # the shift to give to `schedule.sigmas`
+def native_shift(policy: "Policy") -> float:  # the shift to give to `schedule.sigmas`
     "The model's own shift at this resolution: static, or exp(mu) of the scheduler's dynamic rule."
     config = json.loads((policy.folder / "scheduler" / "scheduler_config.json").read_text())
     if not config.get("use_dynamic_shifting", False):
@@ -74,8 +71,7 @@ def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
 def _largest_vae_activation(
-    config,  # of a VAE: block_out_channels, or base_dim and dim_mult
-    resolution: int,  # pixels a side
+    config, resolution: int,  # of a VAE: block_out_channels, or base_dim and dim_mult; pixels a side
 ) -> int:  # numbers, of one image
     "The most numbers that a layer of a VAE's decoder makes of one image."
     wide = getattr(config, "block_out_channels", None) or [config.base_dim * n for n in config.dim_mult]
@@ -84,8 +80,7 @@ def _largest_vae_activation(
 
 # %% ../../nbs/03_models/02_policy.ipynb #053beda1
 def _predict_pair(
-    policy: "Policy", latents: Tensor,  # (B, S, C)
-    sigma: Tensor,  # (B,)
+    policy: "Policy", latents: Tensor, sigma: Tensor,  # (B, S, C); (B,)
     conditioning: dict[str, Tensor],  # rows of `encode`, those of the empty prompt among them
 ) -> tuple[Tensor, Tensor]:  # (B, S, C) float32 each
     "The velocities with the prompt and without, from one batch of twice the size."
@@ -160,8 +155,7 @@ class Policy(Family):
     encode, key = encode_prompts, functools.cached_property(prompt_key)
 
     def __init__(
-        self, folder: Path,  # a pipeline's folder
-        resolution: int,  # pixels a side
+        self, folder: Path, resolution: int,  # a pipeline's folder; pixels a side
         max_tokens: int = 512,  # tokens a prompt of the longest text encoder
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
@@ -220,8 +214,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_policy(
-    model: str,  # "pocket", a folder or a hub id
-    *, resolution: int,  # pixels a side
+    model: str, *, resolution: int,  # "pocket", a folder or a hub id; pixels a side
     dtype: str = "float32",  # of the forward: float32 or bfloat16
     weights: str | None = None,  # of the transformer's stored weights; None: as `dtype`
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling

@@ -134,9 +134,7 @@ _KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long i
 _PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
 
 
-def trim_prompt_cache(
-    gigabytes: float | None = None,  # to be left; None: `_prompt_cache_limit`
-) -> int:  # files removed
+def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; None: the limit; returns files removed
     "Remove the embeddings that were not used for longest, until the rest fits."
     most = _prompt_cache_limit() if gigabytes is None else gigabytes
     for part in (prompt_cache_folder() / "embeddings").glob("*/*.part"):

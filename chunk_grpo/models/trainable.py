@@ -67,8 +67,7 @@ def freeze_unread(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
-    policy: Policy,  # changed in place
-    lora_rank: int = 0,  # 0: full fine-tuning
+    policy: Policy, lora_rank: int = 0,  # changed in place; 0: full fine-tuning
     lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: those of the family
     gradient_checkpointing: bool = False,  # recompute blocks in the backward: less memory, about a third more time
     seed: int = 0,  # of the adapter's initial values
@@ -162,8 +161,7 @@ def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_t
 
 
 def load_trained_weights(
-    policy: Policy,  # trainable in the way of the saved weights
-    folder: Path,  # written by `save_trained_weights`
+    policy: Policy, folder: Path,  # trainable in the way of the saved weights; written by `save_trained_weights`
     state: dict[str, Tensor] | None = None,  # of `read_saved_weights`, where it was read before
 ) -> None:
     "Put trained weights back into the policy; InputError where they are missing, damaged or another model's."
@@ -244,14 +242,12 @@ def compile_blocks(policy: Policy) -> None:  # changed in place, before a traine
 
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
 def load_trainable_policy(
-    model: str,  # "pocket", a folder or a hub id
-    *, lora_rank: int = 0,  # 0: all weights
+    model: str, *, lora_rank: int = 0,  # "pocket", a folder or a hub id; 0: all weights
     lora_targets: tuple[str, ...] = (),  # empty: those of the family
     gradient_checkpointing: bool = False, seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
-    compile: bool = False,  # the transformer's blocks
-    attention: str = "native",  # kernel of the attention
+    compile: bool = False, attention: str = "native",  # the transformer's blocks; kernel of the attention
     frozen: bool = False,  # only to be sampled from: half the memory where the forward is bfloat16
     **given,  # to `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
@@ -279,8 +275,7 @@ def full_tensor(tensor: Tensor) -> Tensor:  # a part, or whole already
 
 def shard_model(
     net: Any,  # a transformer of diffusers, on any device; changed in place
-    device: torch.device,  # where the parts are to be
-    dtype: torch.dtype,  # of the forward
+    device: torch.device, dtype: torch.dtype,  # where the parts are to be; of the forward
 ) -> list[nn.Parameter]:  # the parts, float32, to be optimised
     "Leave this process its part of every weight; block after block, so that no device holds the whole."
     low = None if dtype == torch.float32 else dtype

@@ -119,16 +119,23 @@ def count_parameters(config: ModelConfig) -> int:
     return _sizes(config)["transformer"]
 
 
+def _meta_trainable(config: ModelConfig, resolution: int, max_tokens: int, rank: int, targets: tuple[str, ...],
+                    dtype: str = "float32", weights: str = "") -> Policy:
+    "The same with the trained weights freed, or with adapters."
+    from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
+
+    policy = meta_policy(config, resolution, max_tokens, dtype, weights)
+    with torch.device("meta"):
+        policy.trained = make_trainable(policy, rank, targets)
+    return policy
+
+
 @functools.cache
 def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
     "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
     if not rank and not find_family(config.pipeline).unread:
         return count_parameters(config)
-    from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
-
-    with torch.device("meta"):
-        policy = meta_policy(config, 64, 16)
-        return sum(p.numel() for p in make_trainable(policy, rank, targets))
+    return sum(p.numel() for p in _meta_trainable(config, 64, 16, rank, targets).trained)
 
 
 @functools.cache
@@ -231,12 +238,8 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
 def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype: str, rank: int,
                    targets: tuple[str, ...], checkpointing: bool) -> tuple[int, int]:
     "Bytes that a forward keeps: those whatever its rows, and those a row."
-    from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
-
-    policy = meta_policy(config, resolution, max_tokens, dtype, dtype if rank else "float32")
+    policy = _meta_trainable(config, resolution, max_tokens, rank, targets, dtype, dtype if rank else "float32")
     formats = _GpuFormats(policy.dtype)
-    with torch.device("meta"):
-        make_trainable(policy, rank, targets)
 
     def saved(rows: int) -> tuple[int, int]:  # by all, by the block that keeps most
         with formats, _track_saved_tensors(policy) as found:
@@ -533,14 +536,12 @@ def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[s
 
 def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store, 0 where sizes are unknown
     "About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."
-    config, weights = find_model_config(s.model), count_stored_weights(s)
+    config = find_model_config(s.model)
+    each = prompt_embeds_bytes(config, s) if config else 0
+    files = run_disk_bytes(s, count_stored_weights(s), held_out := len(read_prompts(s.eval_prompts, "eval_prompts")))
     drawn = min(s.iterations * s.prompts_per_iteration, len(read_prompts(s.prompts, "prompts")))
-    held_out = len(read_prompts(s.eval_prompts, "eval_prompts"))
-    files = sum(run_disk_bytes(s, weights, held_out).values())
-    if config is None:
-        return files, 0
     there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
-    return files, max(0, (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s) - there)
+    return sum(files.values()), max(0, (drawn + held_out + (s.true_cfg_scale > 1)) * each - there)
 
 
 def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be

@@ -50,9 +50,7 @@ def embed_image(
 class PocketCLIP:
     "The CLIP as a reward: the cosine between image and prompt."
 
-    def __init__(
-        self, folder: Path,  # with the model and its tokenizer
-    ):
+    def __init__(self, folder: Path):  # folder: with the model and its tokenizer
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 

@@ -155,9 +155,7 @@ def spatial_relations(
     return {name for name, holds in facts.items() if holds}
 
 
-def matches_caption(
-    spec: CaptionSpec, things: Sequence[SceneObject | None],  # what an image shows
-) -> bool:
+def matches_caption(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> bool:  # what an image shows
     "Does the image show what the caption says, no more and no less?"
     if len(things) != len(spec.objects) or None in things:
         return False

@@ -25,11 +25,9 @@ _INCHES = {"text": 1.45, "side": 0.95, "gap": 0.06, "below": 0.2, "head": 0.28, 
 
 @with_house_style
 def plot_image_grid(
-    images: Sequence[Sequence[Image.Image | Path]],  # rows of images, or of files
-    prompts: Sequence[str],  # one a row
+    images: Sequence[Sequence[Image.Image | Path]], prompts: Sequence[str],  # rows of images, or of files; one a row
     columns: Sequence[str],  # names of the arms
-    below: Sequence[Sequence[str]] | None = None,  # a short text under each image
-    blocks: int = 1,  # set side by side
+    below: Sequence[Sequence[str]] | None = None, blocks: int = 1,  # a short text under each image; set side by side
 ) -> Figure:
     "Images side by side: a prompt a row, an arm a column."
     p, lines = _INCHES, -(-len(prompts) // blocks)
@@ -67,9 +65,7 @@ def _choose_rows(scores: pd.DataFrame, count: int) -> tuple[list[str], list[list
 
 def plot_before_after(
     scores: pd.DataFrame,  # a row an image: arm, prompt_index, image_index, prompt, file, scores
-    folder: Path,  # that the files lie in
-    name: str,  # reward whose scores stand below the images
-    count: int = 6,  # rows
+    folder: Path, name: str, count: int = 6,  # that the files lie in; reward whose scores stand below the images; rows
 ) -> Figure:
     "Images of the same prompts and seeds from every arm of an evaluation."
     arms, rows = _choose_rows(scores, count)
@@ -80,8 +76,7 @@ def plot_before_after(
 
 
 def checker_notes(
-    scores: pd.DataFrame,  # as for `plot_before_after`
-    folder: Path,  # that the files lie in
+    scores: pd.DataFrame, folder: Path,  # as for `plot_before_after`, and where the files lie
     count: int = 6,  # rows, as in the figure
 ) -> list[str]:  # one an image of the figure that the checker calls wrong; none without its scores
     "What the pocket world's checker sees in the images that it calls wrong."

@@ -42,16 +42,13 @@ _STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, 
           "axes.axisbelow": True, "legend.frameon": False, "font.family": "DejaVu Sans", "lines.linewidth": 1.5}
 
 
-def method_colour(
-    method: str,  # any name
-) -> str:
+def method_colour(method: str) -> str:  # method: any name
     "The colour of a method in every figure."
     return METHOD_COLOURS.get(method) or FURTHER_COLOURS[zlib.crc32(method.encode()) % len(FURTHER_COLOURS)]
 
 
 def create_subplots(
-    columns: int = 1,  # panels side by side
-    rows: int = 1, size: tuple[float, float] = (7.0, 3.2),  # inches
+    columns: int = 1, rows: int = 1, size: tuple[float, float] = (7.0, 3.2),  # panels side by side; inches
     **options,  # of matplotlib's `subplots`
 ) -> tuple[Figure, np.ndarray]:  # figure and its panels, (rows, columns)
     "An empty figure outside of pyplot."
@@ -72,27 +69,19 @@ def with_house_style(draw):  # a function that returns a figure, or None
     return drawn
 
 
-def short_name(
-    name: str,  # of a reward, a run or a setting
-    longest: int = 44,  # letters
-) -> str:
+def short_name(name: str, longest: int = 44) -> str:  # of a reward, a run or a setting; letters
     "The name, or its two ends."
     half = longest // 2 - 2
     return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
 
 # %% ../../nbs/11_reporting/00_figures.ipynb #725ec551
-def figure_to_png(
-    figure: Figure, dpi: int = 160,  # pixels an inch
-) -> bytes:
+def figure_to_png(figure: Figure, dpi: int = 160) -> bytes:  # pixels an inch
     "The figure as a PNG file."
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 
 
-def display_figure(
-    figure: Figure, caption: str,  # one or two sentences
-    dpi: int = 160,  # pixels an inch
-) -> None:
+def display_figure(figure: Figure, caption: str, dpi: int = 160) -> None:  # one or two sentences; pixels an inch
     "Display a figure, 100 pixels of the page for an inch, with its caption below."
     display(Image(figure_to_png(figure, dpi), width=round(figure.get_size_inches()[0] * 100), alt=caption))
     display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
@@ -107,11 +96,8 @@ def metric_series(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteratio
 
 
 def draw_mean(
-    axis,  # a panel
-    metrics: pd.DataFrame,  # a row an iteration
-    name: str,  # of the column
-    error: str,  # column of its standard error; empty for none
-    colour: str, label: str,  # of the line, in the legend
+    axis, metrics: pd.DataFrame, name: str,  # a panel; a row an iteration; of the column
+    error: str, colour: str, label: str,  # column of its standard error; empty for none; of the line, in the legend
 ) -> None:
     "A column as a line, with its 95% interval where there is a standard error."
     mean = metric_series(metrics, name)
@@ -169,8 +155,7 @@ def chunk_column_array(
 
 @with_house_style
 def plot_progress(
-    lines: Sequence[Mapping],  # of the metrics, as far as they are
-    s: Settings,  # of the run
+    lines: Sequence[Mapping], s: Settings,  # of the metrics, as far as they are; of the run
     name: str | None = None,  # reward whose held-out scores are drawn
 ) -> Figure:
     "The run so far, with the time left above."
@@ -203,10 +188,7 @@ def plot_progress(
 class LiveFigure:
     "One figure that follows a run; call it with every new line of the metrics."
 
-    def __init__(
-        self, s: Settings,  # of the run
-        every: float = 2.0,  # seconds between two drawings
-    ):
+    def __init__(self, s: Settings, every: float = 2.0):  # of the run; seconds between two drawings
         self.s, self.every = s, every
         self.name = next((name for name in reward_weights(s) if name in s.eval_rewards), None)
         self.lines, self.drawn, self.handle = [], -math.inf, None

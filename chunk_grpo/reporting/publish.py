@@ -60,8 +60,7 @@ def _held_out_prompts(s: setting.Settings) -> list[str]:  # empty where their li
 
 # %% ../../nbs/11_reporting/05_publish.ipynb #43eba675
 def draw_samples(
-    model: Policy,  # of `load_trained_policy`
-    s: setting.Settings,  # of the evaluation
+    model: Policy, s: setting.Settings,  # of `load_trained_policy`; of the evaluation
     prompts: Sequence[str], arms: Mapping[str, int | None],  # of `choose_arms`
     seeds: Sequence[int],
 ) -> Iterator[dict]:  # an image each: prompt, number, arm, split, seed, generator_seed, image
@@ -142,8 +141,7 @@ def sample_run(
 # %% ../../nbs/11_reporting/05_publish.ipynb #ff1c5e50
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompt: str = "",  # to begin with; empty: the first held-out prompt
-    arms: Sequence[str] = (),  # as for `sample_run`
+    prompt: str = "", arms: Sequence[str] = (),  # to begin with; empty: the first held-out prompt; as for `sample_run`
     changes: Mapping | Sequence[str] = (),  # of the settings
 ) -> SnapshotBox:  # its value is the list of images that are shown, as `sample_run` gives them
     "A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."
@@ -172,9 +170,7 @@ def _is_hub_id(model: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
 
 
-def pipeline_options(
-    s: setting.Settings, pipeline: str,  # its class in diffusers
-) -> dict:
+def pipeline_options(s: setting.Settings, pipeline: str) -> dict:  # its class in diffusers
     "What a pipeline's own call is told, beside prompt and noise, to sample as an evaluation does."
     side, scale = s.eval_resolution, s.true_cfg_scale
     told = {"num_inference_steps": s.eval_steps, "height": side, "width": side, "max_sequence_length": s.max_tokens}
@@ -207,10 +203,8 @@ def card_data(s: setting.Settings) -> ModelCardData:
 
 
 def model_card(
-    run: Path,  # its folder
-    s: setting.Settings, weights: Path,  # of `find_newest_weights`
-    name: str,  # of the folder that is exported
-    trust: bool = False,  # quote a file that a run from elsewhere names
+    run: Path, s: setting.Settings, weights: Path,  # its folder; of `find_newest_weights`
+    name: str, trust: bool = False,  # of the folder that is exported; quote a file that a run from elsewhere names
 ) -> str:  # README.md
     "The card of a run's weights."
     quoted = s.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
@@ -245,8 +239,7 @@ def _copy_pipeline(base: Path, out: Path) -> None:
 
 
 def export_run(
-    run: Path | str,  # a run's folder, finished or with a checkpoint
-    folder: Path | str,  # to be made
+    run: Path | str, folder: Path | str,  # a run's folder, finished or with a checkpoint; to be made
     trust: bool = False,  # copy the model of a run from elsewhere, and quote its prompts
 ) -> Path:  # the folder
     "Export a run's newest weights for diffusers, with a model card; InputError for bad input."

@@ -37,9 +37,7 @@ def list_reports() -> list[str]:  # such as "train"
     return sorted(file.stem for file in _REPORTS.glob("*.ipynb"))
 
 
-def find_report_notebook(
-    name: str | Path,  # name of a shipped report, or a notebook file
-) -> Path:  # the notebook's file
+def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report, or a notebook file
     "Where a report notebook lies; InputError where there is none of that name."
     file = Path(name) if str(name).endswith(".ipynb") else _REPORTS / f"{name}.ipynb"
     if not file.is_file():
@@ -92,8 +90,7 @@ def _import_path(safe: bool, empty: Path) -> Iterator[list[str]]:  # options of 
 
 
 def execute_report(
-    name: str | Path,  # name of a shipped report, or a notebook file
-    out: str | Path,  # the executed notebook
+    name: str | Path, out: str | Path,  # name of a shipped report, or a notebook file; the executed notebook
     /, **values,  # parameters of the report
 ) -> Path:  # out
     "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
@@ -133,10 +130,7 @@ _HTML = """<!DOCTYPE html>
 """
 
 
-def notebook_to_html(
-    source: str | Path,  # an executed notebook
-    out: str | Path,  # the page
-) -> Path:  # out
+def notebook_to_html(source: str | Path, out: str | Path) -> Path:  # an executed notebook; the page; returns out
     "One HTML file without code, scripts or anything to fetch."
     import nbformat  # these here, since they take a second
     from nbconvert import HTMLExporter
@@ -165,8 +159,7 @@ def notebook_to_html(
 
 # %% ../../nbs/11_reporting/03_reports.ipynb #383dc7af
 def write_report(
-    name: str,  # of a report
-    out: str | Path,  # the page; the executed notebook lies beside it
+    name: str, out: str | Path,  # of a report; the page; the executed notebook lies beside it
     /, **parameters,  # of the report
 ) -> Path:  # the page
     "Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."
@@ -176,10 +169,7 @@ def write_report(
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
-def write_run_report(
-    run: str | Path,  # its folder
-    name: str = "train",  # or "evaluate"
-) -> Path:  # the page
+def write_run_report(run: str | Path, name: str = "train") -> Path:  # its folder; or "evaluate"; returns the page
     "The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."
     run = find_run(run).resolve()
     read_run_settings(run)  # warns here of settings of another version, since what the kernel says is not shown
@@ -209,9 +199,7 @@ def group_runs(
     return out
 
 # %% ../../nbs/11_reporting/03_reports.ipynb #51e3180b
-def run_cost(
-    run: Path,  # its folder
-) -> dict[str, float]:  # transitions trained, images seen, seconds
+def run_cost(run: Path) -> dict[str, float]:  # run: its folder; returns transitions trained, images seen, seconds
     "What a run cost, from its metrics; a run that never started cost nothing."
     lines = read_metrics_lines(run)
     return {"transitions": int(sum(line.get("transitions_trained") or 0 for line in lines)),
@@ -219,9 +207,7 @@ def run_cost(
             "seconds": max([line.get("seconds_total") or 0.0 for line in lines], default=0.0)}
 
 
-def compare_runs(
-    runs: Sequence[str | Path],  # run folders
-) -> pd.DataFrame:  # a row a run and reward
+def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders; returns a row a run and reward
     "Base, trained, and their difference with its interval, beside what they cost; InputError where not evaluated."
     rows, chosen = [], [read_run_settings(run) for run in runs]
     for run, s, (group, letter, label) in zip(map(Path, runs), chosen, group_runs(chosen), strict=True):
@@ -239,9 +225,7 @@ def compare_runs(
     return pd.DataFrame(rows)
 
 
-def unequal_evaluations(
-    runs: Sequence[str | Path],  # evaluated
-) -> str:  # empty where they are equal
+def unequal_evaluations(runs: Sequence[str | Path]) -> str:  # runs: evaluated; returns empty where they are equal
     "A sentence: in what evaluations differ."
     terms = {"n_prompts": "prompts", "images_per_prompt": "images of each", "steps": "steps of the ODE",
              "resolution": "pixels a side", "split": "step at which the base takes over", "seed": "seed"}

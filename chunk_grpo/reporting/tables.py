@@ -17,10 +17,7 @@ from IPython.display import HTML, display
 from .figures import ARM_LABELS
 
 # %% ../../nbs/11_reporting/02_tables.ipynb #35eb0a31
-def format_number(
-    x: float | None, digits: int = 3,  # after the point
-    signed: bool = False,  # a plus before positive numbers
-) -> str:
+def format_number(x: float | None, digits: int = 3, signed: bool = False) -> str:  # digits after the point
     "A number in text."
     if x is None or not math.isfinite(x):
         return "\u2013"
@@ -59,8 +56,7 @@ def _direction(value: Mapping) -> str:  # mean, lo, hi of a difference -> up, do
 
 
 def describe_change(
-    name: str,  # of the reward
-    row: Mapping[str, Mapping],  # its arms and differences, as in an evaluation's summary
+    name: str, row: Mapping[str, Mapping],  # of the reward; its arms and differences, as in an evaluation's summary
     arm: str = "plain",  # or as-trained
 ) -> str:
     "A sentence about one reward on held-out prompts."
@@ -74,9 +70,7 @@ def describe_change(
     return f"{name} {moved}, a difference of {mean} (95% interval {low} to {high}{tail})"
 
 
-def count_directions(
-    rewards: Mapping[str, Mapping],  # reward -> arms and differences, as in an evaluation's summary
-) -> str:
+def count_directions(rewards: Mapping[str, Mapping]) -> str:  # reward -> arms and differences, as in a summary
     "Of each kind of weights, the rewards that rose and fell by more than their interval."
     said = []
     for arm in dict.fromkeys(arm for row in rewards.values() for arm in row if row.get(f"{arm}-base")):
@@ -87,9 +81,7 @@ def count_directions(
     return "; ".join(said)
 
 
-def describe_extremes(
-    changes: Mapping[str, float],  # name -> change
-) -> str:
+def describe_extremes(changes: Mapping[str, float]) -> str:  # changes: name -> change
     "The largest rise and the largest fall, where there are any."
     high, low = max(changes, key=changes.get), min(changes, key=changes.get)
     rose, fell = (f"{name.replace('_', ' ')} with {format_number(changes[name], signed=True)}" for name in (high, low))
@@ -98,8 +90,7 @@ def describe_extremes(
 
 # %% ../../nbs/11_reporting/02_tables.ipynb #697daf7a
 def rows_to_html(
-    rows: Sequence[Mapping],  # a mapping a row: column -> text
-    right: Sequence[str] = (),  # columns of numbers
+    rows: Sequence[Mapping], right: Sequence[str] = (),  # a mapping a row: column -> text; columns of numbers
     marks: Sequence[Mapping] = (),  # a mapping a row: column -> "good" or "bad"
 ) -> str:
     "Rows as an HTML table."
@@ -115,26 +106,20 @@ def rows_to_html(
 
 
 def paragraph_html(
-    text: str,  # plain text
-    kind: str = "",  # lead, caption, note or warning
+    text: str, kind: str = "",  # plain text; lead, caption, note or warning
     tag: str = "p",  # or h3, a heading within a section
 ) -> str:
     "A paragraph of HTML."
     return f'<{tag} class="{kind}">{markup.escape(text)}</{tag}>'
 
 
-def details_html(
-    title: str,  # plain text
-    lines: Sequence[str],  # plain texts
-) -> str:
+def details_html(title: str, lines: Sequence[str]) -> str:  # plain text; plain texts
     "Lines that are folded away below their title."
     items = "".join(f"<li>{markup.escape(line)}</li>" for line in lines)
     return f"<details><summary>{markup.escape(title)}</summary><ul>{items}</ul></details>"
 
 
-def display_html(
-    *parts: str,  # HTML
-) -> None:
+def display_html(*parts: str) -> None:  # parts: HTML
     "Display HTML."
     display(HTML("\n".join(parts)))
 
@@ -155,18 +140,14 @@ def evaluation_rows(
     return rows
 
 
-def evaluation_html(
-    rewards: Mapping[str, Mapping],  # as above
-) -> str:
+def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as above
     "The same as a table, with the differences that exclude 0 coloured."
     rows, (mean, delta) = evaluation_rows(rewards), ("mean (95% interval)", "difference to the base")
     marks = [{delta: "good" if row[delta][0] == "+" else "bad"} if row["excludes 0"] == "yes" else {} for row in rows]
     return rows_to_html(rows, (mean, delta), marks)
 
 
-def as_trained_note(
-    summary: Mapping,  # of an evaluation
-) -> str:  # empty where no arm was sampled so
+def as_trained_note(summary: Mapping) -> str:  # summary: of an evaluation; returns empty where no arm was sampled so
     "A sentence: how the arms as trained are sampled, and that their base is sampled likewise."
     how = summary.get("as_trained")
     if not how:

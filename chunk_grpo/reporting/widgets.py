@@ -11,6 +11,7 @@ import base64
 import html as markup
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import ipywidgets as W
+import jinja2
 import nbformat
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ import traitlets
 from PIL import Image
 from torch import Tensor
 
+import chunk_grpo
 from .. import InputError
 from ..core.files import atomic_write, check_place
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
@@ -46,8 +49,7 @@ def move_boundary(
 
 # %% ../../nbs/11_reporting/04_widgets.ipynb #7da2080f
 def chunk_weight_rows(
-    chunks: Chunks,  # K chunks of n transitions
-    profile: Tensor,  # mean distance of each of them, (n,)
+    chunks: Chunks, profile: Tensor,  # K chunks of n transitions; mean distance of each of them, (n,)
 ) -> list[dict[str, str]]:  # a row a chunk
     "Both weights of every chunk, as rows of a table."
     drawn = chunk_weights(profile[None], chunks)[0].tolist()
@@ -88,8 +90,7 @@ def _png_html(data: bytes, words: str, width: int, crisp: bool = False) -> str: 
 
 def gallery_html(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # words before the row, and its images (H, W, 3) uint8
-    columns: Sequence[str],  # words above the images
-    width: int,  # of an image, pixels of the page
+    columns: Sequence[str], width: int,  # words above the images; of an image, pixels of the page
 ) -> str:  # HTML
     "Images in rows and columns."
     def picture(pixels: np.ndarray, words: str) -> str:
@@ -218,34 +219,8 @@ def trajectory_scrubber(
     return out
 
 # %% ../../nbs/11_reporting/04_widgets.ipynb #f99e0af4
-_LAB_CELLS = [
-    "# {name}\n\nRun the cells from top to bottom. This notebook is yours to change.",
-    '''from pathlib import Path
-
-from chunk_grpo.measurements import profiles
-from chunk_grpo.models.inputs import read_prompts
-from chunk_grpo.reporting import figures, publish, widgets
-from chunk_grpo.runs import run_folder, run_images
-
-run = Path({path!r})
-s = run_folder.read_run_settings(run)''',
-    "## The curve\n\nReward of training prompts, held-out scores, and the share of clipped ratios.",
-    "figures.watch_run(run)  # until the run has ended; interrupt the kernel to go on before that",
-    "## Chunks\n\nType sizes, or move the boundaries; the line below is for a settings file.",
-    '''profile = run_folder.read_run_profile(run)
-widgets.chunk_editor(profile, profile["chunks"], s.transitions)''',
-    "## Trajectories\n\nBase beside trained weights, from the same noise. This loads the model.",
-    '''model = run_images.load_trained_policy(run, s, folder=run_images.find_newest_weights(run))
-model.set_resolution(s.resolution)
-frames = profiles.render_frames(model, read_prompts(s.eval_prompts)[:2], s.steps, s.shift, s.sampler, s.eta)
-widgets.trajectory_scrubber(frames)''',
-    "## Your own prompts\n\nBase, trained and hybrid weights, from the same noise.",
-    "publish.sample_widget(run)"]  # text and code in turn
-
-
 def write_lab_notebook(
-    run: Path | str,  # a run's folder
-    folder: Path | str = ".",  # where the notebook is to lie
+    run: Path | str, folder: Path | str = ".",  # a run's folder; where the notebook is to lie
 ) -> Path:  # FOLDER/NAME.ipynb
     "A notebook with the widgets of a run, written if it is not there; InputError where it cannot lie there."
     run, folder = run_folder.find_run(Path(run)), Path(folder)
@@ -257,7 +232,9 @@ def write_lab_notebook(
     if not file.exists():
         check_place(file, "`--folder`")
         kinds = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-        texts = [text.format(name=run.name, path=str(run.resolve())) for text in _LAB_CELLS]
+        template = (Path(chunk_grpo.__file__).parent / "reports" / "lab.j2").read_text(encoding="utf-8")
+        filled = jinja2.Template(template).render(name=run.name, path=repr(str(run.resolve())))
+        texts = re.split(r"\n*# %%.*\n", filled)[1:]  # text and code in turn
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         with atomic_write(file) as temporary:
             nbformat.write(nbformat.v4.new_notebook(cells=[kinds[i % 2](text) for i, text in enumerate(texts)],
@@ -265,19 +242,13 @@ def write_lab_notebook(
     return file
 
 
-def lab_command(
-    file: Path,  # a notebook
-    options: Sequence[str] = (),  # JupyterLab's own, such as --no-browser
-) -> list[str]:
+def lab_command(file: Path, options: Sequence[str] = ()) -> list[str]:  # options: JupyterLab's own, as --no-browser
     "The command that opens JupyterLab on a notebook, and imports nothing from the working folder to start."
     place = [f"--ServerApp.root_dir={file.resolve().parent}", f"--LabApp.default_url=/lab/tree/{quote(file.name)}"]
     return [sys.executable, "-P", "-m", "jupyterlab", *place, *options]
 
 
-def open_lab(
-    file: Path,  # a notebook
-    options: Sequence[str] = (),  # JupyterLab's own
-) -> int:  # exit code of JupyterLab
+def open_lab(file: Path, options: Sequence[str] = ()) -> int:  # exit code of JupyterLab
     "Open JupyterLab on a notebook, until it ends."
     quiet = {"TRANSFORMERS_VERBOSITY": "error"}  # no warnings of libraries between the widgets
     return subprocess.run(lab_command(file, options), env=quiet | os.environ).returncode

@@ -229,13 +229,13 @@ def load_placed_reward(
         rest.setdefault("pixels", "bytes")
     if named == ["url"]:
         return client.load_remote_reward(options["url"], **{"reward": name} | rest)
-    if not named:
-        return rewards.load_reward(name, here, **rest)
-    how = {key: rest.pop(key) for key in LocalPatience.model_fields if key in rest}
-    environment = "hpsv3" if backend == "package" else options.get("environment")
-    loader, given = name, rest
-    if backend == "package":
-        loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
-    elif not environment:
-        loader, given = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | rest
-    return LocalServer(name, loader, given, environment_python(environment) if environment else None, **how).start()
+    if named:
+        how = {key: rest.pop(key) for key in LocalPatience.model_fields if key in rest}
+        environment = "hpsv3" if backend == "package" else options.get("environment")
+        loader, given = name, rest
+        if backend == "package":
+            loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
+        elif not environment:
+            loader, given = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | rest
+        return LocalServer(name, loader, given, environment_python(environment) if environment else None, **how).start()
+    return rewards.load_reward(name, here, **rest)

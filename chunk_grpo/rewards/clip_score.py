@@ -44,8 +44,7 @@ class _CLIPScorer(ModelScorer):
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
 def transform_from_config(
-    config: dict,  # what preprocessor_config.json says
-    side: int,  # pixels that the model's positions are for
+    config: dict, side: int,  # what preprocessor_config.json says; pixels that the model's positions are for
 ) -> ImageTransform:
     "The transform of a checkpoint; InputError for one that is not a shorter side and a middle square."
     size, cut = config.get("size", side), config.get("crop_size", side)
@@ -63,8 +62,7 @@ def transform_from_config(
 def _load_clip(
     weights: str, processor: str,  # folders or hub ids
     model_id: str, processor_id: str,  # hub ids that have such files, for the error's sentence
-    scale: float | None,  # None: the model's own
-    device: str, dtype: str, batch_size: int,  # as given
+    scale: float | None, device: str, dtype: str, batch_size: int,  # None: the model's own; as given
 ) -> _CLIPScorer:
     where, kind = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
@@ -94,8 +92,7 @@ def load_clip_score(
     scale: float = 1.0,  # what the cosine is multiplied with
     processor: str | None = None,  # a folder or hub id with tokenizer and transform; None: as the weights
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
+    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
 ) -> _CLIPScorer:
     "CLIP's cosine between picture and prompt; InputError where files or options are wrong."
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0:
@@ -108,8 +105,7 @@ def load_pickscore(
     weights: str = PICKSCORE_MODEL_ID,  # a folder or hub id
     processor: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else the CLIP's
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
+    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
 ) -> _CLIPScorer:
     "PickScore on its raw scale; InputError where files or options are wrong."
     beside = weights if (Path(weights) / "tokenizer_config.json").is_file() else PICKSCORE_PROCESSOR_ID

@@ -68,8 +68,7 @@ def patchify_image(
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #9ec6a731
 def build_hpsv3_inputs(
-    tokenizer: PreTrainedTokenizerBase, images: Images,  # of any sizes
-    prompts: list[str],  # one an image
+    tokenizer: PreTrainedTokenizerBase, images: Images, prompts: list[str],  # of any sizes; one an image
     device: torch.device, dtype: torch.dtype,  # of the patches
 ) -> dict[str, Tensor]:  # what the model is called with
     "One batch on the device: patches one after another, chats padded at the right, positions that count on."
@@ -130,8 +129,7 @@ HPSV3_MODEL_ID, HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
 
 
 def read_hpsv3_weights(
-    file: Path,  # HPSv3.safetensors
-    device: torch.device, dtype: torch.dtype,  # of all but the head
+    file: Path, device: torch.device, dtype: torch.dtype,  # HPSv3.safetensors; of all but the head
 ) -> dict[str, Tensor]:  # under transformers' names, the head's with `rm_head.` before them
     "The weights, tensor by tensor, straight to the device; InputError for a damaged file."
     state = {}
@@ -151,8 +149,7 @@ def load_hpsv3(
     weights: str = HPSV3_MODEL_ID,  # a folder or hub id with HPSv3.safetensors
     base: str = HPSV3_BASE_ID,  # a folder or hub id with config.json and the tokenizer of Qwen2-VL-7B-Instruct
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # auto: bfloat16 on a GPU, float32 on a CPU
-    batch_size: int = 8,  # images at once
+    dtype: str = "auto", batch_size: int = 8,  # auto: bfloat16 on a GPU, float32 on a CPU; images at once
 ) -> HPSv3:
     "HPSv3 on its raw scale; InputError where files or options are wrong."
     where, kind = resolve_device(device, dtype, batch_size, large=True)

@@ -58,8 +58,7 @@ IMAGEREWARD_MODEL_ID, BERT_TOKENIZER_ID = "THUDM/ImageReward", "bert-base-uncase
 
 
 def build_imagereward(
-    parts: dict[str, dict[str, Tensor]],  # see `read_imagereward_weights`
-    config: dict,  # med_config.json
+    parts: dict[str, dict[str, Tensor]], config: dict,  # see `read_imagereward_weights`; med_config.json
 ) -> tuple[Any, Any, Any]:  # BlipVisionModel, BlipTextModel (whose `to` has another type) and Sequential
     "The three models with their weights; InputError where weights and configuration do not fit."
     seen, head = parts["vision"], nn.Sequential()
@@ -113,8 +112,7 @@ def load_imagereward(
     weights: str = IMAGEREWARD_MODEL_ID,  # a folder or hub id with ImageReward.pt and med_config.json
     tokenizer: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else bert-base-uncased
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
+    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
 ) -> ImageReward:
     "ImageReward on its raw scale; InputError where files or options are wrong."
     where, kind = resolve_device(device, dtype, batch_size)

@@ -52,8 +52,7 @@ def images_to_tensor(images: Images, device: str | torch.device = "cpu") -> Tens
 # %% ../../nbs/04_rewards/01_images.ipynb #3d6d8137
 @cache
 def resize_weights(
-    n: int,  # pixels in
-    m: int,  # pixels out
+    n: int, m: int,  # pixels in; pixels out
 ) -> Tensor:  # (m, n), whole numbers in float64, a row sums to about 2^22
     "Pillow's weights of a bicubic resize along one axis."
     scale = n / m
@@ -70,8 +69,7 @@ def resize_weights(
 
 # %% ../../nbs/04_rewards/01_images.ipynb #fcf8d894
 def resize_like_pillow(
-    x: Tensor,  # (B, 3, H, W), in [0, 1]
-    size: tuple[int, int],  # height, width
+    x: Tensor, size: tuple[int, int],  # (B, 3, H, W), in [0, 1]; height, width
 ) -> Tensor:  # (B, 3, *size), float32 in [0, 1], whole grey levels
     "Pillow's antialiased bicubic resize: rows first, then columns, each rounded to grey levels."
     if min(size) < 1:
@@ -89,8 +87,7 @@ OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def normalize_images(
-    x: Tensor,  # (B, 3, H, W), in [0, 1]
-    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # by channel
+    x: Tensor, mean: Sequence[float] = OPENAI_CLIP_MEAN,  # (B, 3, H, W), in [0, 1]; by channel
     std: Sequence[float] = OPENAI_CLIP_STD,  # by channel
 ) -> Tensor:  # the same shape
     "Channels with the mean taken off, divided by the standard deviation."
@@ -124,9 +121,7 @@ def transform_images(
     return torch.cat(parts)
 
 # %% ../../nbs/04_rewards/01_images.ipynb #380c769c
-def fine_detail(
-    image: Tensor,  # (3, H, W)
-) -> Tensor:  # (H, W)
+def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
     "What the brightness of a pixel has beyond the mean of its four neighbours."
     bright = image.float().mean(0)
     wide = pad(bright[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]

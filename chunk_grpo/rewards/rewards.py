@@ -61,10 +61,8 @@ def load_reward(
 # %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
 @torch.inference_mode()
 def score_images(
-    name: str,  # the reward's name, for the error's sentence
-    reward: Callable,  # (images, prompts) -> scores
-    images,  # Tensor (B, 3, H, W) in [0, 1] or list of PIL images
-    prompts: list[str],  # one an image
+    name: str, reward: Callable,  # the reward's name, for the error's sentence; (images, prompts) -> scores
+    images, prompts: list[str],  # Tensor (B, 3, H, W) in [0, 1] or list of PIL images; one an image
     batch: int = 64,  # images scored at once
 ) -> Tensor:  # (B,) float32, raw
     "Scores of the images; InputError where the reward returns the wrong count or a value that is not finite."
@@ -86,8 +84,7 @@ def score_images(
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4d09ff53
 def combine_rewards(
-    scores: dict[str, Tensor],  # raw scores by name, each (P, G)
-    weights: dict[str, float],  # weight by name
+    scores: dict[str, Tensor], weights: dict[str, float],  # raw scores by name, each (P, G); weight by name
 ) -> Tensor:  # (P, G), what the advantage is computed from
     "One reward as it is; of several the weighted sum, each normalised within its group first."
     if len(weights) == 1:
@@ -134,10 +131,8 @@ class StreamingScores:
     "Images that come in parts, scored in the batches in which they would be scored together."
 
     def __init__(
-        self, executor: ThreadPoolExecutor,  # of one thread
-        scorers: Mapping[str, Callable],  # rewards by name
-        prompts: Sequence[str],  # one an image, of all that will come
-        batch: int = 64,  # images scored at once
+        self, executor: ThreadPoolExecutor, scorers: Mapping[str, Callable],  # of one thread; rewards by name
+        prompts: Sequence[str], batch: int = 64,  # one an image, of all that will come; images scored at once
     ):
         self.executor, self.scorers, self.prompts, self.batch = executor, dict(scorers), list(prompts), batch
         self.waiting, self.sent = torch.empty(0), 0

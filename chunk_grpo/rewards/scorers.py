@@ -24,10 +24,8 @@ from .images import Images, images_to_tensor
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #338cd207
 def missing_file_error(
-    option: str,  # the option's name, for the error's sentence
-    place: str,  # a folder or hub id
-    file: str,  # the file that is needed from there
-    default: str,  # the hub id that has it
+    option: str, place: str,  # the option's name, for the error's sentence; a folder or hub id
+    file: str, default: str,  # the file that is needed from there; the hub id that has it
 ) -> InputError:
     "The sentence about a file that is not there."
     if Path(place).is_dir():
@@ -39,10 +37,8 @@ def missing_file_error(
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #3bcb3c25
 def locate_hub_file(
-    option: str,  # the option's name, for the error's sentence
-    place: str | Path,  # a folder or hub id
-    file: str,  # name of the file
-    default: str,  # the hub id that has it
+    option: str, place: str | Path,  # the option's name, for the error's sentence; a folder or hub id
+    file: str, default: str,  # name of the file; the hub id that has it
 ) -> Path:  # of the file
     "A file in a folder or on the hub; InputError where it is missing."
     place = str(place)
@@ -57,8 +53,7 @@ def locate_hub_file(
 
 
 def load_tokenizer(
-    option: str,  # the option's name, for the error's sentence
-    place: str,  # a folder or hub id
+    option: str, place: str,  # the option's name, for the error's sentence; a folder or hub id
     default: str,  # the hub id that has it
 ) -> PreTrainedTokenizerBase:
     "A tokenizer; InputError where its files are missing."
@@ -72,8 +67,7 @@ _SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 
 def resolve_device(
-    device: str,  # auto, cpu, cuda or cuda:0 ...
-    dtype: str,  # auto or a name of `_SCORER_DTYPES`
+    device: str, dtype: str,  # auto, cpu, cuda or cuda:0 ...; auto or a name of `_SCORER_DTYPES`
     batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
 ) -> tuple[torch.device, torch.dtype]:
     "Device and precision of a scorer; InputError for what this machine has not."

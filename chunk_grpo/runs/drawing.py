@@ -91,11 +91,8 @@ def load_scorers(s: setting.Settings, run: Path | None = None) -> dict[str, Call
 
 
 def draw_share(
-    run: Path,  # a finished run
-    s: setting.Settings,  # of the evaluation
-    arms: Mapping[str, int | None],  # arm -> split
-    folder: Path,  # of `begun_folder`
-    share: tuple[int, int] = (0, 1),  # this process' number, and how many there are
+    run: Path, s: setting.Settings, arms: Mapping[str, int | None],  # a finished run; of the evaluation; arm -> split
+    folder: Path, share: tuple[int, int] = (0, 1),  # of `begun_folder`; this process' number, and how many there are
     watch: Callable = lambda: None,  # called after every part
 ) -> None:
     "Draw the parts that are missing and this process' own."

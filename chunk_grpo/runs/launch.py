@@ -230,13 +230,10 @@ def check_launcher() -> None:
 # %% ../../nbs/08_runs/01_launch.ipynb #la0c0004
 def train(
     s: Settings, out: str | Path | None = None,  # the run folder; None: a new one under runs/
-    resume: bool = False,  # take up the run that lies there
-    processes: int = 1,  # on each machine
+    resume: bool = False, processes: int = 1,  # take up the run that lies there; on each machine
     callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings
-    name: str = "run",  # of the folder where `out` is None
-    nodes: int = 1,  # machines
-    node_rank: int = 0,  # number of this one
-    rendezvous: str = "",  # HOST:PORT of the first machine
+    name: str = "run", nodes: int = 1,  # of the folder where `out` is None; machines
+    node_rank: int = 0, rendezvous: str = "",  # number of this one; HOST:PORT of the first machine
     max_restarts: int = 0,  # after a failure of one of several processes
     on_made: Callable[[Path], object] | None = None,  # called once the run folder is there: nothing was refused
 ) -> Path:  # the folder of the finished run

@@ -172,9 +172,7 @@ _OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", 
                  "chunks", "surrogate")
 
 
-def is_own_run(
-    run: str | Path, remember: bool = False,  # note that it was made here
-) -> bool:
+def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
     "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
     note, file = read_json(find_run(run) / "run.json"), prompt_cache_folder() / "own-runs.txt"
     obeyed = json.dumps([note["settings"].get(name) for name in _OBEYED_FIELDS], sort_keys=True)
@@ -195,10 +193,8 @@ def has_final_weights(run: Path) -> bool:
 def create_run(
     s: Settings,
     out: str | Path | None = None,  # the folder; None: runs/NAME-001 or the next free number, in the working directory
-    resume: bool = False,  # take up the run that lies there
-    processes: int = 1,  # that will train it
-    name: str = "run",  # of the folder where `out` is None
-    nodes: int = 1,  # machines that the processes are on
+    resume: bool = False, processes: int = 1,  # take up the run that lies there; that will train it
+    name: str = "run", nodes: int = 1,  # of the folder where `out` is None; machines that the processes are on
 ) -> Path:  # the run folder
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
     def is_done(note: dict) -> bool:  # the run that is taken up has nothing left to train

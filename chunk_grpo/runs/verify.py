@@ -136,9 +136,7 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
 
 # %% ../../nbs/08_runs/04_verify.ipynb #9b835062
 def repeat_run(
-    s: Settings,  # of the run
-    iterations: int,  # to do again
-    processes: int, folder: Path,  # to be made
+    s: Settings, iterations: int, processes: int, folder: Path,  # of the run; to do again; to be made
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
 ) -> Path:
     "Train the first iterations again; InputError where that fails."
@@ -152,8 +150,7 @@ def repeat_run(
 
 # %% ../../nbs/08_runs/04_verify.ipynb #3a6a7f19
 def verify_run(
-    run: Path,  # finished or not
-    iterations: int = 2,  # to do again, at most those that the run has
+    run: Path, iterations: int = 2,  # finished or not; to do again, at most those that the run has
     processes: int = 0,  # 0: as the run had, on one machine
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences

@@ -42,8 +42,7 @@ def _read_rows(file: Path, modified: int) -> list[dict]:
 
 
 def load_study_rows(
-    name: str,  # of the study
-    folder: Path | None = None,  # of the kept rows; None: `STUDY_ROWS_FOLDER`
+    name: str, folder: Path | None = None,  # of the study; of the kept rows; None: `STUDY_ROWS_FOLDER`
 ) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
@@ -61,9 +60,7 @@ def arms_with_runs(rows: Sequence[Mapping]) -> list[str]:
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
-def missing_runs_note(
-    rows: Sequence[Mapping], study: Mapping,  # its description
-) -> str:
+def missing_runs_note(rows: Sequence[Mapping], study: Mapping) -> str:  # its description
     "A sentence on the arms and seeds that were planned and are not there."
     if not rows:
         return f"No run of this study is kept yet; planned: {len(study['arms'])} arms, {len(study['seeds'])} seeds."
@@ -100,10 +97,7 @@ def pivot_by_seed(
     return pd.DataFrame(columns, dtype=float).sort_index()
 
 
-def mean_score(
-    row: Mapping, reward: str,  # its name
-    arm: str = "plain",  # of the evaluation: base, plain, hybrid, split-05 ...
-) -> float:
+def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: base, plain, hybrid, split-05 ...
     "The mean over prompts; InputError where the arm or the reward was not evaluated."
     found = row["scores"].get(arm)
     if found is None or reward not in found:
@@ -115,16 +109,14 @@ def mean_score(
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #89401e28
 def gains_by_seed(
-    rows: Sequence[Mapping], reward: str,  # its name
-    arm: str = "plain",  # of the evaluation
+    rows: Sequence[Mapping], reward: str, arm: str = "plain",  # its name; of the evaluation
 ) -> pd.DataFrame:  # a row a seed, a column an arm
     "The mean over prompts of an evaluation's arm minus the base."
     return pivot_by_seed(rows, lambda row: mean_score(row, reward, arm) - mean_score(row, reward, "base"))
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #2390e582
 def paired_intervals(
-    rows: Sequence[Mapping], reward: str,  # its name
-    reference: str,  # the arm that all others are compared with
+    rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that all others are compared with
     arm: str = "plain",  # of the evaluation
 ) -> pd.DataFrame:  # a row an arm, as of `t_intervals`
     "Differences (a) to the reference on the same seeds; InputError where the reference has no run."
@@ -135,8 +127,7 @@ def paired_intervals(
 
 
 def paired_differences(
-    values: pd.DataFrame,  # a row a seed, a column an arm
-    reference: str,  # one of the columns
+    values: pd.DataFrame, reference: str,  # a row a seed, a column an arm; one of the columns
 ) -> pd.DataFrame:  # the same without the reference
     "Every arm minus the reference on the same seed; nan where one of the two is missing."
     return values.sub(values[reference], axis=0).drop(columns=reference)
@@ -154,17 +145,13 @@ def common_rewards(rows: Sequence[Mapping]) -> list[str]:  # those trained on fi
     return [name for name in every if all(name in row["scores"]["base"] for row in rows)]
 
 
-def format_difference(
-    found: Mapping,  # mean, lo, hi
-) -> str:
+def format_difference(found: Mapping) -> str:  # found: mean, lo, hi
     "A difference with its interval, or alone where one seed is too few."
     known = {name: None if found[name] != found[name] else found[name] for name in ("mean", "lo", "hi")}
     return format_interval(known, signed=True)
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #e8a7ce28
-def cost_columns(
-    mine: Sequence[Mapping],  # the runs of an arm
-) -> dict[str, str]:  # column -> text
+def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs of an arm; returns column -> text
     "Seeds, chunks and what an arm cost, as a mean over its runs."
     mean, s = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean(), mine[0]["settings"]
     profiled = "; ".join(dict.fromkeys(row["chunks"] for row in mine if s["chunks"] == "profile"))  # as measured
@@ -200,9 +187,7 @@ def outcome_table(rows: Sequence[Mapping], reference: str) -> str:
     return table.drop(columns=cost).to_string(index=False)
 
 # %% ../../nbs/12_studies/03_analysis.ipynb #271ce43e
-def differing_settings(
-    rows: Sequence[Mapping],
-) -> list[dict]:  # a row an arm: the arm, and every setting in which arms differ
+def differing_settings(rows: Sequence[Mapping]) -> list[dict]:  # a row an arm: it, and every setting that differs
     "The settings in which the arms differ; InputError where runs of one arm differ in more than the seed."
     settings = {arm: [{k: v for k, v in row["settings"].items() if k != "seed"} for row in rows if row["arm"] == arm]
                 for arm in arms_with_runs(rows)}

@@ -88,9 +88,7 @@ def list_studies() -> list[str]:
     return sorted(file.parent.name for file in STUDIES_FOLDER.glob("*/study.yaml"))
 
 
-def find_study_folder(
-    source: str | Path,  # name of a study, or a folder that holds study.yaml and base.yaml
-) -> Path:
+def find_study_folder(source: str | Path) -> Path:  # source: name, or a folder with study.yaml and base.yaml
     "The folder of a study; InputError where there is none."
     for path in (Path(source), STUDIES_FOLDER / source):
         if (path / "study.yaml").is_file() and (path / "base.yaml").is_file():
@@ -116,9 +114,7 @@ def _check_arms(study: Study) -> None:
             raise InputError(f"`after` must lead back to an arm that goes on from none; {earlier} goes on from itself")
 
 
-def load_study(
-    source: str | Path,  # name of a study, or its folder
-) -> Study:
+def load_study(source: str | Path) -> Study:  # source: name of a study, or its folder
     "A checked study; InputError with one sentence that names the field, what came and what is allowed."
     file = find_study_folder(source) / "study.yaml"
     try:
@@ -166,8 +162,7 @@ def _arm_settings(study: Study, home: Path) -> dict[str, Settings]:
 
 
 def expand_trials(
-    source: str | Path,  # name of a study, or its folder
-    arms: Sequence[str] | None = None,  # only these; None: all
+    source: str | Path, arms: Sequence[str] | None = None,  # name of a study, or its folder; only these; None: all
     seeds: Sequence[int] | None = None,  # only these; None: all
 ) -> list[Trial]:  # seed after seed, so that what is there after an interruption can be compared
     "The trials of a study; InputError where an arm or its settings are wrong."
@@ -184,9 +179,7 @@ def expand_trials(
             for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
 
 # %% ../../nbs/12_studies/00_design.ipynb #plan-code
-def plan_hash(
-    home: Path,  # the study's folder
-) -> str:
+def plan_hash(home: Path) -> str:  # home: the study's folder
     "The hash of a plan: study.yaml, base.yaml, and tuned.yaml where it is there."
     files = [home / name for name in ("study.yaml", "base.yaml", TUNED_FILE)]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
@@ -213,8 +206,7 @@ def plan_commit(
 
 
 def plan_record(
-    home: Path,  # the study's folder
-    unplanned: bool = False,  # whether it may begin without a committed plan
+    home: Path, unplanned: bool = False,  # the study's folder; whether it may begin without a committed plan
 ) -> dict:  # sha256, commit, unplanned, peeks
     "What the rows of a study say of its plan; InputError where it is not committed and need be."
     commit, why = plan_commit(home)
@@ -240,8 +232,7 @@ def check_rows(rows: Iterable[dict]) -> None:
 
 
 def find_finished_row(
-    trial: Trial, out: Path,  # the study's folder
-    known: Iterable[dict] = (),  # rows from elsewhere
+    trial: Trial, out: Path, known: Iterable[dict] = (),  # the study's folder; rows from elsewhere
 ) -> dict | None:  # its row
     "The row of a trial that needs no more work: model, prompts and settings are alike."
     file, hashes = out / trial.name / "row.json", None

@@ -31,8 +31,7 @@ def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
 # %% ../../nbs/12_studies/04_figures.ipynb #31549756
 @with_house_style
 def plot_forest(
-    rows: Sequence[Mapping], reward: str,  # its name
-    reference: str,  # the arm that the others are compared with
+    rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that the others are compared with
     arm: str = "plain",  # of the evaluation
 ) -> Figure:
     "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
@@ -62,10 +61,7 @@ def curve_column(
     return np.array(row["curve"][name], dtype=float)
 
 
-def rolling_mean(
-    values: np.ndarray,  # (n,)
-    window: int,  # iterations
-) -> np.ndarray:  # (n,), nan for the first window - 1
+def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:  # (n,); nan for the first window - 1
     "The mean of the last `window` values."
     return pd.Series(values).rolling(window).mean().to_numpy()
 

@@ -25,8 +25,7 @@ from .design import Trial, expand_trials
 
 # %% ../../nbs/12_studies/02_ray_cluster.ipynb #3f333092
 def check_ray_address(
-    address: str,  # auto, local, HOST:PORT or ray://HOST:PORT
-    patience: float = 5.0,  # seconds to wait for an answer
+    address: str, patience: float = 5.0,  # auto, local, HOST:PORT or ray://HOST:PORT; seconds to wait for an answer
 ) -> None:
     "InputError where an address is none, or nobody answers there."
     if address == "auto":  # the cluster that this host belongs to, or the one the environment names
@@ -87,8 +86,7 @@ def eligible_nodes(
 
 # %% ../../nbs/12_studies/02_ray_cluster.ipynb #c24cb0ab
 def node_problem(
-    mark: Path,  # the file that the caller left
-    version: str = __version__,  # of this package at the caller
+    mark: Path, version: str = __version__,  # the file that the caller left; of this package at the caller
 ) -> str | None:
     "Why this node cannot carry out trials, in one sentence."
     if version != __version__:
@@ -184,8 +182,7 @@ def run_study_on_ray(
     out: str | Path | None = None,  # folder of its runs, seen by all nodes; None: runs/studies/NAME
     processes: int | None = None,  # trials handed over at once; None: all
     arms: Sequence[str] | None = None,  # only these; None: all
-    seeds: Sequence[int] | None = None,  # only these; None: all
-    *rest,  # as for `study.run_study`
+    seeds: Sequence[int] | None = None, *rest,  # only these; the rest as for `study.run_study`
     **marks,  # `unplanned` and `peek`
 ) -> list[dict]:  # rows in the order of the trials
     "Run or continue a study on a Ray cluster; InputError for bad input, TrainingFailed where trials failed."

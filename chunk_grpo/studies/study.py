@@ -80,9 +80,7 @@ def _evaluation_results(
     return {"scores": means, "categories": kinds, "preserved": kept}
 
 
-def _build_trial_row(
-    run: Path,  # a trained and evaluated run with its trial.json
-) -> dict:
+def _build_trial_row(run: Path) -> dict:  # run: a trained and evaluated run with its trial.json
     "A finished trial: what it was, what it cost, and what came of it."
     note, lines = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
     on, off = metric_curves(lines)
@@ -95,9 +93,7 @@ def _build_trial_row(
     return asked | where | cost | measured | _evaluation_results(run)
 
 # %% ../../nbs/12_studies/01_study.ipynb #878f45de
-def main(
-    arguments: list[str] | None = None,  # the run folder; None: those of the command line
-) -> int:  # exit code
+def main(arguments: list[str] | None = None) -> int:  # the run folder; None: of the command line; returns exit code
     "Train and evaluate the trial in a folder, and write its row."
     run = Path((sys.argv[1:] if arguments is None else arguments)[0])
     try:
@@ -114,9 +110,7 @@ def main(
     return 0
 
 # %% ../../nbs/12_studies/01_study.ipynb #a9c941b4
-def source_run(
-    trial: Trial, out: Path,  # the study's folder
-) -> Path | None:  # None: of nothing
+def source_run(trial: Trial, out: Path) -> Path | None:  # the study's folder; returns None: of nothing
     "The run that a trial which has not begun yet would be a copy of."
     source = out / f"{trial.after}-{trial.seed}"
     return source if source.is_dir() and not (out / trial.name).exists() else None
@@ -143,8 +137,7 @@ def prepare_trial(
 
 
 def run_trial(
-    trial: Trial, out: Path,  # the study's folder
-    own: Mapping[str, str],  # environment variables of its process
+    trial: Trial, out: Path, own: Mapping[str, str],  # the study's folder; environment variables of its process
     stop: threading.Event | None = None,  # set: the trial is ended early
 ) -> tuple[dict, float]:  # its row, and the seconds it took
     "Run what is left of a trial in a process of its own; InputError or TrainingFailed with its last words."
@@ -194,9 +187,7 @@ class LocalPool:
         self.threads.shutdown(cancel_futures=True)
 
 # %% ../../nbs/12_studies/01_study.ipynb #d3da7704
-def gain_line(
-    row: dict,  # of a finished trial
-) -> str:
+def gain_line(row: dict) -> str:  # row: of a finished trial
     "What training changed on held-out prompts, in one line."
     base, arms = row["scores"]["base"], {k: v for k, v in row["scores"].items() if k != "base"}
     trained = arms.get("plain") or next(iter(arms.values()))
@@ -222,8 +213,7 @@ def _count_finished_iterations(run: Path) -> int:
 
 def format_time_left(
     total: int,  # iterations of the trials that are not finished, those done in part included
-    done: int,  # iterations of these that are behind
-    since: int,  # iterations done by this call
+    done: int, since: int,  # iterations of these that are behind; iterations done by this call
     seconds: float,  # that it took
 ) -> str:
     "The time left, as far as it can be told."
@@ -328,9 +318,7 @@ class _Progress:
 
 # %% ../../nbs/12_studies/01_study.ipynb #4f06a21c
 @contextlib.contextmanager
-def study_lock(
-    out: Path,  # the study's folder
-):
+def study_lock(out: Path):  # out: the study's folder
     "Hold the study's lock; InputError where another process has it, or there can be no such folder."
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,7 @@ def tuning_arms(study: Study) -> dict[str, tuple[str, dict]]:  # name of an arm 
 
 
 def write_tuning_study(
-    source: str | Path,  # name of a study, or its folder
-    folder: Path,  # gets base.yaml and study.yaml
+    source: str | Path, folder: Path,  # name of a study, or its folder; gets base.yaml and study.yaml
 ) -> Path:  # the folder
     "The study that tries every point with every arm; InputError where the study cannot be tuned so."
     study, home = load_study(source), find_study_folder(source)
@@ -57,16 +56,13 @@ def write_tuning_study(
     return folder
 
 # %% ../../nbs/12_studies/06_tuning.ipynb #75310eb8
-def at_edge(
-    study: Study, point: Mapping,  # settings
-) -> list[str]:  # settings whose value is the first or last that was tried
+def at_edge(study: Study, point: Mapping) -> list[str]:  # settings whose value is the first or last that was tried
     "Where a point touches the end of the grid; of two values, each is an end."
     return [name for name, values in study.tune.items() if len(values) > 1 and point[name] in (values[0], values[-1])]
 
 
 def choose_settings(
-    study: Study, rows: Sequence[Mapping],  # of the trying
-    evaluated: str = "plain",  # arm of the evaluation
+    study: Study, rows: Sequence[Mapping], evaluated: str = "plain",  # of the trying; arm of the evaluation
 ) -> dict[str, dict]:  # arm -> settings, gain, edge, points
     "The best point of every arm by its mean gain over seeds."
     out: dict[str, dict] = {arm: {"points": []} for arm in study.arms}

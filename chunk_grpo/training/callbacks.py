@@ -49,16 +49,13 @@ class _LogFunction(Callback):
         self.function(line, state.s)
 
 
-def as_callbacks(
-    given: Sequence[Callback | Callable],  # a plain function listens to `on_log`
-) -> list[Callback]:
+def as_callbacks(given: Sequence[Callback | Callable]) -> list[Callback]:  # a plain function listens to `on_log`
     "Callbacks as objects."
     return [one if isinstance(one, Callback) else _LogFunction(one) for one in given]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #74fa3481
 def format_progress(
-    line: dict,  # of the metrics
-    iterations: int,  # of the run
+    line: dict, iterations: int,  # of the metrics; of the run
     log: bool = False,  # as the log has it: standard error, norm of the gradient, seconds
 ) -> str:
     "An iteration in one line of text, with the time that is left; what is no usable number is a dash."
@@ -170,8 +167,7 @@ _WINDOW = 5  # iterations
 
 
 def _first_and_last(
-    lines: Sequence[dict],  # of the metrics, the newest last
-    name: str,  # of a number in them
+    lines: Sequence[dict], name: str,  # of the metrics, the newest last; of a number in them
 ) -> tuple[float, float, float] | None:  # mean of the first, of the last, standard error; None: too few iterations
     "A number of a run in its first and in its last iterations."
     found = [line[name] for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]] if line.get(name) is not None]

@@ -101,8 +101,7 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 
 
 def write_checkpoint(
-    run: Path, iteration: int,  # finished iterations
-    groups: Groups, state: Mapping,  # what else to remember, JSON
+    run: Path, iteration: int, groups: Groups, state: Mapping,  # finished iterations; what else to remember, JSON
     keep: int = 2,  # newest checkpoints to keep
     keep_every: int = 0,  # iterations between those that are kept for good; 0: none
     about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..core import settings as setting
+from ..core.files import RunInfo, read_json
 from ..core.machine import count_seconds
 from ..method.chunks import Chunks
 from ..method.dynamics import relative_distance
@@ -35,7 +36,7 @@ from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
-from ..rewards.rewards import StreamingScores, scoring_thread
+from ..rewards.rewards import StreamingScores, combine_rewards, scoring_thread
 from .methods import Method, ReplayContext, load_method
 from .rollout import Trajectories, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
@@ -57,6 +58,7 @@ class TrainingState:
     reward_weights: dict[str, float]  # of the rewards trained on
     rewards: dict[str, Callable]  # those trained on and those only measured: (images, prompts) -> scores
     method: Method
+    run_id: str = ""  # of run.json, where there is one
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)  # scores while the policy draws
     limit: int = 0  # transitions in one forward of an update
     policy: Policy = _LATER  # from here on: what iterations change
@@ -71,6 +73,11 @@ class TrainingState:
     def averages(self) -> dict[str, list[Tensor]]:
         "The moving average, where there is one, and the method's copies of the weights, in the order of these."
         return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.copies
+
+    @property
+    def identity(self) -> dict:  # run_id, settings
+        "What a checkpoint must share with the run that goes on from it."
+        return {"run_id": self.run_id, "settings": self.s.model_dump(mode="json")}
 
     def own_prompts(self, iteration: int) -> list[int]:
         "This process' prompts of an iteration, 0, 1, ..., as positions in the list."
@@ -91,9 +98,7 @@ class TrainingState:
         return list(dict.fromkeys([*drawn, *held_out]))
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
-def prepare_state(
-    s: setting.Settings, run: Path,  # an existing folder
-) -> TrainingState:  # without policy
+def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existing folder; returns without policy
     "Read what a run needs besides its weights; InputError where something is wrong."
     if s.threads:
         torch.set_num_threads(s.threads)
@@ -105,14 +110,15 @@ def prepare_state(
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
                               kwargs_handlers=[InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)])
-    method = load_method(s)
+    method, file = load_method(s), Path(run) / "run.json"
+    run_id = read_json(file, RunInfo).get("run_id", "") if file.is_file() else ""
     setting.check_processes(s, accelerator.num_processes)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
-    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method)
+    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
 def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the same, with policy and optimizer
@@ -150,6 +156,7 @@ class Rollout:
 
     context: ReplayContext  # their trajectories, and what it takes to ask the policy about them
     scores: dict[str, Tensor]  # raw, by reward, (B,)
+    combined: Tensor  # (B,), of `combine_rewards`
     advantage: Tensor  # (B,)
     statistics: Tensor  # (B, 3) of the images, IMAGE_STATISTICS
     seconds: dict[str, float]  # of the iteration's phases; the later ones add theirs
@@ -186,7 +193,8 @@ def sample_groups(state: TrainingState) -> Rollout:
         scores = arriving.scores()
     grouped = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
     advantage = method.advantages(grouped, state.reward_weights).flatten()
-    return Rollout(replace(before, trajectories=paths), scores, advantage, torch.cat(statistics), seconds)
+    combined = combine_rewards(grouped, state.reward_weights).flatten()
+    return Rollout(replace(before, trajectories=paths), scores, combined, advantage, torch.cat(statistics), seconds)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
 def score_base(
@@ -197,12 +205,10 @@ def score_base(
     _, keys, row, arriving = _begin_groups(state, s.baseline_images)
     how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
     batches = sde_batches(state.policy, rollout.context.conditioning, row, keys, *how)
-    with count_seconds(rollout.seconds, "baseline"), trainable.base_weights(state.policy):
+    with trainable.base_weights(state.policy):
         for path, _ in batches:  # drawn here
-            with count_seconds(rollout.seconds, "decode"):
-                arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
-    with count_seconds(rollout.seconds, "reward"):
-        return arriving.scores()
+            arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
+    return arriving.scores()
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(state: TrainingState, paths: Trajectories) -> dict:  # of the base; kind, mean (T,), std, ...

@@ -99,8 +99,7 @@ class ReplayContext:
 
 def replay_transitions(
     context: ReplayContext, image: Tensor,  # (m,) positions in the trajectories
-    index: Tensor,  # (m,) transitions, 0 ... T-1
-    base: bool = False,  # also the base's mean, by a second forward
+    index: Tensor, base: bool = False,  # (m,) transitions, 0 ... T-1; also the base's mean, by a second forward
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # x_{i+1}, mean with graph, std, and the base's mean or None
     "The stored transitions under the present weights, in one forward."
     path, sampler, policy = context.trajectories.latents, context.trajectories.sampler, context.policy
@@ -114,9 +113,7 @@ def replay_transitions(
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000031
 def _chunk_means(
-    values: Tensor,  # (N,) a number of every item
-    chunk: Tensor,  # (N,) its chunk
-    count: int,  # K
+    values: Tensor, chunk: Tensor, count: int,  # (N,) a number of every item; (N,) its chunk; K
 ) -> list[float | None]:  # K means; None where the chunk was not drawn
     "Mean of the values in each chunk."
     drawn = torch.bincount(chunk, minlength=count)

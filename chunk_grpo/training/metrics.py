@@ -70,11 +70,10 @@ def collect_metrics(
         return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
 
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
-    first = next(iter(groups.values()))
-    combined = rewards.combine_rewards(groups, state.reward_weights) if len(groups) > 1 else first
-    mean, se = mean_se(first.mean(1))
+    mean, se = mean_se(next(iter(groups.values())).mean(1))
     return {
-        "iteration": state.iteration, "reward_mean": mean, "reward_std": combined.std(1).mean().item(), "reward_se": se,
+        "iteration": state.iteration, "reward_mean": mean, "reward_std": grouped(rollout.combined).std(1).mean().item(),
+        "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
         "advantage_std_zero_groups": int((grouped(rollout.advantage).abs().amax(1) == 0).sum()),
         **{f"image_{name}": grouped(x).double().mean().item()
@@ -94,39 +93,36 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     if state.ema is not None:  # in place, where they lie
         trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
+    policy.set_resolution(s.eval_resolution)
+    images = {arm: sample_images(policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+              for arm, split in arms.items()}
+    policy.set_resolution(s.resolution)
+    if state.ema is not None:
+        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
     out = {}
-    for arm, split in arms.items():
-        policy.set_resolution(s.eval_resolution)
-        images = sample_images(policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
-        policy.set_resolution(s.resolution)
-        images = images[: len(mine)]
-        if not arm:  # eight images over the whole list, as files
-            make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
-            records = []
-            for i in evenly_spaced_positions(len(mine), 8):
-                (prompt, number), file = mine[i], "{:05d}_{}.png".format(*mine[i])
-                VaeImageProcessor.numpy_to_pil(images[i].permute(1, 2, 0).numpy())[0].save(folder / file)
-                sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
-                records.append({"file": file, "prompt_index": prompt, "image_index": number, "prompt": texts[i]})
-            records = sorted(gather_object(records), key=lambda record: record["file"])
-            if state.accelerator.is_main_process:
-                with atomic_write(folder / "manifest.jsonl") as temporary:
-                    for record in records:
-                        append_json_line(temporary, record)
+    for arm in arms:
         for name, reward in state.rewards.items():
-            own = rewards.score_images(name, reward, images, texts).tolist() if mine else []
+            own = rewards.score_images(name, reward, images[arm][: len(mine)], texts).tolist() if mine else []
             parts = gather_object([dict(zip(mine, own, strict=True))])
             scores = {place: x for part in parts for place, x in part.items()}
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
-    if state.ema is not None:
-        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
+    make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
+    records = []
+    for i in evenly_spaced_positions(len(mine), 8):  # eight images over the whole list, as files
+        (prompt, number), file = mine[i], "{:05d}_{}.png".format(*mine[i])
+        VaeImageProcessor.numpy_to_pil(images[""][i].permute(1, 2, 0).numpy())[0].save(folder / file)
+        sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
+        records.append({"file": file, "prompt_index": prompt, "image_index": number, "prompt": texts[i]})
+    records = sorted(gather_object(records), key=lambda record: record["file"])
+    if state.accelerator.is_main_process:
+        with atomic_write(folder / "manifest.jsonl") as temporary:
+            for record in records:
+                append_json_line(temporary, record)
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c
-def tracker_values(
-    line: dict,  # of the metrics
-) -> dict[str, float]:
+def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
     "The numbers of a line, by names in groups."
     out = {}
     for name, value in line.items():

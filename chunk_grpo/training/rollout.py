@@ -21,9 +21,7 @@ from ..models.trainable import base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
 def derive_seed(
-    seed: int,  # of the run
-    iteration: int, prompt: int,  # position in the list of prompts
-    generation: int,  # 0 ... G-1
+    seed: int, iteration: int, prompt: int, generation: int,  # of the run; position in the list of prompts; 0 ... G-1
     stream: str = "noise",  # what the numbers are for: noise, steps, chunks, eval ...
 ) -> int:  # in [0, 2**63)
     "The seed of one image's random numbers."
@@ -59,8 +57,7 @@ def initial_noise(
 
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
-    keys: list[tuple[int, int, int, int]],  # of the images
-    shape: tuple[int, ...],  # (T, S, C), of one image
+    keys: list[tuple[int, int, int, int]], shape: tuple[int, ...],  # of the images; (T, S, C), of one image
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
     "The noise of every transition and image."
     return torch.stack([torch.randn(shape, generator=make_generator(*key, stream="steps")) for key in keys], dim=1)
@@ -105,8 +102,7 @@ def sample_trajectories(
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     sampler: Sampler, batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
-    store: torch.dtype = torch.float32,  # of the stored latents
-    host: bool = False,  # keep them in the host's memory
+    store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
@@ -120,10 +116,8 @@ def sample_trajectories(
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
 @torch.no_grad()
 def sample_ode(
-    policy: Policy, conditioning: dict[str, Tensor],  # rows, one an image
-    noise: Tensor,  # (B, S, C) at sigma 1
-    grid: Tensor,  # (N+1,) sigmas
-    batch: int = 16,  # images in one forward
+    policy: Policy, conditioning: dict[str, Tensor], noise: Tensor,  # rows, one an image; (B, S, C) at sigma 1
+    grid: Tensor, batch: int = 16,  # (N+1,) sigmas; images in one forward
     split: int | None = None,  # step at which the base takes over; None: never, 0: the base alone
 ) -> Tensor:  # (B, S, C) at sigma 0
     "Euler samples of the ODE; hybrid inference where `split` is given."
@@ -154,10 +148,8 @@ def _place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dic
 def sample_images(
     policy: Policy, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    seed: int,  # of the evaluation
-    steps: int = 50,  # Euler steps
-    split: int | None = None,  # step at which the base takes over; None: never
-    batch: int = 16,  # images in one forward
+    seed: int, steps: int = 50,  # of the evaluation; Euler steps
+    split: int | None = None, batch: int = 16,  # step at which the base takes over; None: never; images in one forward
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "ODE samples of held-out prompts, reproducible image by image."
     keys, rows = _place_conditioning(policy, prompts, places, seed)
@@ -170,9 +162,7 @@ def sample_sde_images(
     policy: Policy,  # at the resolution of the training
     prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    seed: int,  # of the evaluation
-    sampler: Sampler,  # of the training
-    base: bool = False,  # with the base's weights
+    seed: int, sampler: Sampler, base: bool = False,  # of the evaluation; of the training; with the base's weights
     batch: int = 16,  # images in one forward
     store: torch.dtype = torch.float32,  # that the training's latents are rounded to
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU

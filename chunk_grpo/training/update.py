@@ -21,8 +21,7 @@ from .rollout import make_generator
 # %% ../../nbs/07_training/03_update.ipynb #3c7a8a01
 def split_updates(
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), groups together
-    group: int,  # G, images a prompt
-    updates: int,  # U, divides G
+    group: int, updates: int,  # G, images a prompt; U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
     "The images of each update: G / U of every group, shuffled."
     out = [[] for _ in range(updates)]
@@ -52,8 +51,7 @@ def build_update_batch(
     images: Tensor,  # (b,) positions of the update's images
     chosen: Tensor,  # (B, k) chunks of every image of the iteration
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
-    limit: int,  # transitions in one forward
-    weights: Tensor | None = None,  # (T,) of each transition in the objective
+    limit: int, weights: Tensor | None = None,  # transitions in one forward; (T,) of each transition in the objective
     stochastic: Tensor | None = None,  # (n,) the transitions that the chunks divide; None: the first ones
 ) -> UpdateBatch:
     "The flat work of an update."
@@ -95,8 +93,7 @@ def ratio_floor(
 
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
 def _objective_slopes(
-    method: Method, statistic: Tensor,  # (N, ...) mean of each item
-    adv: Tensor,  # (N,) of each item
+    method: Method, statistic: Tensor, adv: Tensor,  # (N, ...) mean of each item; (N,) of each item
 ) -> Tensor:  # (N, ...)
     "Derivative of every item's worth by its mean statistic."
     with torch.enable_grad():
