@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
-from chunk_grpo.core.files import append_json_line, hash_files, write_json
+from chunk_grpo.core.files import RunInfo, append_json_line, hash_files, read_json, write_json
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import drawing, run_folder, run_images
 from chunk_grpo.training import checkpoints, trainer
@@ -28,8 +28,17 @@ def no_group_is_left():
         torch.distributed.destroy_process_group()
 
 
-def fresh(run: Path, kind: str) -> SimpleNamespace:
-    "As much of a training state as checkpoints ask for, before its first iteration."
+class State(SimpleNamespace):
+    "As much of a training state as checkpoints ask for."
+
+    @property
+    def identity(self) -> dict:
+        note = read_json(self.run / "run.json", RunInfo) if (self.run / "run.json").is_file() else {}
+        return {"run_id": note.get("run_id", ""), "settings": self.s.model_dump(mode="json")}
+
+
+def fresh(run: Path, kind: str) -> State:
+    "A state before its first iteration."
     torch.manual_seed(0)
     net = torch.nn.Module()
     net.layers, net._repeated_blocks = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]), ["Linear"]
@@ -37,10 +46,9 @@ def fresh(run: Path, kind: str) -> SimpleNamespace:
     trained = trainable.shard_model(net, torch.device("cpu"), torch.float32) if sharded else list(net.parameters())
     s = settings.load_settings("pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"})
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
-    return SimpleNamespace(
+    return State(
         run=run, s=s, accelerator=one, policy=SimpleNamespace(trained=trained), ema=None, iteration=0, total=0.0,
-        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict,
-        identity={"run_id": "", "settings": s.model_dump(mode="json")})
+        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict)
 
 
 def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:
