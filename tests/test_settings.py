@@ -93,6 +93,7 @@ def refused(values: dict, overrides=()) -> str:
     ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
     ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
     ({"shift": 1e12}, ["`shift`", "above 0 and at most 100", "1000000000000"]),
+    ({"lr": 1e-5}, ["`lr` is no setting", "did you mean `learning_rate`"]),
     ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
     ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
 ])

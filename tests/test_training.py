@@ -172,7 +172,9 @@ def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
     line = metrics(tmp_path / "run")[1]
     assert line["advantage_std_zero_groups"] == 4 and line["grad_norm"] == 0
     base = load_file(next((world / "model" / "transformer").glob("*.safetensors")))
-    after = load_file(next((tmp_path / "run" / "final").glob("*.safetensors")))
+    file = next((tmp_path / "run" / "final").glob("*.safetensors"))
+    after = load_file(file)
+    assert file.stat().st_mode & 0o777 == (tmp_path / "run" / "run.json").stat().st_mode & 0o777  # others may read it
     assert all(torch.equal(base[k], after[k]) for k in base)
 
 

@@ -8,8 +8,12 @@ import pytest
 import small_runs
 from commands import call
 
+from chunk_grpo import InputError
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import hash_files, read_json, write_json
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.runs.verify import repeat_run
 
 FEW = {"iterations": 3, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 5, "chunks": "2,2",
        "eval_count": 1, "eval_every": 0, "keep_checkpoints": 3, "updates_per_iteration": 2}
@@ -132,3 +136,13 @@ def test_changed_packages_are_noted_when_a_run_goes_on(home):
     assert [file.name for file in machine.package_lists(run)] == ["packages.txt", "packages-2.txt"]
     found = verify(home, "--iterations", 1, run=run)
     assert found["answer"] == "identical" and found["differences"]["accelerate"][0] is None
+
+
+def test_a_repetition_that_fails_names_its_reason_and_no_log_that_is_gone(tmp_path, monkeypatch):
+    def fails(s, out, **words):
+        run_folder.update_run_json(run_folder.create_run(s, out), status="failed", error="OSError: the disk is full")
+        raise launch.TrainingFailed(f"training stopped in {out}: OSError: the disk is full; the log is {out}/train.log")
+
+    monkeypatch.setattr(launch, "train", fails)
+    with pytest.raises(InputError, match="it was not: OSError: the disk is full$"):
+        repeat_run(load_settings("pocket/tiny"), 1, 1, tmp_path / "run")

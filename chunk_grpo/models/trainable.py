@@ -143,6 +143,8 @@ def save_trained_weights(policy: Policy, folder: Path) -> None:  # policy: train
         import_class(policy.pipeline).save_lora_weights(str(folder), transformer_lora_layers=layers)
     else:
         policy.transformer.save_pretrained(str(folder))
+    for file in Path(folder).glob("*.safetensors"):  # which are made for their owner alone
+        file.chmod(Path(folder).stat().st_mode & 0o666)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2fda097e
 def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_trained_weights`

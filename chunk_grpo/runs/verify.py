@@ -145,8 +145,9 @@ def repeat_run(
         shorter = load_settings(s, {"iterations": iterations} | quiet)
         listening = [on_log] if on_log and processes == 1 else []
         return launch.train(shorter, folder, processes=processes, callbacks=listening)
-    except launch.TrainingFailed as error:
-        raise InputError(f"the run must be one that can be trained here; it was not: {error}") from None
+    except launch.TrainingFailed:  # which names a log that nobody will find
+        why = run_folder.read_run_info(folder)["error"]
+        raise InputError(f"the run must be one that can be trained here; it was not: {why}") from None
 
 # %% ../../nbs/08_runs/04_verify.ipynb #3a6a7f19
 def verify_run(
