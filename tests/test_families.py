@@ -1,8 +1,6 @@
 """Every family is its pipeline: the same embeddings, noise, velocity, images; and it trains, is saved and switched."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import tiny_families
@@ -14,7 +12,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.models import inputs, policy, trainable
+from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_ode, sample_trajectories
@@ -274,19 +272,6 @@ def test_a_distilled_klein_is_not_guided(tmp_path):
     assert load(tmp_path / "klein").true_cfg_scale == 1
     with pytest.raises(InputError, match="true_cfg_scale: got 3, but the model is distilled"):
         load(tmp_path / "klein", true_cfg_scale=3.0)
-
-
-def test_no_pipeline_is_imported_before_its_model():
-    "The package, the families' own classes and the settings know every pipeline by name only."
-    names = ["families"]
-    text = ("import sys, chunk_grpo.models.policy, chunk_grpo.core.settings\n"
-            f"print([n for n in {names} if 'chunk_grpo.models.' + n in sys.modules])\n"
-            "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
-            "print(len([find_family(name).known_configs for name in FAMILIES]),\n"
-            "      [n for n in sys.modules if n.startswith('diffusers.pipelines.') and '_' in n.split('.')[-1]])")
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "5 []"]
-    assert len(inputs.FAMILIES) == 5
 
 
 def shift(network, offset=8):

@@ -314,8 +314,14 @@ def test_a_runs_seconds_stand_beside_the_prediction(tmp_path):
 
 
 def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
-    "All families are asked for the model's name, and only the one that has it is imported; no weight is read."
-    code = ("import sys; from chunk_grpo.planning import plan; from chunk_grpo.core import settings\n"
+    "All families are asked by name, and only the one that has the model is imported; no weight is read."
+    code = ("import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
+            "assert 'chunk_grpo.models.families' not in sys.modules\n"
+            "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
+            "assert len([find_family(name).known_configs for name in FAMILIES]) == 5\n"
+            "pipelines = [n for n in sys.modules if n.startswith('diffusers.pipelines.')]\n"
+            "assert not any('_' in n.split('.')[-1] for n in pipelines)\n"
+            "from chunk_grpo.planning import plan\n"
             "import safetensors.torch; safetensors.torch.load_file = safetensors.safe_open = None\n"
             "plan.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
             "there = [name for name in sys.modules if name.startswith('diffusers.pipelines.')]\n"

@@ -49,6 +49,7 @@ def late(states: list) -> list:
     return [one for one in states if any(name in one[1] for name in ("run/checkpoints/000001", "run/final"))]
 
 
+@pytest.mark.slow
 def test_the_disk_keeps_what_was_synced(tiny_training):
     "The model itself: names need their folder's fsync, contents their own, and the last state is what is there."
     whole = disk.Disk()
@@ -67,6 +68,7 @@ def test_the_disk_keeps_what_was_synced(tiny_training):
         {}, {"a": None, "a/b": b""}, {}, {"a": None, "a/b": b"12"}, {"a": None, "a/b": b"\0" * 4}]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_on_the_disk(tiny_training):
     "At its end nothing of a run is left that a loss of power could take; its cache is none of it."
     there = {f"run/{file.relative_to(tiny_training.whole / 'run')}": file.read_bytes()
@@ -79,6 +81,7 @@ def test_a_finished_run_is_on_the_disk(tiny_training):
     assert kept == there
 
 
+@pytest.mark.slow
 def test_power_lost_at_a_few_steps(tiny_training, tmp_path):
     check(tiny_training, random.Random(1).sample(late(disk.states(tiny_training.steps)), SAMPLE), tmp_path)
 

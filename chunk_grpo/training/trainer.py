@@ -133,8 +133,10 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     if not torch.isfinite(rollout.context.trajectories.logp).all():
         raise InputError("`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
                          f"{state.iteration + 1} are not finite")
-    with count_seconds(rollout.seconds, "baseline"):
-        base = score_base(state, rollout) if s.baseline_images else None
+    base = None
+    if s.baseline_images:
+        with count_seconds(rollout.seconds, "baseline"):
+            base = score_base(state, rollout)
     with count_seconds(rollout.seconds, "update"):
         profile = {} if state.iteration else measure_profile(state, rollout.context.trajectories)
         update = update_policy(state, rollout)
