@@ -113,7 +113,7 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
             "arms": {"steps": {"chunks": "steps"}, "whole": {"chunks": "whole"}}, "tune_seeds": 1,
             "tune": {"learning_rate": [1e-5, 1e-4]}, "tune_prompts": "one.txt"}
     (home / "study.yaml").write_text(json.dumps(plan))
-    page = nbformat.read(ROOT / "nbs/13_cli/06_own_study.ipynb", as_version=4)
+    page = nbformat.read(ROOT / "nbs/14_cli/06_own_study.ipynb", as_version=4)
     lines = [line for cell in page.cells if cell.cell_type == "markdown" for line in commands_in(cell.source)]
     for line in lines:
         small_study.commit(home)  # the plan, and what was tuned

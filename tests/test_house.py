@@ -217,7 +217,7 @@ def test_an_arrow_that_rises_is_named():
     cells = [nbformat.v4.new_code_cell("def f():\n    from chunk_grpo.cli import main")]
     assert rising_imports(ROOT / "nbs/00_method/00_schedule.ipynb", cells) == [
         "nbs/00_method/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"]
-    assert not rising_imports(ROOT / "nbs/13_cli/03_gpu_host.ipynb", cells)
+    assert not rising_imports(ROOT / "nbs/14_cli/03_gpu_host.ipynb", cells)
 
 
 def test_a_name_means_one_thing():

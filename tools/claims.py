@@ -271,7 +271,7 @@ def _theory_claims() -> list[Claim]:
                                                sampler="flow", transitions=16, estimator="2,3,4,7"),
               Size(number=0.1), 1.0),
         Claim("The dynamics do not depend on the prompt: less than 5% of a profile's variation",
-              "../10_measurements/00_profiles", "equal",
+              "../11_measurements/00_profiles", "equal",
               partial(kept_evidence, "profile_shares.json", "rows", "prompt_only", "of the variation", sampler="flow",
                       distance="l1"), Size(number=0.05)),
     ]
