@@ -29,7 +29,6 @@ def images(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))}
 
 
-@pytest.mark.slow
 def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder = trained / "run" / "benchmarks" / "six"
     words = ("evaluate", trained / "run", "--benchmark", trained / "six.txt", "--samples", "2", "--rewards",

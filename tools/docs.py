@@ -26,9 +26,9 @@ BOOK, PACKAGE = ROOT / "nbs", ROOT / "chunk_grpo"
 CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "method": "The method", "pocket": "The pocket model", "core": "Files, statistics, settings",
     "models": "Models as policies", "rewards": "Rewards", "reward_serving": "Rewards in other processes",
-    "planning": "Planning a run", "training": "Training", "runs": "Runs and machines", "evaluation": "Evaluation",
-    "measurements": "Measurements", "reporting": "Figures and reports", "studies": "Studies and claims",
-    "cli": "The command line",
+    "planning": "Planning a run", "training": "Training", "methods": "Methods", "runs": "Runs and machines",
+    "evaluation": "Evaluation", "measurements": "Measurements", "reporting": "Figures and reports",
+    "studies": "Studies and claims", "cli": "The command line",
 }
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 

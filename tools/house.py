@@ -20,6 +20,7 @@ CHAPTERS = {  # name: what it holds, column (of 12, its left edge), floor from b
     "reward_serving": ("rewards in other processes", 8, 2, "#eeeeee"),
     "planning": ("memory and time before a start", 2, 2, "#eeeeee"),
     "training": ("rollout, update, checkpoints", 6, 3, "#dcd3ee"),
+    "methods": ("the table, decoupled methods", 7, 5, "#dcd3ee"),
     "runs": ("a run folder, its processes", 2, 3, "#eeeeee"),
     "evaluation": ("held-out prompts, GenEval, WISE, DPG", 8, 4, "#eeeeee"),
     "measurements": ("profiles, noise, bias, speed", 4, 4, "#eeeeee"),

@@ -52,7 +52,7 @@ ProcessesOption = Annotated[int | None, typer.Option(help="Processes that share 
                                                      "prompts; what suits run and machine if left out.")]
 
 # %% ../../nbs/14_cli/02_main.ipynb #5562f827
-PRINTING_COMMANDS = ("plan", "doctor", "presets")  # the others make files
+PRINTING_COMMANDS = ("plan", "doctor", "presets", "methods")  # the others make files
 
 
 class _Lasting(io.FileIO):
@@ -151,7 +151,7 @@ def plan(
 
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
-    counts = load_method(s).counts() if settings.named_code(s) else None  # those of a method's own code
+    counts = load_method(s).counts() if s.method != "chunk" or settings.named_code(s) else None
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = planning.find_model_config(s.model) is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")

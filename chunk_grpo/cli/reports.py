@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['reports_app', 'PageOption', 'report', 'watch', 'lab', 'output_file', 'output_page', 'compare', 'tables', 'profile',
-           'verify', 'sample', 'export', 'presets']
+           'verify', 'sample', 'export', 'presets', 'methods']
 
 # %% ../../nbs/14_cli/01_reports.ipynb #ac8a451b
 import itertools
@@ -261,3 +261,24 @@ def presets(
         lines = itertools.takewhile(lambda line: line.startswith("#"), settings.find_settings_file(name).open())
         found[name] = re.split(r"(?<=[.!?])\s", " ".join(line.lstrip("# ").strip() for line in lines) + " ")[0]
     return print_json(found) if as_json else print_rows(list(found.items()))
+
+
+@reports_app.command(epilog=examples("methods", "methods pocket/demo", "methods --json"))
+def methods(
+    source: Annotated[str, typer.Argument(metavar="[SETTINGS]", help="What they are put beside.")] = "paper/chunk",
+    as_json: JsonOption = False,
+):
+    "List the methods: their source, their choice on every axis, and what an image of each costs."
+    from chunk_grpo.methods.table import method_row  # here, since it imports torch
+
+    rows = [method_row(name, source) for name in settings.METHODS]
+    if as_json:
+        return print_json(rows)
+    costs = ("rollout", "trained", "extra", "scored")
+    for row in rows:
+        name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
+        cost = ", ".join(f"{key} {row.pop(key):g}" for key in costs)
+        typer.echo(f"{name:16} {title} ({origin}): {idea}")
+        typer.echo(f"{'':16} " + "; ".join(f"{axis}: {choice}" for axis, choice in row.items()))
+        typer.echo(f"{'':16} forwards an image: {cost}")
+    return None

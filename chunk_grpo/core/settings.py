@@ -90,6 +90,9 @@ class _ChunkSettings(BaseModel):
         'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile", "adaptive:SIZE", or a '
         "chunker as file.py:function.",
         min_length=1)
+    window: str = setting("all", "", "all: the paper; windows: MixGRPO, Flow-GRPO-Fast",
+        'Transitions that have noise and may be trained: "all" but the last, "frozen:WIDTH", "random:WIDTH", '
+        '"early:WIDTH", "progressive:WIDTH:EVERY" or "exponential:WIDTH:EVERY"; the others are deterministic.')
     chunk_fraction: Number = setting(0.5, "fraction", _TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: _SizesText = setting("all", "chunks", "all: the paper; one: its Figure 6",
@@ -103,8 +106,8 @@ class _ChunkSettings(BaseModel):
     weighting_temperature: Number = setting(1.0, "", OURS,
         "Flattens the weights of drawing: w^(1/temperature).", gt=0)
     step_weights: _SizesText = setting("one", "", "one: the paper; noise: TempFlow-GRPO",
-        'Weight of a transition in the objective: "one", "noise", or sizes of chunks for their T/(K size).',
-        min_length=1)
+        'Weight of a transition in the objective: "one", "noise", "interval", "inverse-interval", "flash", or sizes '
+        "of chunks for their T/(K size).", min_length=1)
     iterations: int = setting(150, "iterations", _TABLE_6, "Iterations of drawing, scoring and updating.", ge=1)
     prompts_per_iteration: int = setting(16, "prompts", _TABLE_6 + ": 2 a device on 8",
         "Prompts drawn in an iteration, all processes together.", ge=1)
@@ -120,11 +123,18 @@ class _OptimizerSettings(BaseModel):
     learning_rate: Number = setting(1e-5, "", _TABLE_6, "Step size of AdamW.", gt=0)
     weight_decay: Number = setting(1e-4, "", _TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
     clip_range: Number = setting(5e-5, "", _TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0)
+    statistic: Literal["ratio", "centred", "scaled", "guard"] = setting("ratio", "", "ratio: the paper, equation 14",
+        "What is averaged over a chunk: the log-ratio, without its bias, times the deviation, or both (GRPO-Guard).")
     surrogate: str = setting("clip", "", "clip: the paper, equation 13",
-        'What is maximised of ratio and advantage: "clip", or a function as file.py:function.', min_length=1)
+        'What is maximised of ratio and advantage: "clip", "asymmetric:LOW:HIGH", "dppo:DIVERGENCE", "hinge:MARGIN", '
+        '"epg", "pepg", "par", or a function as file.py:function.', min_length=1)
+    credit: Literal["group", "batch", "none", "sum", "gdpo", "wins"] = setting("group", "", "paper, equation 4",
+        "How scores become advantages (notebook method/credit).")
     advantage_clamp: Number = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: Number = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
-    kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the KL divergence to the base model; 0: off.", ge=0)
+    kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
+    anchor: Literal["transition", "velocity"] = setting("transition", "", "transition: paper, equation 13",
+        "That distance: the KL divergence of transitions, or the mean square between velocities.")
     ema: Number = setting(0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
     lora_targets: Names = setting((), "", OURS,
@@ -244,15 +254,7 @@ def _check_rewards(s: "Settings") -> None:
                              f"have a `url` in `reward_options`; got {name[:80]!r}{hint}")
 
 # %% ../../nbs/02_core/04_settings.ipynb #c0de0002
-METHODS = {  # name -> settings of the axes, source, meaning; `chunk` is what the settings are without one
-    "chunk": ({}, "Chunk-GRPO, 2510.21583", "one ratio for a chunk of transitions"),
-    "steps": ({"chunks": "steps"}, "Flow-GRPO, 2505.05470", "one ratio for each transition"),
-    "whole": ({"chunks": "whole"}, "as GSPO", "one ratio for the whole trajectory"),
-    "reweighted": ({"chunks": "steps", "step_weights": "2,3,4,7"}, "our choice", "steps with the chunks' weights"),
-    "dance": ({"chunks": "steps", "sampler": "dance", "eta": 0.3, "clip_range": 1e-4, "chunk_fraction": 0.6},
-              "DanceGRPO, 2505.07818", "steps with constant noise"),
-    "cps": ({"sampler": "cps"}, "Flow-CPS, 2509.05952", "coefficients-preserving noise"),
-}
+METHODS = read_yaml_file(Path(chunk_grpo.__file__).parent / "presets/methods.yaml", "the table of methods")
 
 
 def named_code(s: "Settings") -> list[str]:
@@ -263,8 +265,9 @@ def named_code(s: "Settings") -> list[str]:
 def _expand_method(values: dict, folder: Path | None = None) -> dict:  # where files are looked for first
     "The values with a preset of METHODS written out, and with files of code named from the root."
     method = values.get("method")
-    if isinstance(method, str) and method in METHODS:
-        values = METHODS[method][0] | values | {"method": "chunk"}
+    if isinstance(method, str) and method in METHODS:  # what is a point of the axes needs no name
+        of, kept = METHODS[method], method if "class" in METHODS[method] else "chunk"
+        values = of.get("settings", {}) | values | {"method": kept}
     found = {}
     for name in ("method", "chunks", "surrogate"):
         file, _, made = str(values.get(name, "")).rpartition(":")
@@ -323,16 +326,18 @@ def _check_memory(s: "Settings") -> None:
 
 def _method():
     "The modules of the chapter `method` that settings ask; imported here, since they import torch."
-    from chunk_grpo.method import chunks, dynamics, sampler
-    return chunks, dynamics, sampler
+    from chunk_grpo.method import chunks, dynamics, sampler, surrogates, windows
+    return chunks, dynamics, sampler, surrogates, windows
 
 
 def _check_method(s: "Settings") -> None:
-    chunks, _, sampler = _method()
-    for name, known in (("method", tuple(METHODS)), ("surrogate", ("clip",))):
-        value = getattr(s, name)
-        _require(value in known or bool(re.fullmatch(r".+:[A-Za-z_]\w*", value)), name, "be one of "
-                 f"{', '.join(known)}, or code as file.py:name or package.module:name", repr(value[:80]))
+    chunks, _, sampler, surrogates, _ = _method()
+    _require(s.method in METHODS or bool(re.fullmatch(r".+:[A-Za-z_]\w*", s.method)), "method", "be one of "
+             f"{', '.join(METHODS)}, or code as file.py:name or package.module:name", repr(s.method[:80]))
+    if s.surrogate not in named_code(s):
+        surrogates.Surrogate.parse(s.surrogate, s.clip_range)
+    _require(s.sampler != "cps" or s.statistic == "ratio", "statistic", "be ratio with the sampler cps, whose density "
+             "has no deviation", s.statistic)
     most = sampler.MAX_ETA[s.sampler]
     _require(s.eta <= most, "eta", f"be above 0 and at most {most:.4g} with the sampler {s.sampler}", f"{s.eta:g}")
     _ = s.train_chunk_numbers  # reads `chunks` and `train_chunks`
@@ -341,19 +346,20 @@ def _check_method(s: "Settings") -> None:
             default = Settings.model_fields[name].default
             _require(getattr(s, name) == default, name, f"stay {default:g} unless `chunk_weighting` is dynamics or "
                      "profile", f"{getattr(s, name):g}")
-    if s.step_weights not in ("one", "noise") and ":" not in s.method:
+    if s.step_weights not in ("one", *surrogates.STEP_WEIGHTS) and s.method == "chunk":
         try:
             chunks.chunks_from_setting(s.step_weights, s.transitions)
         except InputError as error:
             words = str(error).replace("`chunks`", "they")
-            raise InputError(f"`step_weights` must be one, noise or sizes of chunks: {words}") from None
+            raise InputError(f"`step_weights` must be one, {', '.join(surrogates.STEP_WEIGHTS)}, or sizes of chunks: "
+                             f"{words}") from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
 def training_method(s) -> str:  # steps, chunk or chunk+ws
     "The method of a run by its chunks and weighting, a class by its name; figures take their colours from it."
     method = getattr(s, "method", "chunk")
-    if ":" in method or s.chunks == "steps":
-        return method.rpartition(":")[2] if ":" in method else "steps"
+    if method != "chunk" or s.chunks == "steps":
+        return method.rpartition(":")[2] if method != "chunk" else "steps"
     return "chunk" if s.chunk_weighting == "uniform" else "chunk+ws"
 
 
@@ -363,18 +369,19 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
     @property
     def transitions(self) -> int:
-        "Transitions that may be trained: all but the last."
-        return self.steps - 1
+        "Transitions that may be trained: all but the last, or a window of these. InputError on a mistake in its text."
+        window = _method()[-1].Window.parse(self.window)
+        return len(window.places(self.steps - 1, 0))
 
     @property
     def chunk_rule(self) -> "ChunkRule":
         "What `chunks` says."
-        return _method()[0].ChunkRule.parse(self.chunks, self.transitions, ":" not in self.method)
+        return _method()[0].ChunkRule.parse(self.chunks, self.transitions, self.method == "chunk")
 
     @property
     def train_chunk_numbers(self) -> tuple[int, ...] | None:
         "Positions from 0 of the chunks that may be drawn; None: all. InputError on a mistake in either text."
-        chunks, dynamics, _ = _method()
+        chunks, dynamics, *_ = _method()
         rule = self.chunk_rule
         if self.train_chunks == "all":
             return None

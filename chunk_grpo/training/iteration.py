@@ -29,6 +29,7 @@ from ..core import settings as setting
 from ..core.files import RunInfo, read_json
 from ..core.machine import count_seconds
 from ..method.chunks import Chunks
+from ..method.credit import combine_rewards
 from ..method.dynamics import relative_distance
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
@@ -36,7 +37,7 @@ from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
-from ..rewards.rewards import StreamingScores, combine_rewards, scoring_thread
+from ..rewards.rewards import StreamingScores, scoring_thread
 from .methods import Method, ReplayContext, load_method
 from .rollout import Trajectories, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
@@ -192,7 +193,9 @@ def sample_groups(state: TrainingState) -> Rollout:
     with count_seconds(seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     grouped = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
-    advantage = method.advantages(grouped, state.reward_weights).flatten()
+    every = {name: state.accelerator.gather(x.to(state.accelerator.device)).cpu() for name, x in grouped.items()}
+    own = len(mine) * state.accelerator.process_index  # of the groups of all processes
+    advantage = method.advantages(every, state.reward_weights)[own : own + len(mine)].flatten()
     combined = combine_rewards(grouped, state.reward_weights).flatten()
     return Rollout(replace(before, trajectories=paths), scores, combined, advantage, torch.cat(statistics), seconds)
 
@@ -302,7 +305,8 @@ def update_policy(state: TrainingState, rollout: Rollout) -> Update:
         return contextlib.nullcontext() if last or parts else accelerator.no_sync(state.policy.module)
 
     with sync(False):  # a forward with graph and no backward: the processes must not wait for each other in it
-        floors = measure_ratio_floor(context, works[0], method) if state.iteration == 0 and method.ratio else []
+        measured = state.iteration == 0 and method.ratio and method.density
+        floors = measure_ratio_floor(context, works[0], method) if measured else []
     stats, norms = [], []
     for work, old, mean in zip(works, olds, means, strict=True):
         state.optimizer.zero_grad()

@@ -15,18 +15,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from ..core.settings import Settings, import_callable
+from ..core.settings import METHODS, Settings, import_callable, named_code
 from ..method.chunk_search import adaptive_chunks
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
+from ..method.credit import credit_advantages
 from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, relative_distance
 from ..method.dynamics import sample_without_replacement, tempered_weights
-from ..method.objective import group_advantages, is_clipped
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
+from ..method.surrogates import STEP_WEIGHTS, Surrogate, mean_shift, step_weights_by_name
+from ..method.surrogates import transition_statistic
+from ..method.windows import Window
 from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights, swap_weights
 from ..planning.plan import IterationCounts, iteration_counts, transitions_per_image
-from ..rewards.rewards import combine_rewards
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
@@ -60,17 +62,15 @@ def sample_chunks(
 
 # %% ../../nbs/07_training/02_methods.ipynb #9103be39
 def transition_weights(
-    text: str,  # "one", "noise", or sizes such as "2,3,4,7" for the weights T / (K cs) of these chunks
-    sampler: Sampler,
-) -> Tensor | None:  # (T,) float32, mean 1 over the stochastic transitions, 0 elsewhere; None: all are 1
-    "The weight of every stochastic transition in the objective."
+    text: str,  # "one", one of STEP_WEIGHTS, or sizes such as "2,3,4,7" for the weights T / (K cs) of these chunks
+    sampler: Sampler, places: Tensor,  # (n,) long: the transitions that are trained
+) -> Tensor | None:  # (T,) float32, mean 1 over the places, 0 elsewhere; None: all are 1
+    "The weight of every trained transition in the objective."
     if text == "one":
         return None
-    places, weights = sampler.stochastic, torch.zeros(len(sampler))
-    if text == "noise":
-        std = replace(sampler, sigmas=sampler.sigmas.double()).coefficients(places)[2].cpu()
-        return weights.index_put((places,), (std / std.mean()).float())
-    return weights.index_put((places,), step_weights(chunks_from_setting(text, len(places))))
+    if text in STEP_WEIGHTS:
+        return step_weights_by_name(text, sampler, places)
+    return torch.zeros(len(sampler)).index_put((places,), step_weights(chunks_from_setting(text, len(places))))
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000011
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ class _Accounts:
 
     def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         "Numbers (N,) of items by their mean statistic, the objective's slope there, and their advantages."
-        return {"ratio": statistic.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(statistic)}
+        log, slope = (x[:, 0] if x.ndim > 1 else x for x in (statistic, slope))
+        return {"ratio": log.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(log)}
 
     def metrics(self, items: dict[str, Tensor], chunk: Tensor, count: int) -> dict:
         "What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."
@@ -162,21 +163,22 @@ class _Accounts:
     def counts(self) -> IterationCounts:
         "What an iteration computes, for the plan."
         s, places = self.s, len(self.places(self.sampler(0)))
-        sizes = self.chunks(torch.ones(places)).sizes if s.chunk_rule.kind == "fixed" or ":" in s.method else None
+        sizes = self.chunks(torch.ones(places)).sizes if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
         trained = s.prompts_per_iteration * s.images_per_prompt * transitions_per_image(s, sizes)[1]
         passes = 1 if s.update_batch >= max(sizes or [places]) else 2  # without graph, before a later update
-        extra = self.beside + (s.kl > 0) + self.ratio * (1 - 1 / s.updates_per_iteration) * passes
+        again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped  # passes without graph
+        extra = self.beside + (s.kl > 0) + (1 + self.beside) * again
         return replace(iteration_counts(s), trained=trained, extra=trained * extra)
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."
-        same = type(self).sampler is Method.sampler  # in all iterations
+        same = type(self).sampler is Method.sampler and self.window.kind in ("all", "frozen")  # in all iterations
         for iteration in range(1 if same else min(self.s.iterations, 1000)):
             sampler = self.sampler(iteration)
             places, where = self.places(sampler), f"in iteration {iteration + 1}"
             if not len(places):
                 raise InputError(f"`method` must leave transitions to train; {self.s.method} has none {where}")
-            if self.ratio and not set(places.tolist()) <= set(sampler.stochastic.tolist()):
+            if self.ratio and self.density and not set(places.tolist()) <= set(sampler.stochastic.tolist()):
                 raise InputError(f"`method` must take ratios of transitions with noise; {self.s.method} takes those of "
                                  f"deterministic ones {where}")
             if self.s.shared_noise and not len(sampler.stochastic):
@@ -190,7 +192,10 @@ class _Accounts:
 class Method(_Accounts):
     "What training asks of a method, a function an axis; as it stands it is Chunk-GRPO."
 
-    ratio = True  # the statistic is the log of an importance ratio: 0 before the first update, compared with it after
+    ratio = True  # the statistic compares with the evidence before the first update: it is 0 before it
+    density = True  # the evidence begins with the log-probability that the rollout had too
+    grouped = False  # an item's worth depends on those of its group, which all have to be known first
+    parts = 0  # numbers that a transition's statistic has; 0: it is one
     copies: Mapping[str, Callable[[int], float]] = {}  # weights kept: name -> decay of the average after an iteration
     sampled_by: str | None = None  # the copy that draws; None: the present weights
     beside = 0  # forwards of `replay` without gradient for each with one, for the plan
@@ -198,20 +203,25 @@ class Method(_Accounts):
     def __init__(self, s: Settings):
         self.s, self.sigmas = s, sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
         self.chunker = import_callable(s.chunks, "chunks") if ":" in s.chunks and s.chunk_rule.kind == "code" else None
-        self.clip = import_callable(s.surrogate, "surrogate") if ":" in s.surrogate else None
+        self.window, own = Window.parse(s.window), s.surrogate in named_code(s)
+        self.clip = import_callable(s.surrogate, "surrogate") if own else None
+        self.worth: Surrogate | None = None if own else Surrogate.parse(s.surrogate, s.clip_range)
+        self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
 
     def sampler(self, iteration: int) -> Sampler:
         "How the trajectories of an iteration are drawn."
-        return Sampler(self.sigmas, self.s.sampler, self.s.eta)
+        if self.window.kind == "all":
+            return Sampler(self.sigmas, self.s.sampler, self.s.eta)
+        eta = self.window.strengths(len(self.sigmas) - 2, self.s.eta, iteration, self.s.seed)
+        return Sampler(self.sigmas, self.s.sampler, eta)
 
     def places(self, sampler: Sampler) -> Tensor:
         "The transitions that may be trained, (n,) long and increasing."
         return sampler.stochastic
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-        "Advantages (P, G) of scores by reward, (P, G) each."
-        combined = combine_rewards(scores, weights)
-        return group_advantages(combined, self.s.advantage_clamp)
+        "Advantages (P, G) of scores by reward, (P, G) each, of all groups of an iteration."
+        return credit_advantages(scores, weights, self.s.credit, self.s.advantage_clamp)
 
     def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
         "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
@@ -223,7 +233,7 @@ class Method(_Accounts):
 
     def weights(self, sampler: Sampler) -> Tensor | None:
         "The weight of each transition in the objective, (T,) with mean 1 over the places; None: all count alike."
-        return transition_weights(self.s.step_weights, sampler)
+        return transition_weights(self.s.step_weights, sampler, self.places(sampler))
 
     def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
         "Evidence of stored transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."
@@ -231,33 +241,39 @@ class Method(_Accounts):
         then, mean, std, base = replay_transitions(context, image, index, anchored)
         sampler = context.trajectories.sampler
         evidence = self.evidence(sampler, then, mean, std)
-        return evidence, None if base is None else sampler.kl(mean, base, std)
+        if base is None:
+            return evidence, None
+        if self.s.anchor == "transition":
+            return evidence, sampler.kl(mean, base, std)
+        pull = sampler.coefficients(index)[1].to(mean)  # of the velocity in the mean
+        return evidence, (mean - base).square().flatten(1).mean(1) / pull**2
 
     def evidence(self, sampler: Sampler, then: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, ...]:
         "What is kept of transitions to x_{i+1} (m, S, C); the log-probability (m,) comes first."
-        return (sampler.log_prob(then, mean, std),)
+        logp = sampler.log_prob(then, mean, std)
+        plain = self.s.statistic == "ratio" and not self.parts
+        return (logp,) if plain else (logp, mean, std.flatten().expand(len(mean)))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        "What is averaged over an item, (m,) or (m, j): the log of each transition's ratio."
-        return new[0] - old[0]
+        "What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio."
+        if len(new) == 1:
+            return new[0] - old[0]
+        shift = mean_shift(new[1], old[1], new[2])
+        statistic = transition_statistic(self.s.statistic, new[0] - old[0], shift, new[2])
+        return torch.stack([statistic, shift.detach()], 1) if self.parts else statistic
 
-    def surrogate(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        "Worth (N,) of items by ratio and advantage, to be maximised: min(r A, clip(r) A)."
-        eps = self.s.clip_range
-        if self.clip is not None:
-            return self.clip(ratio, advantage, eps)
-        limited = ratio.clamp(1 - eps, 1 + eps).detach() * advantage
-        # not `minimum`: just outside the range both products may round to one number, and half a gradient would be left
-        return torch.where(is_clipped(ratio, advantage, eps), limited, ratio * advantage)
-
-    def objective(self, statistic: Tensor, advantage: Tensor) -> Tensor:
-        "Worth (N,) of items by their mean statistic, (N,) or (N, j)."
-        return self.surrogate(statistic.exp(), advantage)
+    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        "Worth (N,) of items, to be maximised, by their mean statistic, (N,) or (N, parts), and the group of each (N,)."
+        if self.worth is None:
+            return self.clip(statistic.exp(), advantage, self.s.clip_range)
+        statistic, *shift = statistic.T if self.parts else (statistic,)
+        return self.worth(statistic, advantage, *shift)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
 def load_method(s: Settings) -> Method:
     "The method that the settings name; InputError where there is none, or where it refuses them."
-    made = Method if ":" not in s.method else import_callable(s.method, "method")
+    of = METHODS.get(s.method, {"class": s.method}).get("class")
+    made = import_callable(of, "method") if of else Method
     if not (isinstance(made, type) and issubclass(made, Method)):
         raise InputError(f"`method` must name a class on chunk_grpo.training.methods.Method; got {s.method}")
     method = made(s)

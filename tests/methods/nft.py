@@ -48,12 +48,12 @@ class NFT(Method):
     def statistic(self, new, old):
         return new[0]
 
-    def objective(self, statistic, advantage):
+    def objective(self, statistic, advantage, group):
         good = (advantage / 10 + 0.5).clamp(0, 1)
         return -5 / self.beta * (good * statistic[:, 0] + (1 - good) * statistic[:, 1])
 
     def item_metrics(self, statistic, slope, advantage):
-        return {"loss": -self.objective(statistic, advantage)}
+        return {"loss": -self.objective(statistic, advantage, None)}
 
     def metrics(self, items, chunk, count):
         return {"loss_mean": items["loss"].mean().item()}
