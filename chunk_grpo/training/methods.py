@@ -120,14 +120,13 @@ def _chunk_means(
     total = torch.bincount(chunk, weights=values.double(), minlength=count)
     return [(t / n).item() if n else None for t, n in zip(total, drawn, strict=True)]
 
-# %% ../../nbs/07_training/02_methods.ipynb #ae000017
-class _Accounts:
-    "How a method groups, what it says, costs and refuses; the other half of `Method`."
+# %% ../../nbs/07_training/02_methods.ipynb #b87e037b
+class _Selection:
+    "How a method groups transitions, which it trains, and how much each counts."
 
     s: Settings
     chunker: Callable | None
-    ratio: bool
-    beside: int
+    places: Callable[[Sampler], Tensor]
 
     def chunks(self, profile: Tensor) -> Chunks:
         "The chunks of the places, from the mean distance (n,) that each moves the base's latents."
@@ -147,6 +146,26 @@ class _Accounts:
         if not self.s.chunk_rule.min_size:
             return self.chunks(profile[places])
         return adaptive_chunks(relative_distance(paths.latents.float()).cpu()[:, places], self.s.chunk_rule.min_size)
+
+    def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
+        "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
+        s = self.s
+        faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
+        mix = s.weighting_uniform + (1 - s.weighting_uniform) * faded
+        return sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, s.train_chunk_numbers, mix,
+                             s.weighting_temperature, profile)
+
+    def weights(self, sampler: Sampler) -> Tensor | None:
+        "The weight of each transition in the objective, (T,) with mean 1 over the places; None: all count alike."
+        return transition_weights(self.s.step_weights, sampler, self.places(sampler))
+
+# %% ../../nbs/07_training/02_methods.ipynb #ae000017
+class _Accounts:
+    "What a method says, costs and refuses."
+
+    s: Settings
+    ratio: bool
+    beside: int
 
     def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         "Numbers (N,) of items by their mean statistic, the objective's slope there, and their advantages."
@@ -189,7 +208,7 @@ class _Accounts:
             self.weights(sampler)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
-class Method(_Accounts):
+class Method(_Selection, _Accounts):
     "What training asks of a method, a function an axis; as it stands it is Chunk-GRPO."
 
     ratio = True  # the statistic compares with the evidence before the first update: it is 0 before it
@@ -222,18 +241,6 @@ class Method(_Accounts):
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each, of all groups of an iteration."
         return credit_advantages(scores, weights, self.s.credit, self.s.advantage_clamp)
-
-    def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
-        "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
-        s = self.s
-        faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
-        mix = s.weighting_uniform + (1 - s.weighting_uniform) * faded
-        return sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, s.train_chunk_numbers, mix,
-                             s.weighting_temperature, profile)
-
-    def weights(self, sampler: Sampler) -> Tensor | None:
-        "The weight of each transition in the objective, (T,) with mean 1 over the places; None: all count alike."
-        return transition_weights(self.s.step_weights, sampler, self.places(sampler))
 
     def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
         "Evidence of stored transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."
