@@ -66,6 +66,9 @@ class _DrawingSettings(BaseModel):
         "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.")
     shared_noise: bool = setting(True, "", _DANCE,
         "One initial noise for all images of an iteration, instead of one for each image.")
+    sharing: str = setting("own", "", "own: the paper; others: TempFlow-GRPO, BranchGRPO",
+        'What the images of a group share: "own" nothing, "group" the initial noise, "seeds:NOISES" so many of these, '
+        '"tree:CHILDREN@TRANSITIONS" the path up to each split (notebook method/sharing).')
     seed: int = setting(0, "", OURS, "Seed of noise, prompt order, drawing of chunks and adapter weights.", ge=0,
         le=2**63 - 1)
 
@@ -130,6 +133,8 @@ class _OptimizerSettings(BaseModel):
         '"epg", "pepg", "par", or a function as file.py:function.', min_length=1)
     credit: Literal["group", "batch", "none", "sum", "gdpo", "wins"] = setting("group", "", "paper, equation 4",
         "How scores become advantages (notebook method/credit).")
+    credit_of: Literal["image", "depth", "leaves"] = setting("image", "", "depth: BranchGRPO; leaves: TreeGRPO",
+        "What an advantage is given to: an image, or the edges of a tree by the nodes of a depth or by their leaves.")
     advantage_clamp: Number = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: Number = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
     kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
@@ -326,14 +331,19 @@ def _check_memory(s: "Settings") -> None:
 
 def _method():
     "The modules of the chapter `method` that settings ask; imported here, since they import torch."
-    from chunk_grpo.method import chunks, dynamics, sampler, surrogates, windows
-    return chunks, dynamics, sampler, surrogates, windows
+    from chunk_grpo.method import chunks, dynamics, sampler, sharing, surrogates, windows
+    return chunks, dynamics, sampler, sharing, surrogates, windows
 
 
 def _check_method(s: "Settings") -> None:
-    chunks, _, sampler, surrogates, _ = _method()
+    chunks, _, sampler, sharing, surrogates, _ = _method()
     _require(s.method in METHODS or bool(re.fullmatch(r".+:[A-Za-z_]\w*", s.method)), "method", "be one of "
              f"{', '.join(METHODS)}, or code as file.py:name or package.module:name", repr(s.method[:80]))
+    drawn = sharing.Sharing.parse(s.sharing)
+    drawn.table(s.images_per_prompt, s.steps)
+    _require(drawn.kind == "own" or not s.shared_noise, "sharing", "be own where `shared_noise` is true", s.sharing)
+    _require(s.credit_of == "image" or drawn.kind == "tree", "credit_of", "be image unless `sharing` is a tree",
+             s.credit_of)
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
     _require(s.sampler != "cps" or s.statistic == "ratio", "statistic", "be ratio with the sampler cps, whose density "

@@ -103,7 +103,7 @@ class Decoupled(Method):
 
     def check(self):
         fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
-                 "statistic": "ratio", "step_weights": "one"}
+                 "statistic": "ratio", "step_weights": "one", "sharing": "own"}
         fixed |= {} if self.ratio and not self.grouped else {"surrogate": "clip"}  # theirs is their own
         for name, value in fixed.items():
             if getattr(self.s, name) != value:

@@ -31,6 +31,7 @@ from ..core.machine import count_seconds
 from ..method.chunks import Chunks
 from ..method.credit import combine_rewards
 from ..method.dynamics import relative_distance
+from ..method.sharing import edge_advantages, shared_states
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
@@ -158,7 +159,7 @@ class Rollout:
     context: ReplayContext  # their trajectories, and what it takes to ask the policy about them
     scores: dict[str, Tensor]  # raw, by reward, (B,)
     combined: Tensor  # (B,), of `combine_rewards`
-    advantage: Tensor  # (B,)
+    advantage: Tensor  # (B,), or (B, T) of every transition
     statistics: Tensor  # (B, 3) of the images, IMAGE_STATISTICS
     seconds: dict[str, float]  # of the iteration's phases; the later ones add theirs
 
@@ -188,6 +189,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     with count_seconds(seconds, "rollout"):
         stored = {"store": TORCH_DTYPES[s.latents_dtype], "host": s.latents_on == "host"}
         how = method.sampler(state.iteration), s.rollout_batch, s.shared_noise
+        stored["table"] = method.table
         with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
             paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
     with count_seconds(seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
@@ -196,6 +198,10 @@ def sample_groups(state: TrainingState) -> Rollout:
     every = {name: state.accelerator.gather(x.to(state.accelerator.device)).cpu() for name, x in grouped.items()}
     own = len(mine) * state.accelerator.process_index  # of the groups of all processes
     advantage = method.advantages(every, state.reward_weights)[own : own + len(mine)].flatten()
+    if s.credit_of != "image":
+        states = shared_states(method.table, paths.sampler.stochastic)
+        total = combine_rewards(grouped, state.reward_weights)
+        advantage = edge_advantages(total, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
     combined = combine_rewards(grouped, state.reward_weights).flatten()
     return Rollout(replace(before, trajectories=paths), scores, combined, advantage, torch.cat(statistics), seconds)
 
@@ -207,7 +213,7 @@ def score_base(
     s = state.s
     _, keys, row, arriving = _begin_groups(state, s.baseline_images)
     how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
-    batches = sde_batches(state.policy, rollout.context.conditioning, row, keys, *how)
+    batches = sde_batches(state.policy, rollout.context.conditioning, row, keys, *how, state.method.table)
     with trainable.base_weights(state.policy):
         for path, _ in batches:  # drawn here
             arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
@@ -241,7 +247,8 @@ def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[U
     chunks = method.partition(paths, state.profile)
     chosen = method.draw(paths, chunks, state.profile, state.iteration)
     weights, places = method.weights(paths.sampler), method.places(paths.sampler)
-    spread = rollout.advantage.reshape(-1, s.images_per_prompt).abs().amax(1).repeat_interleave(s.images_per_prompt)
+    largest = rollout.advantage.reshape(len(paths.keys), -1).abs().amax(1)
+    spread = largest.reshape(-1, s.images_per_prompt).amax(1).repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in shares:
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)

@@ -23,6 +23,7 @@ from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, r
 from ..method.dynamics import sample_without_replacement, tempered_weights
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
+from ..method.sharing import Sharing, rollout_forwards, shared_states
 from ..method.surrogates import STEP_WEIGHTS, Surrogate, mean_shift, step_weights_by_name
 from ..method.surrogates import transition_statistic
 from ..method.windows import Window
@@ -125,6 +126,8 @@ class _Selection:
     "How a method groups transitions, which it trains, and how much each counts."
 
     s: Settings
+    sigmas: Tensor
+    window: Window
     chunker: Callable | None
     places: Callable[[Sampler], Tensor]
 
@@ -156,8 +159,12 @@ class _Selection:
                              s.weighting_temperature, profile)
 
     def weights(self, sampler: Sampler) -> Tensor | None:
-        "The weight of each transition in the objective, (T,) with mean 1 over the places; None: all count alike."
-        return transition_weights(self.s.step_weights, sampler, self.places(sampler))
+        "The weight of each transition in the objective, (T,) with mean 1 over all that windows reach; None: all alike."
+        if self.window.kind == "all" or self.s.step_weights not in STEP_WEIGHTS:
+            return transition_weights(self.s.step_weights, sampler, self.places(sampler))
+        whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)  # a window of one would weigh 1 wherever it lies
+        every = transition_weights(self.s.step_weights, whole, whole.stochastic)
+        return torch.zeros_like(every).index_copy(0, sampler.stochastic, every[sampler.stochastic])
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000017
 class _Accounts:
@@ -166,6 +173,7 @@ class _Accounts:
     s: Settings
     ratio: bool
     beside: int
+    table: Tensor | None
 
     def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor) -> dict[str, Tensor]:
         "Numbers (N,) of items by their mean statistic, the objective's slope there, and their advantages."
@@ -187,7 +195,11 @@ class _Accounts:
         passes = 1 if s.update_batch >= max(sizes or [places]) else 2  # without graph, before a later update
         again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped  # passes without graph
         extra = self.beside + (s.kl > 0) + (1 + self.beside) * again
-        return replace(iteration_counts(s), trained=trained, extra=trained * extra)
+        counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
+        if self.table is None:
+            return counts
+        states = shared_states(self.table, self.sampler(0).stochastic)
+        return replace(counts, rollout=s.prompts_per_iteration * rollout_forwards(states))
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."
@@ -222,6 +234,8 @@ class Method(_Selection, _Accounts):
     def __init__(self, s: Settings):
         self.s, self.sigmas = s, sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
         self.chunker = import_callable(s.chunks, "chunks") if ":" in s.chunks and s.chunk_rule.kind == "code" else None
+        self.sharing = Sharing.parse(s.sharing)
+        self.table = None if s.sharing == "own" else self.sharing.table(s.images_per_prompt, s.steps)
         self.window, own = Window.parse(s.window), s.surrogate in named_code(s)
         self.clip = import_callable(s.surrogate, "surrogate") if own else None
         self.worth: Surrogate | None = None if own else Surrogate.parse(s.surrogate, s.clip_range)
@@ -240,7 +254,9 @@ class Method(_Selection, _Accounts):
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each, of all groups of an iteration."
-        return credit_advantages(scores, weights, self.s.credit, self.s.advantage_clamp)
+        shape, seeds = next(iter(scores.values())).shape, self.sharing.number if self.sharing.kind == "seeds" else 1
+        alike = {name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()}  # those of one initial noise
+        return credit_advantages(alike, weights, self.s.credit, self.s.advantage_clamp).reshape(shape)
 
     def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
         "Evidence of stored transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."

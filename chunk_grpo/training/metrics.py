@@ -69,13 +69,14 @@ def collect_metrics(
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
 
+    largest = rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1)
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
     mean, se = mean_se(next(iter(groups.values())).mean(1))
     return {
         "iteration": state.iteration, "reward_mean": mean, "reward_std": grouped(rollout.combined).std(1).mean().item(),
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
-        "advantage_std_zero_groups": int((grouped(rollout.advantage).abs().amax(1) == 0).sum()),
+        "advantage_std_zero_groups": int((grouped(largest).amax(1) == 0).sum()),
         **{f"image_{name}": grouped(x).double().mean().item()
            for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)},
         **items, "grad_norm": sum(norms) / len(norms), "lr": s.learning_rate, "images": int(every["images"].sum()),

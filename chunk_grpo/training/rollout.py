@@ -8,6 +8,7 @@ __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'st
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..method.sampler import Sampler
+from ..method.sharing import shared_states
 from ..models.policy import Policy, decode_latents, told_sigma
 from ..models.trainable import base_weights
 
@@ -48,8 +50,10 @@ class Trajectories:
 def initial_noise(
     policy: Policy, keys: list[tuple[int, int, int, int]],  # of the images
     shared: bool = False,  # one draw an iteration, shared by all its images
+    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
 ) -> Tensor:  # (B, S, C) float32 on the CPU
     "The latents at sigma 1 of every image."
+    keys = keys if table is None else [(*key[:3], int(table[0, key[3]])) for key in keys]
     if shared:
         key = (keys[0][0], keys[0][1], -1, -1)
         return policy.noise(make_generator(*key)).expand(len(keys), -1, -1)
@@ -58,20 +62,36 @@ def initial_noise(
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
     keys: list[tuple[int, int, int, int]], shape: tuple[int, ...],  # of the images; (T, S, C), of one image
+    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses; None: its own
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
     "The noise of every transition and image."
-    return torch.stack([torch.randn(shape, generator=make_generator(*key, stream="steps")) for key in keys], dim=1)
+    def draw(key):
+        return torch.randn(shape, generator=make_generator(*key, stream="steps"))
+
+    if table is None:
+        return torch.stack([draw(key) for key in keys], dim=1)
+    owners = [[(*key[:3], g) for g in table[1:, key[3]].tolist()] for key in keys]  # of each image's T draws
+    drawn = {key: draw(key) for key in set(itertools.chain(*owners))}
+    return torch.stack([torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9
 @torch.no_grad()
-def sample_sde(policy, rows, latents, keys, sampler, store, first=None) -> tuple[Tensor, Tensor]:
+def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=None) -> tuple[Tensor, Tensor]:
     "One batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n)."
-    noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:])), set(sampler.stochastic.tolist())
+    noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:]), table), set(sampler.stochastic.tolist())
+    states = None if table is None else shared_states(table, sampler.stochastic).tolist()
     path, logps = [latents.to(store)], [torch.zeros(len(keys), 0, device=latents.device)]
     for i in range(len(sampler)):
         now = path[-1].float()
         told = told_sigma(policy, sampler.sigmas[i]).expand(len(keys))
-        v = first if i == 0 and first is not None else policy.velocity(now, told, rows)
+        if states is not None:  # one forward for all images of a state
+            where = [(*key[:3], states[i][key[3]]) for key in keys]
+            of = sorted(set(where), key=where.index)
+            one = torch.tensor([where.index(state) for state in of])
+            v = policy.velocity(now[one], told[one], {k: x[one] for k, x in rows.items()})
+            v = v[torch.tensor([of.index(state) for state in where])]
+        else:
+            v = first if i == 0 and first is not None else policy.velocity(now, told, rows)
         mean, std = sampler.mean_std(v, now, i)
         path.append((mean + std * noise[i].to(mean.device, non_blocking=True)).to(store))
         if i in noisy:  # the others have no density
@@ -79,9 +99,9 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None) -> tuple
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store) -> Iterator[tuple]:
+def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None) -> Iterator[tuple]:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
-    start, first = initial_noise(policy, keys, shared).to(policy.device), []
+    start, first = initial_noise(policy, keys, shared, table).to(policy.device), []
     prompts = len(next(iter(conditioning.values()))) if shared else 0
     for low in range(0, prompts, batch):  # one forward a prompt
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
@@ -92,7 +112,7 @@ def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store) 
         part = slice(low, low + batch)
         given = torch.cat(first)[row[part]] if shared else None
         rows = {k: v[row[part]] for k, v in conditioning.items()}
-        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given)
+        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given, table)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()
@@ -104,10 +124,11 @@ def sample_trajectories(
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
+    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     parts = []
-    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store):
+    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table):
         parts.append((latents.cpu() if host else latents, logp))
         ready(latents[:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))

@@ -144,14 +144,15 @@ class UpdateStats:
 
 
 def accumulate_gradients(
-    context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image of the iteration
+    context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
     method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
     sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
     backward=Tensor.backward,  # what to do with each batch's loss
     items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
 ) -> UpdateStats:
     "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
-    adv = advantage[work.owner].to(context.policy.device)
+    adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
+    adv = adv.to(context.policy.device)
     adv = adv if work.weight is None else adv * work.weight.to(adv)
     coefficients = gradient_coefficients(context, work, adv, method, old)
     share = 1 / (work.segment.bincount()[work.segment] * len(work.owner))  # of a transition, in the items' mean

@@ -1,0 +1,82 @@
+"""Images that share noise: the same states in the rollout, whatever the batch, and credit for what is not shared."""
+
+import pytest
+import torch
+
+from chunk_grpo import InputError
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.method.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
+from chunk_grpo.models import trainable
+from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.rollout import sample_sde, sample_trajectories
+
+BASE = {"steps": 6, "images_per_prompt": 4, "chunks": "steps", "shared_noise": False, "updates_per_iteration": 2}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
+
+
+def draw(policy, batch=8, **more):
+    "Trajectories of two groups of four, and how they were drawn."
+    method = load_method(load_settings("pocket/tiny", {**BASE, **more}))
+    rows, row = policy.encode(["a red star", "two blue rings"]), torch.arange(8) // 4
+    keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
+    return sample_trajectories(policy, rows, row, keys, method.sampler(0), batch, table=method.table), method
+
+
+@pytest.mark.parametrize("sharing, window", [("group", "frozen:1"), ("seeds:2", "all"), ("tree:2@1,3", "all"),
+                                             ("group", "random:2")])
+def test_images_in_one_state_have_one_path(policy, sharing, window):
+    paths, method = draw(policy, sharing=sharing, window=window)
+    states = shared_states(method.table, paths.sampler.stochastic)
+    for i, row in enumerate(states.tolist()):
+        for g, first in enumerate(row):
+            for group in (0, 4):
+                assert torch.equal(paths.latents[group + g, i], paths.latents[group + first, i])
+        assert len({tuple(x.flatten().tolist()) for x in paths.latents[:4, i]}) == len(set(row))
+
+
+def test_a_shared_forward_draws_what_single_ones_draw(policy):
+    "In any batch, and as without sharing forwards: equal to the rounding of another batch size."
+    shared, method = draw(policy, sharing="tree:2@1,3")
+    again, _ = draw(policy, batch=4, sharing="tree:2@1,3")
+    torch.testing.assert_close(shared.latents, again.latents, rtol=0, atol=1e-4)
+    rows = {k: v[torch.arange(8) // 4] for k, v in policy.encode(["a red star", "two blue rings"]).items()}
+    blind = Sharing.parse("own").table(4, 6)  # every image a state of its own
+    start, sampler = shared.latents[:, 0], method.sampler(0)
+    latents, _ = sample_sde(policy, rows, start, shared.keys, sampler, torch.float32, table=blind)
+    assert not torch.allclose(latents, shared.latents)
+    torch.testing.assert_close(latents[0], shared.latents[0], rtol=0, atol=1e-4)  # its draws are its own throughout
+
+
+def test_a_plan_counts_shared_forwards(policy):
+    "A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."
+    _, method = draw(policy, sharing="tree:2@1,3", window="all")
+    assert rollout_forwards(shared_states(method.table, method.sampler(0).stochastic)) == 2 * 1 + 2 * 2 + 2 * 4
+    assert method.counts().rollout == 14 * method.s.prompts_per_iteration
+
+
+def test_an_edge_gets_what_the_images_below_it_are_worth():
+    states = shared_states(Sharing.parse("tree:2@0,1").table(4, 2), torch.arange(2))
+    given = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "depth")[0]
+    assert given[0, 0] == given[1, 0] > 0 > given[2, 0] == given[3, 0]  # the first split: 4 and 4 against 1 and 3
+    assert given[0, 1] == given[1, 1] > given[3, 1] > given[2, 1]
+    leaves = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "leaves")[0]
+    assert leaves[2, 0] == leaves[3, 0] == pytest.approx((leaves[2, 1] + leaves[3, 1]).item() / 2)
+
+
+def test_images_are_compared_with_those_of_their_initial_noise():
+    method = load_method(load_settings("pocket/tiny", {**BASE, "sharing": "seeds:2"}))
+    given = method.advantages({"r": torch.tensor([[1.0, 2.0, 8.0, 9.0]])}, {"r": 1.0})
+    assert given[0].sign().tolist() == [-1, 1, -1, 1]
+
+
+@pytest.mark.parametrize("more, field", [
+    ({"sharing": "tree:2@0"}, "sharing"), ({"sharing": "seeds:3"}, "sharing"), ({"sharing": "tree:4@9"}, "sharing"),
+    ({"sharing": "group", "shared_noise": True}, "sharing"), ({"credit_of": "depth"}, "credit_of"),
+    ({"sharing": "all"}, "sharing"), ({"sharing": "group", "method": "awm"}, "sharing")])
+def test_what_cannot_be_shared_is_refused(more, field):
+    with pytest.raises(InputError, match=f"`{field}` must"):
+        load_method(load_settings("pocket/tiny", {**BASE, **more}))
