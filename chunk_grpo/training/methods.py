@@ -123,13 +123,23 @@ def _chunk_means(
 
 # %% ../../nbs/07_training/02_methods.ipynb #b87e037b
 class _Selection:
-    "How a method groups transitions, which it trains, and how much each counts."
+    "What a method draws, how it groups transitions, which it trains, and how much each counts."
 
     s: Settings
     sigmas: Tensor
     window: Window
     chunker: Callable | None
-    places: Callable[[Sampler], Tensor]
+
+    def sampler(self, iteration: int) -> Sampler:
+        "How the trajectories of an iteration are drawn."
+        if self.window.kind == "all":
+            return Sampler(self.sigmas, self.s.sampler, self.s.eta)
+        eta = self.window.strengths(len(self.sigmas) - 2, self.s.eta, iteration, self.s.seed)
+        return Sampler(self.sigmas, self.s.sampler, eta)
+
+    def places(self, sampler: Sampler) -> Tensor:
+        "The transitions that may be trained, (n,) long and increasing."
+        return sampler.stochastic
 
     def chunks(self, profile: Tensor) -> Chunks:
         "The chunks of the places, from the mean distance (n,) that each moves the base's latents."
@@ -240,17 +250,6 @@ class Method(_Selection, _Accounts):
         self.clip = import_callable(s.surrogate, "surrogate") if own else None
         self.worth: Surrogate | None = None if own else Surrogate.parse(s.surrogate, s.clip_range)
         self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
-
-    def sampler(self, iteration: int) -> Sampler:
-        "How the trajectories of an iteration are drawn."
-        if self.window.kind == "all":
-            return Sampler(self.sigmas, self.s.sampler, self.s.eta)
-        eta = self.window.strengths(len(self.sigmas) - 2, self.s.eta, iteration, self.s.seed)
-        return Sampler(self.sigmas, self.s.sampler, eta)
-
-    def places(self, sampler: Sampler) -> Tensor:
-        "The transitions that may be trained, (n,) long and increasing."
-        return sampler.stochastic
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each, of all groups of an iteration."
