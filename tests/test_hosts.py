@@ -65,6 +65,7 @@ def family(*started):
     return [p for child in started for p in (psutil.Process(child.pid), *children.descendants(child.pid))]
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_one_does(world, whole, two):
     "One process on each, with half of the weights: the metrics of one process, and one report of them."
     out = world / "machines"

@@ -43,7 +43,8 @@ def test_what_only_prints_says_that_it_cannot(words, tmp_path):
 
 
 @pytest.mark.parametrize("words", [
-    "verify run --processes 2", pytest.param("evaluate run --processes 2 --json", marks=pytest.mark.slow), "watch run"])
+    *(pytest.param(words, marks=pytest.mark.slow) for words in ("verify run --processes 2",
+                                                                "evaluate run --processes 2 --json")), "watch run"])
 def test_modules_beside_a_strangers_run_are_not_executed(words, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     for name in ("chunk_grpo", "jupyterlab", "torch", "diffusers"):

@@ -190,6 +190,7 @@ def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
         assert sum(stub.came.values()) == 1000 and json.loads((tmp_path / "out/summary.json").read_text()) == found
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_run_that_waits_for_its_judge(small, tmp_path):
     with serve(yes_or_no, lambda name, before: "500" if number(name) > 5 else None) as stub:
         process = start(*small, tmp_path / "out", stub.url, pause=60.0)

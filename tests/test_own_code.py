@@ -28,7 +28,9 @@ def installed(folder: Path, *words, **more) -> subprocess.CompletedProcess:
 
 def test_the_installed_command_finds_ones_own_reward_in_training_and_evaluation(tmp_path):
     (tmp_path / "my_rewards.py").write_text(RED)
-    told = installed(tmp_path, "train", "pocket/demo", *FEW, "reward=my_rewards:red", "--out", "one")
+    (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
+    few = [*FEW, f"eval_prompts={tmp_path / 'few.txt'}"]
+    told = installed(tmp_path, "train", "pocket/demo", *few, "reward=my_rewards:red", "--out", "one")
     assert told.returncode == 0 and (tmp_path / "one/report.html").is_file(), told.stderr
     assert "my_rewards:red" in json.loads((tmp_path / "one/evaluation/summary.json").read_text())["rewards"]
     (tmp_path / "away").mkdir()

@@ -79,6 +79,7 @@ def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
     run_pages(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_pages_run_with_what_is_kept(tmp_path):
     run_pages("", tmp_path)
 
