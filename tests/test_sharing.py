@@ -7,6 +7,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
 from chunk_grpo.models import trainable
+from chunk_grpo.training import iteration
 from chunk_grpo.training.methods import load_method
 from chunk_grpo.training.rollout import sample_sde, sample_trajectories
 
@@ -80,3 +81,36 @@ def test_images_are_compared_with_those_of_their_initial_noise():
 def test_what_cannot_be_shared_is_refused(more, field):
     with pytest.raises(InputError, match=f"`{field}` must"):
         load_method(load_settings("pocket/tiny", {**BASE, **more}))
+
+
+def groups(tmp_path, **more):
+    "An iteration's groups, drawn and scored."
+    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    return state, iteration.sample_groups(state)
+
+
+def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
+    "From the ODE's image of the initial noise to the image that was drawn; nothing is lost between chunks."
+    gains = {}
+    for chunks in ("1,4", "5"):
+        _, drawn = groups(tmp_path, chunks=chunks, credit_of="gain", credit="none", train_chunks="all")
+        gains[chunks] = drawn.advantage[:, 0] + (drawn.advantage[:, 1] if "," in chunks else 0)
+        assert drawn.advantage.shape == (len(drawn.combined), 6) and not drawn.advantage[:, 5].any()
+    torch.testing.assert_close(gains["1,4"], gains["5"], rtol=0, atol=1e-5)
+    assert gains["5"].abs().max() > 1e-3
+
+
+def test_from_one_noise_the_gain_of_the_whole_path_is_the_images_credit(tmp_path):
+    state, drawn = groups(tmp_path, sharing="group", chunks="whole", credit_of="gain", train_chunks="all")
+    grouped = {name: x.reshape(-1, 4) for name, x in drawn.scores.items()}
+    expected = state.method.advantages(grouped, state.reward_weights).flatten()
+    torch.testing.assert_close(drawn.advantage[:, 0], expected, rtol=0, atol=1e-3)
+
+
+def test_a_plan_counts_completions():
+    "Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."
+    s = load_settings("pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"})
+    plain = load_method(load_settings(s, {"credit_of": "image"})).counts()
+    counts, images = load_method(s).counts(), s.prompts_per_iteration * s.images_per_prompt
+    assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (11 * images, 2 * images)

@@ -133,8 +133,8 @@ class _OptimizerSettings(BaseModel):
         '"epg", "pepg", "par", or a function as file.py:function.', min_length=1)
     credit: Literal["group", "batch", "none", "sum", "gdpo", "wins"] = setting("group", "", "paper, equation 4",
         "How scores become advantages (notebook method/credit).")
-    credit_of: Literal["image", "depth", "leaves"] = setting("image", "", "depth: BranchGRPO; leaves: TreeGRPO",
-        "What an advantage is given to: an image, or the edges of a tree by the nodes of a depth or by their leaves.")
+    credit_of: Literal["image", "gain", "depth", "leaves"] = setting("image", "", "gain: DenseGRPO; depth: BranchGRPO",
+        "What an advantage is given to: an image, a chunk by what it gains, or a tree's edges by depth or by leaves.")
     advantage_clamp: Number = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: Number = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
     kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
@@ -342,8 +342,10 @@ def _check_method(s: "Settings") -> None:
     drawn = sharing.Sharing.parse(s.sharing)
     drawn.table(s.images_per_prompt, s.steps)
     _require(drawn.kind == "own" or not s.shared_noise, "sharing", "be own where `shared_noise` is true", s.sharing)
-    _require(s.credit_of == "image" or drawn.kind == "tree", "credit_of", "be image unless `sharing` is a tree",
-             s.credit_of)
+    _require(s.credit_of in ("image", "gain") or drawn.kind == "tree", "credit_of", "be image or gain unless `sharing` "
+             "is a tree", s.credit_of)
+    _require(s.credit_of != "gain" or s.chunk_rule.kind == "fixed", "chunks", "be sizes where `credit_of` is gain, or "
+             "steps, whole, equal:SIZE", s.chunks)
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
     _require(s.sampler != "cps" or s.statistic == "ratio", "statistic", "be ratio with the sampler cps, whose density "

@@ -103,7 +103,8 @@ class Decoupled(Method):
 
     def check(self):
         fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
-                 "statistic": "ratio", "step_weights": "one", "sharing": "own"}
+                 "statistic": "ratio", "step_weights": "one", "sharing": "own",
+                 "credit_of": "image"}
         fixed |= {} if self.ratio and not self.grouped else {"surrogate": "clip"}  # theirs is their own
         for name, value in fixed.items():
             if getattr(self.s, name) != value:

@@ -17,7 +17,7 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     noise = s.sampler + ("" if s.window == "all" else f", {s.window}") if method.density else "ODE"
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
     return {"noise": noise, "start": "one noise" if s.shared_noise else s.sharing,
-            "credit": s.credit if s.credit_of == "image" else f"{s.credit_of} of the tree",
+            "credit": s.credit if s.credit_of == "image" else f"{s.credit}, {s.credit_of}",
             "likelihood": transition if method.density else "flow matching",
             "grouping": s.chunks if method.density else "levels",
             "surrogate": METHODS.get(s.method, {}).get("surrogate", s.surrogate),

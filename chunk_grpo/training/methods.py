@@ -206,6 +206,11 @@ class _Accounts:
         again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped  # passes without graph
         extra = self.beside + (s.kl > 0) + (1 + self.beside) * again
         counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
+        if s.credit_of == "gain":  # each chunk's first state is completed, and scored
+            starts = [int(self.places(self.sampler(0))[part][0]) for part in self.chunks(torch.ones(places)).slices]
+            images, more = s.prompts_per_iteration * s.images_per_prompt, sum(s.steps - start for start in starts)
+            scored = counts.scored + images * len(starts)
+            counts = replace(counts, rollout=counts.rollout + images * more, scored=scored)
         if self.table is None:
             return counts
         states = shared_states(self.table, self.sampler(0).stochastic)
