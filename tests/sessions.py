@@ -10,6 +10,7 @@ from pathlib import Path
 import children
 import faults
 import small_study
+import warm
 from commands import environment, server
 from small_runs import metrics, trained
 
@@ -22,7 +23,7 @@ def begin(words, root: Path, plan: faults.Plan, files):
     "The command line in a process of the server, which has a plan."
     own = environment(CHUNK_GRPO_CACHE=root / "cache", HOME=root.parent)
     child = server().Process(target=faults.program, args=([*map(str, words)], own, str(root.parent), files, plan))
-    child.start()
+    warm.start_process(child)
     return child
 
 

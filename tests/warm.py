@@ -149,7 +149,7 @@ def program(words: list[str], environment: dict[str, str], folder: str, files: t
 _starting = threading.Lock()
 
 
-def _start(process) -> None:
+def start_process(process) -> None:
     "Start a process that no other thread's start looks after: of two that ask for one end, the second reads 255."
     with _starting:
         process.start()
@@ -161,7 +161,7 @@ class Started:
 
     def __init__(self, context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]):
         self.process = context.Process(target=program, args=(words, environment, folder, files))
-        _start(self.process)
+        start_process(self.process)
         self.pid, self.kill, self.terminate = self.process.pid, self.process.kill, self.process.terminate
 
     def poll(self) -> int | None:
@@ -176,7 +176,7 @@ def call(context, words: list[str], environment: dict[str, str], folder: str, fi
          module: str = "chunk_grpo.cli.main"):
     "Run the command line, or another module or file, to its end in a process of the server; its exit code."
     child = context.Process(target=program, args=(words, environment, folder, files, module))
-    _start(child)
+    start_process(child)
     child.join(timeout)
     if child.is_alive():
         child.kill()
