@@ -26,7 +26,7 @@ setup(
     package_data={
         meta["lib_path"]: ["py.typed", "reports/*.ipynb", "reports/*.css", "reports/*.j2",
                            "presets/*.yaml", "presets/*/*.yaml", "presets/hosts/*",
-                           "presets/pocket/studies/*/*.yaml"],
+                           "presets/pocket/studies/*/*.yaml", "presets/pocket/looks/*/*.yaml"],
         f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],
         f"{meta['lib_path']}.reward_serving": ["*.txt"],
         f"{meta['lib_path']}.cli": ["*.yaml"],
