@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from .. import InputError, __version__
 from .evaluation import JsonOption, OverridesArgument, echo_now, ends_if_interrupted
@@ -35,8 +36,28 @@ from ..core import settings
 # %% ../../nbs/14_cli/02_main.ipynb #6af2ac4f
 EXIT_CODES = {0: "done", 1: "failed, as in a training that stopped", 2: "wrong input, said in one sentence",
               130: "ended by Ctrl-C", 143: "ended by SIGTERM"}
-app = typer.Typer(name="chunk-grpo", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-                  help="Reinforcement learning of flow-matching image models by chunks.",
+
+
+class _Commands(typer.core.TyperGroup):
+    "Says how a setting is written where somebody writes an option."
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # the option parser's, which typer keeps to itself
+            option = getattr(error, "option_name", None) or ""
+            name = option.lstrip("-").replace("-", "_")
+            if name in settings.Settings.model_fields:
+                raise InputError(f"`{name}` must be written without dashes, as {name}=VALUE behind SETTINGS; "
+                                 f"got {option}") from None
+            if name in ("config", "settings"):
+                raise InputError("`SETTINGS` must come first and without an option, as in chunk-grpo "
+                                 f"{ctx.invoked_subcommand} my.yaml; got {option}") from None
+            raise
+
+
+app = typer.Typer(name="chunk-grpo", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
+                  rich_markup_mode=None, help="Reinforcement learning of flow-matching image models by chunks.",
                   epilog="\b\nExit codes:\n" + "\n".join(f"  {code:<4} {words}" for code, words in EXIT_CODES.items()))
 
 

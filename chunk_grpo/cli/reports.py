@@ -268,7 +268,7 @@ def methods(
     source: Annotated[str, typer.Argument(metavar="[SETTINGS]", help="What they are put beside.")] = "paper/chunk",
     as_json: JsonOption = False,
 ):
-    "List the methods: their source, their choice on every axis, and what an image of each costs."
+    "List the methods, and what an image of each costs."
     from chunk_grpo.methods.table import method_row  # here, since it imports torch
 
     rows = [method_row(name, source) for name in settings.METHODS]

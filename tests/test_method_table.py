@@ -1,0 +1,225 @@
+"""The table of methods: every row trains and goes on, is what its equations say, and refuses what it cannot be."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from typer.testing import CliRunner
+
+from chunk_grpo import InputError
+from chunk_grpo.cli import main
+from chunk_grpo.core.settings import METHODS, load_settings
+from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.method.surrogates import SURROGATES, Surrogate
+from chunk_grpo.methods.table import method_row
+from chunk_grpo.models import trainable
+from chunk_grpo.training.methods import Method, ReplayContext, load_method
+from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
+
+FOLDER = Path(__file__).parent / "methods"
+KEYS = [(0, 0, p, g) for p in range(2) for g in range(4)]
+ADVANTAGE = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
+SMALL = {"steps": 7, "images_per_prompt": 4, "shared_noise": False, "clip_range": 0.1}
+WORDS = {"asymmetric": "asymmetric:0.1:0.2", "dppo": "dppo:0.1", "hinge": "hinge:0.1"}
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
+
+
+def method_of(name: str, **more) -> Method:
+    return load_method(load_settings("pocket/tiny", {**SMALL, "method": name, **more}))
+
+
+def context_of(policy, method, iteration: int = 0) -> ReplayContext:
+    rows = policy.encode(["a red star", "two blue rings"])
+    paths = sample_trajectories(policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8)
+    copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
+    return ReplayContext(policy, rows, paths, copies)
+
+
+def gradient(context, method, chosen=None, moved: float = 0.0) -> torch.Tensor:
+    "Of an update with these chunks, all if left out; after the weights have moved by so much, if at all."
+    places = method.places(context.trajectories.sampler)
+    chunks = method.chunks(torch.ones(len(places)))
+    chosen = torch.arange(len(chunks)).expand(8, -1) if chosen is None else chosen
+    work = build_update_batch(torch.arange(8), chosen, chunks, 64, method.weights(context.trajectories.sampler), places)
+    old = all_evidence(context, work, method) if moved and method.ratio else None
+    generator, trained = torch.Generator().manual_seed(0), context.policy.trained
+    steps = [moved * torch.randn(p.shape, generator=generator) * (moved > 0) for p in trained]
+    with torch.no_grad():
+        for p, step in zip(trained, steps, strict=True):
+            p += step
+    context.policy.transformer.zero_grad()
+    accumulate_gradients(context, work, ADVANTAGE, method, old)
+    with torch.no_grad():
+        for p, step in zip(trained, steps, strict=True):
+            p -= step
+    return torch.cat([p.grad.flatten() for p in trained])
+
+
+def test_the_command_prints_every_row():
+    rows = json.loads(CliRunner().invoke(main.app, ["methods", "--json"]).output)
+    assert [row["method"] for row in rows] == list(METHODS) and len(rows) >= 20
+    assert all(row["rollout"] > 0 and row["trained"] > 0 and row["scored"] >= 1 for row in rows)
+    shown = CliRunner().invoke(main.app, ["methods", "pocket/tiny"]).output
+    assert all(f"\n{name:16} " in "\n" + shown for name in METHODS)
+
+
+def test_a_row_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match="`method` must be one of chunk, steps"):
+        method_row("ppo")
+
+
+@pytest.mark.parametrize("kind", SURROGATES)
+def test_where_nothing_moved_every_surrogate_has_the_advantages_slope(kind):
+    at = torch.zeros(4, requires_grad=True)
+    worth = Surrogate.parse(WORDS.get(kind, kind), 0.1)(at, ADVANTAGE[:4], torch.zeros(4))
+    torch.testing.assert_close(torch.autograd.grad(worth.sum(), at)[0], ADVANTAGE[:4])
+
+
+def test_dppo_without_its_mask_is_epg():
+    at, far = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_(), torch.zeros(50)
+    slopes = [torch.autograd.grad(Surrogate.parse(words, 0.1)(at, torch.ones(50), far).sum(), at)[0]
+              for words in ("dppo:1", "epg")]
+    torch.testing.assert_close(*slopes)
+
+
+def test_a_window_of_all_transitions_is_steps_and_chunks_of_one_are_steps(policy):
+    more = {}, {"window": "frozen:6"}, {"chunks": "1,1,1,1,1,1"}
+    plain, window, ones = (method_of("steps", **settings) for settings in more)
+    context, again = context_of(policy, plain), context_of(policy, window)
+    assert torch.equal(context.trajectories.latents, again.trajectories.latents)
+    expected = gradient(context, plain)
+    assert torch.equal(expected, gradient(again, window)) and torch.equal(expected, gradient(context, ones))
+
+
+@pytest.mark.parametrize("name, file", [("guard", "guard.py:Guard"), ("nft", "nft.py:NFT")])
+def test_a_row_is_the_method_that_a_users_file_wrote(policy, name, file):
+    "The same gradient, before and after the weights moved."
+    ours = method_of(name)
+    theirs = load_method(load_settings("pocket/tiny", {**SMALL, "method": f"{FOLDER / file}", "chunks": "steps"}))
+    context = context_of(policy, ours)
+    count = len(ours.places(context.trajectories.sampler))
+    for moved in (0.0, 1e-3):
+        given = [gradient(context, method, torch.arange(count).expand(8, -1), moved) for method in (ours, theirs)]
+        torch.testing.assert_close(*given, rtol=1e-4, atol=1e-6 * given[0].abs().max().item())
+        assert given[0].norm() > 0
+
+
+def test_mixs_window_is_that_of_a_users_file():
+    theirs = load_method(load_settings("pocket/tiny", {**SMALL, "iterations": 200, "method": f"{FOLDER / 'mix.py'}:Mix",
+                                                       "chunks": "steps"}))
+    for i in (0, 24, 25, 60, 80):
+        assert torch.equal(method_of("mix").sampler(i).eta, theirs.sampler(i).eta)
+
+
+def test_old_and_new_statistics_of_chunks_are_the_mean_of_their_transitions(policy):
+    "Guard by chunks averages Guard's own statistic, before any exponential."
+    guard, chunked = method_of("guard"), method_of("guard-chunk", chunks="3,3")
+    context = context_of(policy, guard)
+    image, index = torch.zeros(3, dtype=torch.long), torch.arange(3)
+    old = tuple(x.detach() for x in guard.replay(context, image, index)[0])
+    shifted = old[0] + 0.1, old[1] + 0.01, old[2]
+    torch.testing.assert_close(guard.statistic(shifted, old), chunked.statistic(shifted, old))
+    expected = old[2] * (0.1 + 0.01**2 / (2 * old[2] ** 2))
+    torch.testing.assert_close(guard.statistic(shifted, old), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_v_grpo_shares_levels_and_noise_in_a_group_and_takes_one_level_of_each_part(policy):
+    from chunk_grpo.methods.decoupled import renoise
+
+    method = method_of("v-grpo", chunk_fraction=0.5)
+    context = context_of(policy, method)
+    chosen = method.draw(context.trajectories, Chunks.steps(7), torch.ones(7), 0)
+    assert chosen.shape == (8, 3) and torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
+    assert ((chosen >= torch.tensor([0, 2, 4])) & (chosen < torch.tensor([2, 4, 7]))).all()
+    clean, target, _ = renoise(context, torch.arange(8), torch.full((8,), 3), shared=True)
+    noise = target + clean
+    torch.testing.assert_close(noise[0], noise[3], rtol=0, atol=1e-5)
+    assert (noise[0] - noise[4]).abs().max() > 0.1
+
+
+def test_best_of_n_trains_the_best_alone_and_nothing_where_all_are_alike():
+    scores = {"r": torch.tensor([[1.0, 3.0, 2.0, 0.0], [2.0, 2.0, 2.0, 2.0]])}
+    given = method_of("best-of-n").advantages(scores, {"r": 1.0})
+    assert given.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_groups_are_compared_with_all_of_the_batch_where_credit_is_batch():
+    scores = {"r": torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 0.01, 0.0, 0.01]])}
+    loud, quiet = method_of("flow").advantages(scores, {"r": 1.0}).abs().amax(1)
+    assert loud > 50 * quiet > 0
+    equal = method_of("steps").advantages(scores, {"r": 1.0}).abs().amax(1)
+    torch.testing.assert_close(equal[0], equal[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("anchor", ["transition", "velocity"])
+def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor):
+    method = method_of("steps", kl=1.0, anchor=anchor)
+    context = context_of(policy, method)
+    work = torch.zeros(3, dtype=torch.long), torch.arange(3)
+    _, near = method.replay(context, *work)
+    with torch.no_grad():
+        for p in policy.trained:
+            p += 0.01
+    _, away = method.replay(context, *work)
+    with torch.no_grad():
+        for p in policy.trained:
+            p -= 0.01
+    assert near.abs().max() < 1e-6 < away.min()
+
+
+WRONG = [
+    ("steps", {"window": "frozen:7"}, "window"), ("steps", {"window": "sliding:2"}, "window"),
+    ("steps", {"window": "progressive:2"}, "window"), ("steps", {"window": "random:0"}, "window"),
+    ("steps", {"window": "random:2:3"}, "window"), ("chunk", {"window": "frozen:4", "chunks": "2,4"}, "chunks"),
+    ("mix", {"step_weights": "2,4"}, "step_weights"), ("steps", {"step_weights": "loud"}, "step_weights"),
+    ("cps", {"statistic": "guard", "chunks": "steps"}, "statistic"), ("steps", {"statistic": "raw"}, "statistic"),
+    ("cps", {"statistic": "scaled", "chunks": "steps"}, "statistic"), ("steps", {"surrogate": "dppo"}, "surrogate"),
+    ("steps", {"surrogate": "dppo:-1"}, "surrogate"), ("steps", {"surrogate": "ppo"}, "surrogate"),
+    ("steps", {"surrogate": "clip:0.2"}, "surrogate"), ("steps", {"surrogate": "hinge:nan"}, "surrogate"),
+    ("steps", {"credit": "elo"}, "credit"), ("steps", {"anchor": "kl"}, "anchor"),
+    ("awm", {"shared_noise": True}, "shared_noise"), ("nft", {"window": "frozen:2"}, "window"),
+    ("nft", {"statistic": "guard"}, "statistic"), ("nft", {"surrogate": "epg"}, "surrogate"),
+    ("awm", {"surrogate": "dppo:1e-6"}, "surrogate"), ("dgpo", {"step_weights": "noise"}, "step_weights"),
+    ("crd", {"train_chunks": "1,2"}, "train_chunks"), ("elbo-epg", {"chunks": "2,4"}, "chunks"),
+    ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"), ("best-of-n", {"sharing": "group"}, "sharing"),
+    ("online-dpo", {"credit_of": "gain"}, "credit_of"), ("steps", {"credit_of": "depth"}, "credit_of"),
+    ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"), ("steps", {"sharing": "seeds:3"}, "sharing"),
+    ("mixed", {}, "method")]
+
+
+@pytest.mark.parametrize("name, more, field", WRONG)
+def test_wrong_pairs_are_refused_in_words(name, more, field):
+    with pytest.raises(InputError, match=f"`{field}` must") as refused:
+        method_of(name, **more)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+TINY = ["iterations=2", "steps=17", "prompts_per_iteration=2", "shared_noise=false", "eval_every=0", "eval_count=1",
+        "eval_steps=2", "hybrid_split=1", "checkpoint_every=1", "threads=1", "learning_rate=3e-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_row_goes_on_bit_for_bit_and_two_processes_draw_the_same(name, tmp_path):
+    words = ["train", "pocket/tiny", *TINY, *["images_per_prompt=8"] * ("tree" not in name and name != "branch")]
+    run(*words, f"method={name}", "--out", tmp_path / "whole", "--no-report")
+    run(*words, "iterations=1", f"method={name}", "--out", tmp_path / "cut", "--no-report")
+    run(*words, f"method={name}", "--out", tmp_path / "cut", "--resume", "--no-report")
+    run(*words, f"method={name}", "--out", tmp_path / "two", "--processes", "2", "--no-report")
+    whole, again, two = ([json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+                         for run in ("whole", "cut", "two"))
+    for a, b in zip(whole, again, strict=True):
+        assert {k: x for k, x in a.items() if not k.startswith(("seconds", "eval_")) and b.get(k) != x} == {}
+    for file in (tmp_path / "whole/final").rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
+    assert two[1]["reward_mean"] == pytest.approx(whole[1]["reward_mean"], abs=1e-5)
+    assert two[1]["grad_norm"] == pytest.approx(whole[1]["grad_norm"], rel=0.02)
+    assert sys.float_info.max > two[2]["grad_norm"] > 0
