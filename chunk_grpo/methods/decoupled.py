@@ -150,9 +150,9 @@ class Awm(Decoupled):
     reads = ("ema",)
 
     def losses(self, v, others, target, x, t):
-        small = 1e-5
+        small = 1e-10
         bent = ((mean_square(v - target) + small) ** self.power - small**self.power) / self.power
-        return -bent, mean_square(v - others["ema"])
+        return -t.flatten() * bent, mean_square(v - others["ema"])
 
     def statistic(self, new, old):
         return torch.stack([new[0] - old[0], new[1]], 1)

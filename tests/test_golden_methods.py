@@ -1,0 +1,68 @@
+"""Losses and gradients that authors' own code gave on small tensors, computed outside: ours are the same numbers.
+
+golden_methods.json names repository, commit, file and how each number was made. The tensors are waves: no data is kept.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.method.sampler import Sampler
+from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.training.methods import load_method
+
+GOLDEN = json.loads((Path(__file__).parent / "golden_methods.json").read_text())
+SHAPE, LEVELS = (4, 2, 3), torch.tensor([0.9, 0.6, 0.3, 0.1])
+ADVANTAGE, GROUP = torch.tensor([1.5, -2.0, 0.3, -0.7]), torch.arange(4)
+
+
+def wave(k: int) -> torch.Tensor:
+    "A tensor that anybody can make again."
+    return torch.sin(1.7 * torch.arange(24, dtype=torch.float64) + k).reshape(SHAPE).float()
+
+
+def method_of(name: str, **more):
+    settings = {"method": name, "steps": 9, "shared_noise": False, **more}
+    return load_method(load_settings("pocket/tiny", settings))
+
+
+def compare(name: str, loss: torch.Tensor, at: torch.Tensor) -> None:
+    "To the rounding of float32."
+    expected = torch.tensor(GOLDEN[name]["gradient"]).reshape(SHAPE)
+    assert loss.item() == pytest.approx(GOLDEN[name]["loss"], rel=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(loss, at)[0], expected, rtol=1e-4, atol=1e-6)
+    assert expected.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["nft-1.0", "nft-0.1"])
+def test_diffusion_nft(name):
+    method, t = method_of("nft"), LEVELS.reshape(-1, 1, 1)
+    method.beta = GOLDEN[name]["beta"]
+    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    losses = method.losses(v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t)
+    compare(name, -method.objective(method.statistic(losses, losses), ADVANTAGE, GROUP).mean(), v)
+
+
+def test_advantage_weighted_matching():
+    method, t = method_of("awm", clip_range=GOLDEN["awm"]["clip_range"]), LEVELS.reshape(-1, 1, 1)
+    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    given = {"ema": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
+    new, old = method.losses(v, *given), method.losses(wave(2) + 0.05 * wave(4), *given)
+    compare("awm", -method.objective(method.statistic(new, old), ADVANTAGE, GROUP).mean(), v)
+
+
+@pytest.mark.parametrize("name", ["guard", "dppo"])
+def test_repaired_ratios(name):
+    more = {"clip_range": GOLDEN["guard"]["clip_ratio"]} if name == "guard" else {
+        "surrogate": f"dppo:{GOLDEN['dppo']['kl_mask_threshold']}"}
+    method, sampler, index = method_of(name, **more), Sampler(sigmas(9, 3.0), "flow", 0.7), torch.full((4,), 4)
+    mean, std = sampler.mean_std(wave(1), wave(0), index)
+    then, size = mean + std * wave(5), torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(-1, 1, 1)
+    moved = (mean + 0.1 * wave(6) * size).requires_grad_()
+    new, old = (method.evidence(sampler, then, x, std) for x in (moved, mean))
+    worth = method.objective(method.statistic(new, old), ADVANTAGE, GROUP)
+    length = (sampler.sigmas[4] - sampler.sigmas[5]).item() if name == "guard" else 1.0  # what guard divides by
+    compare(name, -worth.mean() / length, moved)
