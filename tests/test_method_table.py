@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_families
 import torch
 from commands import run
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.surrogates import SURROGATES, Surrogate
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
+from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import Method, ReplayContext, load_method
 from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
@@ -173,6 +175,23 @@ def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor)
         for p in policy.trained:
             p -= 0.01
     assert near.abs().max() < 1e-6 < away.min()
+
+
+@pytest.mark.parametrize("family, rank", [("sd3", 4), pytest.param("qwen", 0, marks=pytest.mark.slow)])
+def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypatch):
+    "Coupled and decoupled, adapter and all weights: an iteration each, whose gradient is finite and not 0."
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "prompts.txt").write_text("a red star\ntwo cats\n")
+    folder, prompts = tiny_families.build(family, tmp_path / "model"), str(tmp_path / "prompts.txt")
+    base = {"model": str(folder), "prompts": prompts, "eval_prompts": prompts, "resolution": 64, "eval_resolution": 64,
+            "max_tokens": 8, "dtype": "float32", "lora_rank": rank, "steps": 6, "images_per_prompt": 4, "threads": 1,
+            "prompts_per_iteration": 2, "eval_count": 1, "shared_noise": False, "reward": "incompressibility",
+            "iterations": 2, "eval_every": 0}
+    for name in ("guard", "mix", "tempflow", "awm", "nft", "dgpo"):
+        s = load_settings({**base, "method": name})
+        state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+        line = trainer.train_iteration(state)
+        assert 0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0, name
 
 
 WRONG = [
