@@ -337,8 +337,10 @@ def _method():
 
 def _check_method(s: "Settings") -> None:
     chunks, _, sampler, sharing, surrogates, _ = _method()
-    _require(s.method in METHODS or bool(re.fullmatch(r".+:[A-Za-z_]\w*", s.method)), "method", "be one of "
-             f"{', '.join(METHODS)}, or code as file.py:name or package.module:name", repr(s.method[:80]))
+    near = difflib.get_close_matches(s.method, METHODS, n=1, cutoff=0.5)
+    _require(s.method in METHODS or bool(re.fullmatch(r".+:[A-Za-z_]\w*", s.method)), "method", "be one that "
+             "`chunk-grpo methods` lists, such as steps, mix or nft, or code as file.py:name or package.module:name",
+             repr(s.method[:80]) + (f", did you mean {near[0]}?" if near else ""))
     drawn = sharing.Sharing.parse(s.sharing)
     drawn.table(s.images_per_prompt, s.steps)
     _require(drawn.kind == "own" or not s.shared_noise, "sharing", "be own where `shared_noise` is true", s.sharing)
