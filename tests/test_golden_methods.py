@@ -54,6 +54,14 @@ def test_advantage_weighted_matching():
     compare("awm", -method.objective(method.statistic(new, old), ADVANTAGE, GROUP).mean(), v)
 
 
+def test_centred_reward_distillation():
+    method, t = method_of("crd"), LEVELS.reshape(-1, 1, 1)
+    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    losses = method.losses(v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t)
+    worth = method.objective(method.statistic(losses, losses), ADVANTAGE, torch.zeros(4, dtype=torch.long))  # one group
+    compare("crd", -worth.mean(), v)
+
+
 @pytest.mark.parametrize("name", ["guard", "dppo"])
 def test_repaired_ratios(name):
     more = {"clip_range": GOLDEN["guard"]["clip_ratio"]} if name == "guard" else {

@@ -14,6 +14,8 @@ from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core.settings import METHODS, load_settings
 from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages
+from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.surrogates import SURROGATES, Surrogate
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
@@ -90,6 +92,56 @@ def test_dppo_without_its_mask_is_epg():
     slopes = [torch.autograd.grad(Surrogate.parse(words, 0.1)(at, torch.ones(50), far).sum(), at)[0]
               for words in ("dppo:1", "epg")]
     torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("words", ["dppo:0.1", "epg", "pepg", "par", "asymmetric:0.1:0.2", "hinge:5"])
+def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, words):
+    plain = method_of("steps")
+    context = context_of(policy, plain)
+    expected, given = (gradient(context, method) for method in (plain, method_of("steps", surrogate=words)))
+    assert expected.norm() > 0
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
+
+
+def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
+    sampler, generator = Sampler(torch.linspace(1, 0, 8)), torch.Generator().manual_seed(0)
+    mean, std = torch.randn(4000, 4, 4, generator=generator), torch.full((4000, 1, 1), 0.3)
+    then = mean + std * torch.randn(mean.shape, generator=generator)
+    guard, raw = (method.statistic(*(method.evidence(sampler, then, at, std) for at in (mean + 0.2, mean)))
+                  for method in (method_of("guard"), method_of("steps")))
+    assert guard.mean().abs() < 4 * guard.std() / len(guard) ** 0.5
+    assert raw.mean() < -0.5 * 0.2**2 / (2 * 0.3**2)
+
+
+def test_nfts_row_cancels_in_value_and_not_in_gradient(policy):
+    method = method_of("nft")
+    (good, bad), _ = method.replay(context_of(policy, method), torch.arange(8), torch.full((8,), 3))
+    assert torch.equal(good, bad)
+    up, down = (torch.cat([g.flatten() for g in torch.autograd.grad(x.sum(), policy.trained, retain_graph=True)])
+                for x in (good, bad))
+    assert up.norm() > 0
+    torch.testing.assert_close(up, -down, rtol=1e-3, atol=1e-5 * up.abs().max().item())
+
+
+def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
+    method, noise, levels = method_of("awm"), torch.Generator().manual_seed(0), torch.tensor([0.9, 0.6, 0.3, 0.1])
+    v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
+    v.requires_grad_()
+    new = method.losses(v, {"ema": v.detach()}, target, x, levels.reshape(-1, 1, 1))
+    worth = method.objective(method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4))
+    bent = 4 * (v - target).square().mean((1, 2)) ** 0.25
+    expected = -ADVANTAGE[:4] / method.s.advantage_clamp * levels * bent
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), v)[0] for y in (worth, expected)), rtol=1e-4, atol=1e-6)
+
+
+def test_credit_of_one_reward_is_the_groups_where_forms_say_so():
+    scores = {"r": torch.randn(3, 6, generator=torch.Generator().manual_seed(0))}
+    group = credit_advantages(scores, {"r": 1.0}, "group")
+    torch.testing.assert_close(credit_advantages(scores, {"r": 1.0}, "sum"), group)
+    torch.testing.assert_close(credit_advantages(scores, {"r": 2.0}, "gdpo"), group / group.std())
+    for form in CREDIT_FORMS:
+        mean = credit_advantages(scores, {"r": 1.0}, form).mean(1)
+        torch.testing.assert_close(mean, torch.zeros(3), rtol=0, atol=1e-5)
 
 
 def test_a_window_of_all_transitions_is_steps_and_chunks_of_one_are_steps(policy):
