@@ -229,6 +229,55 @@ def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor)
     assert near.abs().max() < 1e-6 < away.min()
 
 
+@pytest.mark.parametrize("name", ["steps", "awm"])
+def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path):
+    "With two iterations between its moves the anchor is 0 at the beginning of iterations 1, 3, 5 and of no other."
+    s = load_settings("pocket/tiny", {**SMALL, "method": name, "kl": 0.01, "anchor": "velocity", "anchor_every": 2,
+                                      "iterations": 4, "eval_every": 0, "eval_count": 1, "threads": 1,
+                                      "updates_per_iteration": 1, "learning_rate": 1e-3})
+    state, found = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
+    for _ in range(4):
+        trainer.train_iteration(state)
+        found.append([torch.equal(a, b) for a, b in zip(state.copies["reference"], state.policy.trained, strict=True)])
+    assert [all(same) for same in found] == [False, True, False, True]
+    paths = sample_trajectories(state.policy, state.policy.encode(["a red star"]), torch.zeros(4, dtype=torch.long),
+                                KEYS[:4], state.method.sampler(0))
+    context = ReplayContext(state.policy, state.policy.encode(["a red star"]), paths, state.copies)
+    away = [state.method.replay(context, torch.arange(3), torch.arange(3))[1]]
+    with torch.no_grad():
+        for p in state.policy.trained:
+            p += 0.01
+    away.append(state.method.replay(context, torch.arange(3), torch.arange(3))[1])
+    assert away[0].abs().max() < 1e-6 < away[1].min()
+
+
+def test_merged_transitions_are_one_draw_over_the_whole_way(policy):
+    "E-GRPO's grid from the table of its paper, and a window as one transition: fewer forwards, the same two ends."
+    method = method_of("e-grpo", steps=16, shift=3.0, eta=0.7)
+    drawn = {int(sampler.stochastic[0]): len(sampler) for sampler in map(method.sampler, range(60))}
+    assert drawn == {k: 16 if k < 5 else 15 for k in range(7)}  # steps 6 and 7 are two in one
+    window, step = method_of("mix", window="frozen:3"), method_of("chunk-step", window="frozen:3")
+    whole, merged = window.sampler(0), step.sampler(0)
+    assert len(whole) - len(merged) == 2
+    assert merged.stochastic.tolist() == [0] and whole.stochastic.tolist() == [0, 1, 2]
+    assert torch.equal(merged.sigmas[1:], whole.sigmas[3:]) and merged.sigmas[0] == whole.sigmas[0]
+    assert step.counts().rollout / window.counts().rollout == len(merged) / len(whole)
+    assert gradient(context_of(policy, step), step).norm() > 0
+    one = method_of("chunk-step", window="frozen:1")  # a window of one is merged with nothing
+    assert torch.equal(one.sampler(3).eta, method_of("mix", window="frozen:1").sampler(3).eta)
+
+
+def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
+    s = load_settings("pocket/tiny", {**SMALL, "method": "chunk-recut", "profile_every": 2, "iterations": 3,
+                                      "eval_every": 0, "eval_count": 1, "threads": 1, "learning_rate": 1e-2})
+    state, profiles = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
+    for _ in range(3):
+        trainer.train_iteration(state)
+        profiles.append(state.profile)
+    assert torch.equal(profiles[0], profiles[1]) and not torch.equal(profiles[1], profiles[2])
+    assert json.loads((tmp_path / "profile.json").read_text())["mean"] == profiles[2].tolist()
+
+
 @pytest.mark.parametrize("family, rank", [("sd3", 4), pytest.param("qwen", 0, marks=pytest.mark.slow)])
 def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypatch):
     "Coupled and decoupled, adapter and all weights: an iteration each, whose gradient is finite and not 0."
@@ -263,7 +312,12 @@ WRONG = [
     ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"), ("best-of-n", {"sharing": "group"}, "sharing"),
     ("online-dpo", {"credit_of": "gain"}, "credit_of"), ("steps", {"credit_of": "depth"}, "credit_of"),
     ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"), ("steps", {"sharing": "seeds:3"}, "sharing"),
-    ("mixed", {}, "method")]
+    ("mixed", {}, "method"), ("steps", {"merge": "window"}, "merge"), ("mix", {"merge": "entropy"}, "merge"),
+    ("mix", {"merge": "entropy:2.2"}, "window"), ("mix", {"merge": "entropy:0", "window": "random:1"}, "merge"),
+    ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "2,2"}, "chunks"),
+    ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "profile"}, "merge"),
+    ("steps", {"profile_every": 5}, "profile_every"), ("steps", {"anchor_every": 5}, "anchor_every"),
+    ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
 
 
 @pytest.mark.parametrize("name, more, field", WRONG)

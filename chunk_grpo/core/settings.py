@@ -96,6 +96,9 @@ class _ChunkSettings(BaseModel):
     window: str = setting("all", "", "all: the paper; windows: MixGRPO, Flow-GRPO-Fast",
         'Transitions that have noise and may be trained: "all" but the last, "frozen:WIDTH", "random:WIDTH", '
         '"early:WIDTH", "progressive:WIDTH:EVERY" or "exponential:WIDTH:EVERY"; the others are deterministic.')
+    merge: str = setting("none", "", "none: the paper; entropy: E-GRPO",
+        'What of a window is drawn as one large transition: "none", "window" all of it, or "entropy:POWER" as many '
+        "from a window of one on as have so much noise (notebook method/sharing).")
     chunk_fraction: Number = setting(0.5, "fraction", _TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: _SizesText = setting("all", "chunks", "all: the paper; one: its Figure 6",
@@ -106,6 +109,8 @@ class _ChunkSettings(BaseModel):
         "Share of equal chances in weighted drawing.", ge=0, le=1)
     weighting_anneal: int = setting(0, "iterations", OURS,
         "Iterations in which that share rises to 1, where weighting is over; 0: it stays.", ge=0)
+    profile_every: int = setting(0, "iterations", OURS,
+        "Iterations after which chunks are cut again by the present policy's own distances; 0: the base's stay.", ge=0)
     weighting_temperature: Number = setting(1.0, "", OURS,
         "Flattens the weights of drawing: w^(1/temperature).", gt=0)
     step_weights: _SizesText = setting("one", "", "one: the paper; noise: TempFlow-GRPO",
@@ -140,6 +145,8 @@ class _OptimizerSettings(BaseModel):
     kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
     anchor: Literal["transition", "velocity"] = setting("transition", "", "transition: paper, equation 13",
         "That distance: the KL divergence of transitions, or the mean square between velocities.")
+    anchor_every: int = setting(0, "iterations", "0: the paper; others: GARDO",
+        "Iterations after which the present weights become what the distance is taken to; 0: the base stays.", ge=0)
     ema: Number = setting(0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
     lora_targets: Names = setting((), "", OURS,
@@ -325,6 +332,7 @@ def _check_memory(s: "Settings") -> None:
     if s.sharding != "none":
         _require(not s.lora_rank, "sharding", f"be none with an adapter (`lora_rank` {s.lora_rank})", repr(s.sharding))
         _require(s.optimizer == "adamw", "optimizer", f"be adamw where `sharding` is {s.sharding}", repr(s.optimizer))
+    _require(not s.anchor_every or s.kl, "anchor_every", "be 0 without a KL term (`kl` 0)", s.anchor_every)
     _require(not (s.drop_flat_groups and s.kl), "drop_flat_groups", f"be false with a KL term (`kl` {s.kl:g}), which "
              "flat groups have too", "true")
 
@@ -333,6 +341,20 @@ def _method():
     "The modules of the chapter `method` that settings ask; imported here, since they import torch."
     from chunk_grpo.method import chunks, dynamics, sampler, sharing, surrogates, windows
     return chunks, dynamics, sampler, sharing, surrogates, windows
+
+
+def _check_merge(s: "Settings") -> None:
+    power = re.fullmatch(r"entropy:(\d+\.?\d*|\.\d+)", s.merge)
+    _require(s.merge in ("none", "window") or power and float(power[1]) > 0, "merge", "be none, window or "
+             "entropy:POWER with a number above 0", repr(s.merge[:80]))
+    if s.merge == "none":
+        return
+    window = _method()[-1].Window.parse(s.window)
+    _require(window.kind != "all", "merge", "be none without a `window`, whose transitions it merges", s.merge)
+    _require(not power or window.width == 1, "window", "be one transition wide where `merge` is an entropy", s.window)
+    _require(s.chunk_rule.kind == "fixed" and s.chunk_weighting != "profile", "merge", "be none where chunks go by the "
+             "profile", s.merge)
+    _require(not s.sharing.startswith("tree"), "merge", "be none where `sharing` is a tree", s.merge)
 
 
 def _check_method(s: "Settings") -> None:
@@ -348,6 +370,9 @@ def _check_method(s: "Settings") -> None:
              "is a tree", s.credit_of)
     _require(s.credit_of != "gain" or s.chunk_rule.kind == "fixed", "chunks", "be sizes where `credit_of` is gain, or "
              "steps, whole, equal:SIZE", s.chunks)
+    _require(s.profile_every == 0 or s.chunk_rule.kind != "fixed" or s.chunk_weighting == "profile", "profile_every",
+             "be 0 unless `chunks` or `chunk_weighting` go by the profile", s.profile_every)
+    _check_merge(s)
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
     _require(s.sampler != "cps" or s.statistic == "ratio", "statistic", "be ratio with the sampler cps, whose density "
@@ -385,7 +410,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
     def transitions(self) -> int:
         "Transitions that may be trained: all but the last, or a window of these. InputError on a mistake in its text."
         window = _method()[-1].Window.parse(self.window)
-        return len(window.places(self.steps - 1, 0))
+        return 1 if self.merge != "none" else len(window.places(self.steps - 1, 0))
 
     @property
     def chunk_rule(self) -> "ChunkRule":

@@ -78,13 +78,14 @@ class Decoupled(Method):
         clean, target, x = renoise(context, image, index, self.shared)
         policy, rows, others = context.policy, context.rows(image), {}
         t = context.trajectories.sampler.sigmas[index]
-        told, anchored = told_sigma(policy, t), anchor and self.s.kl > 0
-        for name in dict.fromkeys([*self.reads, *(["base"] if anchored else [])]):
+        told, held = told_sigma(policy, t), "reference" if "reference" in context.copies else "base"
+        anchored = anchor and self.s.kl > 0
+        for name in dict.fromkeys([*self.reads, *([held] if anchored else [])]):
             with torch.no_grad(), base_weights(policy) if name == "base" else context.weights(name):
                 others[name] = policy.velocity(x, told, rows)
         v = policy.velocity(x, told, rows)
         evidence = self.losses(v, others, target, x, t.to(x).reshape(-1, 1, 1))
-        return evidence, mean_square(v - others["base"]) if anchored else None
+        return evidence, mean_square(v - others[held]) if anchored else None
 
     def losses(
         self, v: Tensor, others: Mapping[str, Tensor], target: Tensor,  # (m, S, C) each, with graph in v

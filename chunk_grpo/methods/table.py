@@ -14,15 +14,18 @@ from ..training.methods import load_method
 def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     "The settings' choice on every axis, in their own words."
     method = load_method(s)
-    noise = s.sampler + ("" if s.window == "all" else f", {s.window}") if method.density else "ODE"
+    parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none")]
+    noise = ", ".join(parts) if method.density else "ODE"
+    grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
+    anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0)]
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
     return {"noise": noise, "start": "one noise" if s.shared_noise else s.sharing,
             "credit": s.credit if s.credit_of == "image" else f"{s.credit}, {s.credit_of}",
             "likelihood": transition if method.density else "flow matching",
-            "grouping": s.chunks if method.density else "levels",
+            "grouping": ", ".join(grouping) if method.density else "levels",
             "surrogate": METHODS.get(s.method, {}).get("surrogate", s.surrogate),
             "where": f"{s.chunk_fraction:g}" + ("" if s.step_weights == "one" else f", {s.step_weights}"),
-            "anchor": f"{s.kl:g} {s.anchor}" if s.kl else "none", "drawn by": method.sampled_by or "present"}
+            "anchor": ", ".join(anchor) if s.kl else "none", "drawn by": method.sampled_by or "present"}
 
 
 def method_row(name: str, base: str = "paper/chunk") -> dict:  # a preset or YAML file that the method is put beside

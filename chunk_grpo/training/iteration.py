@@ -251,12 +251,16 @@ def score_base(
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(state: TrainingState, paths: Trajectories) -> dict:  # of the base; kind, mean (T,), std, ...
-    "Sets `state.profile` from the base's trajectories: how far each transition moves, over all processes."
+    "Sets `state.profile` from these trajectories: how far each transition moves, over all processes."
     s, sampler = state.s, paths.sampler
     every: Any = state.accelerator.gather(relative_distance(paths.latents.float()).to(state.accelerator.device))
-    distance = every.cpu().double()
+    distance, grid = every.cpu().double(), sampler.sigmas
+    if len(sampler) < s.steps:  # a merged transition stands where it begins; those that it jumps over move nothing
+        grid = state.method.sigmas
+        begin = torch.isin(grid[:-1], sampler.sigmas[:-1]).nonzero()[:, 0]
+        distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(1, begin, distance)
     state.profile = distance.mean(0)
-    return {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": sampler.sigmas.tolist(),
+    return {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": grid.tolist(),
             "mean": state.profile.tolist(), "std": distance.std(0).tolist(), "trajectories": len(distance),
             "latent_numel": paths.latents[0, 0].numel()}
 

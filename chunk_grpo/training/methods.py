@@ -23,7 +23,7 @@ from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile, r
 from ..method.dynamics import sample_without_replacement, tempered_weights
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
-from ..method.sharing import Sharing, rollout_forwards, shared_states
+from ..method.sharing import Sharing, merged_length, rollout_forwards, shared_states
 from ..method.surrogates import STEP_WEIGHTS, Surrogate, mean_shift, step_weights_by_name
 from ..method.surrogates import transition_statistic
 from ..method.windows import Window
@@ -107,7 +107,8 @@ def replay_transitions(
     now, then = (path[image, i].float().to(policy.device) for i in (index, index + 1))
     rows, told, other = context.rows(image), told_sigma(policy, sampler.sigmas[index]), None
     if base:
-        with torch.no_grad(), base_weights(policy):
+        reference = context.weights("reference") if "reference" in context.copies else base_weights(policy)
+        with torch.no_grad(), reference:
             other = sampler.mean_std(policy.velocity(now, told, rows), now, index)[0]
     mean, std = sampler.mean_std(policy.velocity(now, told, rows), now, index)
     return then, mean, std, other
@@ -134,8 +135,15 @@ class _Selection:
         "How the trajectories of an iteration are drawn."
         if self.window.kind == "all":
             return Sampler(self.sigmas, self.s.sampler, self.s.eta)
-        eta = self.window.strengths(len(self.sigmas) - 2, self.s.eta, iteration, self.s.seed)
-        return Sampler(self.sigmas, self.s.sampler, eta)
+        s, grid = self.s, self.sigmas
+        eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
+        if s.merge != "none":  # one transition for several: those between are not drawn
+            first, power = int(eta.argmax()), s.merge.removeprefix("entropy:")
+            length = self.window.width if s.merge == "window" else merged_length(grid, first, float(power), s.eta)
+            jumped = range(first + 1, first + length)
+            kept = torch.tensor([i for i in range(len(grid)) if i not in jumped])
+            grid, eta = grid[kept], eta[kept[:-1]]
+        return Sampler(grid, s.sampler, eta)
 
     def places(self, sampler: Sampler) -> Tensor:
         "The transitions that may be trained, (n,) long and increasing."
@@ -156,6 +164,8 @@ class _Selection:
     def partition(self, paths: Trajectories, profile: Tensor) -> Chunks | list[Chunks]:
         "The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."
         places = self.places(paths.sampler)
+        if self.s.chunk_rule.kind == "fixed" and self.chunker is None:
+            return self.chunks(torch.ones(len(places)))
         if not self.s.chunk_rule.min_size:
             return self.chunks(profile[places])
         return adaptive_chunks(relative_distance(paths.latents.float()).cpu()[:, places], self.s.chunk_rule.min_size)
@@ -211,9 +221,10 @@ class _Accounts:
             images, more = s.prompts_per_iteration * s.images_per_prompt, sum(s.steps - start for start in starts)
             scored = counts.scored + images * len(starts)
             counts = replace(counts, rollout=counts.rollout + images * more, scored=scored)
+        sampler = self.sampler(0)
         if self.table is None:
-            return counts
-        states = shared_states(self.table, self.sampler(0).stochastic)
+            return replace(counts, rollout=counts.rollout * len(sampler) / s.steps) if s.merge != "none" else counts
+        states = shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
         return replace(counts, rollout=s.prompts_per_iteration * rollout_forwards(states))
 
     def check(self) -> None:
@@ -251,6 +262,8 @@ class Method(_Selection, _Accounts):
         self.chunker = import_callable(s.chunks, "chunks") if ":" in s.chunks and s.chunk_rule.kind == "code" else None
         self.sharing = Sharing.parse(s.sharing)
         self.table = None if s.sharing == "own" else self.sharing.table(s.images_per_prompt, s.steps)
+        if s.kl and s.anchor_every:
+            self.copies = {**self.copies, "reference": lambda iteration: float((iteration + 1) % s.anchor_every > 0)}
         self.window, own = Window.parse(s.window), s.surrogate in named_code(s)
         self.clip = import_callable(s.surrogate, "surrogate") if own else None
         self.worth: Surrogate | None = None if own else Surrogate.parse(s.surrogate, s.clip_range)

@@ -70,7 +70,8 @@ def step_noise(
 
     if table is None:
         return torch.stack([draw(key) for key in keys], dim=1)
-    owners = [[(*key[:3], g) for g in table[1:, key[3]].tolist()] for key in keys]  # of each image's T draws
+    rows = table[1 : shape[0] + 1]  # a grid with merged transitions is shorter
+    owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]  # of each image's T draws
     drawn = {key: draw(key) for key in set(itertools.chain(*owners))}
     return torch.stack([torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1)
 

@@ -138,7 +138,8 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         with count_seconds(rollout.seconds, "baseline"):
             base = score_base(state, rollout)
     with count_seconds(rollout.seconds, "update"):
-        profile = {} if state.iteration else measure_profile(state, rollout.context.trajectories)
+        due = state.iteration % s.profile_every == 0 if s.profile_every else state.iteration == 0
+        profile = measure_profile(state, rollout.context.trajectories) if due else {}
         update = update_policy(state, rollout)
     chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
     state.iteration += 1
