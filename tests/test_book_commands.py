@@ -80,7 +80,7 @@ DAY = {  # commands of README, in the order of a day -> words that make them sho
     "evaluate runs/seed-0": [], "evaluate runs/one": [], "sample": [], "compare": [],
     "profile": ["--prompts", "1", "--images", "1"],
     "speed": ["chunks=1,2", "--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"],
-    "presets": [], "doctor": []}
+    "methods": [], "presets": [], "doctor": []}
 ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu_host and test_study
 
 

@@ -182,6 +182,20 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
     assert os.path.getsize(os.environ["COUNTED"]) == counted and run_folder.read_evaluation_summary(run) == summary
 
 
+def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
+    with drawing.only_evaluation(run), pytest.raises(InputError, match="being evaluated by another process"):
+        evaluate.evaluate(run)
+    assert not os.path.exists(os.environ["COUNTED"]) and not (run / "evaluation.begun").exists()
+    assert evaluate.evaluate(run)["n_prompts"] == 4 and not (run / "evaluation.begun").exists()
+
+
+def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run, tmp_path):
+    (tmp_path / "odd.txt").write_text("a red star\n" * 40 + "zebras fly over the moon\n")
+    with pytest.raises(InputError, match="`eval_prompts` must hold prompts that the reward .* number 41 is none"):
+        evaluate.evaluate(run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1)
+    assert not os.path.exists(os.environ["COUNTED"])
+
+
 def test_a_part_that_was_cut_off_is_drawn_again(run):
     s = evaluate.evaluation_settings(run, ())
     arms, prompts = evaluate.evaluation_arms(s), evaluate.read_prompts(s.eval_prompts)

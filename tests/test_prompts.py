@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from commands import call
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
@@ -43,6 +44,19 @@ def test_a_run_on_20000_prompts_encodes_those_it_draws(encoded, tmp_path):
         trainer.train_run(s, tmp_path / "run")
         assert len(encoded) == len(set(encoded)) == wanted
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 10
+
+
+@pytest.mark.parametrize("field", ["prompts", "eval_prompts"])
+def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(field, tmp_path):
+    "Wherever it stands in the list, and before there is a folder."
+    few, odd = tmp_path / "few.txt", tmp_path / "odd.txt"
+    few.write_text("a red star\n" * 40)
+    odd.write_text("a red star\n" * 40 + "zebras fly over the moon\n")
+    words = ["train", "pocket/tiny", "reward=pocket-geneval", f"prompts={few}", f"eval_prompts={few}"]
+    done = call(*words, f"{field}={odd}", "--out", tmp_path / "run")
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    (line,) = done.stderr.splitlines()
+    assert f"`{field}` must hold prompts that the reward pocket-geneval can score; number 41 is none" in line
 
 
 def test_processes_share_the_prompts(monkeypatch, tmp_path):

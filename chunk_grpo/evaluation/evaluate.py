@@ -24,8 +24,8 @@ from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
 from ..models.inputs import read_prompts
 from ..runs import run_folder
-from ..runs.drawing import begun_folder, draw_share, evaluation_parts, move_into_place, progress_watcher
-from ..runs.drawing import read_parts
+from ..runs.drawing import begun_folder, draw_share, evaluation_parts, move_into_place, only_evaluation
+from ..runs.drawing import progress_watcher, read_parts
 from ..runs.run_images import AS_TRAINED_ARMS, drawing_processes, share_out
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9e196587
@@ -204,23 +204,24 @@ def evaluate(
     _check_arms(arms, s.eval_steps)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
     folder, parts = begun_folder(run, s, arms, prompts), evaluation_parts(s, len(prompts), arms)
-    missing = len(parts) - len(read_parts(folder))
-    count = min(processes or drawing_processes(run), missing)
-    watch = progress_watcher(s, parts, folder, say)
-    if count > 1:
-        order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
-        share_out("evaluation", "chunk_grpo.runs.drawing", ["chunk_grpo.runs.drawing:draw_share", json.dumps(order)],
-                  count, watch)
-    elif missing:
-        draw_share(run, s, arms, folder, watch=watch)
-    done = read_parts(folder)
-    records = [record for part in parts for record in done[part]]
     summary = {"n_prompts": len(prompts), "images_per_prompt": s.eval_images, "steps": s.eval_steps,
                "split": arms.get("hybrid", s.hybrid_split), "arms": arms, "seed": s.eval_seed}
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(s, name) for name in names}}
-    summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
-    write_scores(folder, records, summary)
-    move_into_place(folder, run / "evaluation")
+    with only_evaluation(run):
+        missing = len(parts) - len(read_parts(folder))
+        count = min(processes or drawing_processes(run), missing)
+        watch = progress_watcher(s, parts, folder, say)
+        if count > 1:
+            order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
+            words = ["chunk_grpo.runs.drawing:draw_share", json.dumps(order)]
+            share_out("evaluation", "chunk_grpo.runs.drawing", words, count, watch)
+        elif missing:
+            draw_share(run, s, arms, folder, watch=watch)
+        done = read_parts(folder)
+        records = [record for part in parts for record in done[part]]
+        summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
+        write_scores(folder, records, summary)
+        move_into_place(folder, run / "evaluation")
     return summary

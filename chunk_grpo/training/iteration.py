@@ -38,7 +38,7 @@ from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
-from ..rewards.rewards import StreamingScores, score_images, scoring_thread
+from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
 from .methods import Method, ReplayContext, load_method
 from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
@@ -120,6 +120,8 @@ def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existi
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
+    check_prompts({name: scorers[name] for name in trained_on}, prompts, "prompts")
+    check_prompts(scorers, held_out, "eval_prompts")
     return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
