@@ -120,6 +120,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'chunk_grpo.core.files.sync_to_disk': ( '02_core/files.html#sync_to_disk',
                                                                                'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.sync_tree': ('02_core/files.html#sync_tree', 'chunk_grpo/core/files.py'),
+                                       'chunk_grpo.core.files.temporary_folder': ( '02_core/files.html#temporary_folder',
+                                                                                   'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.temporary_path': ( '02_core/files.html#temporary_path',
                                                                                  'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files.write_json': ('02_core/files.html#write_json', 'chunk_grpo/core/files.py')},

@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import children
 import psutil
 import pytest
 from commands import command, environment, run
 from small_runs import wait_for, write
+
+from chunk_grpo.core.files import temporary_folder
 
 DEAF = """import signal, sys
 [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]
@@ -46,6 +50,34 @@ def test_the_processes_of_a_run_end_with_the_command(tmp_path):
     child.kill()
     child.wait()
     assert children.gone(workers)
+
+
+HOLDER = """import sys
+from chunk_grpo.core.files import temporary_folder
+with temporary_folder("report") as folder:
+    (folder / "half.ipynb").write_text("half")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(tmp_path, monkeypatch):
+    "And what a living one has there is left alone, as is what anything else put there."
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "chunk-grpo-other-1").mkdir()
+    (tmp_path / "chunk-grpo-report-of-mine.html").touch()
+    killed, living = (subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                       text=True, env=environment(TMPDIR=tmp_path)) for _ in range(2))
+    left, used = (Path(child.stdout.readline().strip()) for child in (killed, living))
+    killed.kill()
+    killed.wait()
+    assert left.is_dir()
+    with temporary_folder("report", patience=0) as own:
+        assert own.is_dir() and not left.exists() and (used / "half.ipynb").read_text() == "half"
+    living.communicate()
+    assert living.returncode == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"chunk-grpo-other-1", "chunk-grpo-report-of-mine.html"}
 
 
 @pytest.mark.parametrize("foreign", [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"RANK": "1"}],

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
-           'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
-           'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart', 'write_json', 'read_json',
-           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
+           'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
+           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart',
+           'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log',
+           'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -19,6 +20,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -84,6 +86,21 @@ def remove_abandoned(folder: Path, name: str = "") -> None:  # of the file or fo
     for one in list(Path(folder).iterdir()) if Path(folder).is_dir() else []:
         if wanted.fullmatch(one.name) and _writer_is_gone(one):
             shutil.rmtree(one, ignore_errors=True) if one.is_dir() else one.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder(name: str, patience: float = 60.0) -> Iterator[Path]:  # seconds for a new one to be locked
+    "A folder for the time being; those of the same name whose processes were killed are removed."
+    for old in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # it is removed just now; it is in use
+            about = old.lstat()
+            if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and time.time() - about.st_mtime > patience:
+                with open(old / "lock", "ab") as handle:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"chunk-grpo-{name}-") as folder, open(Path(folder) / "lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(folder)
 
 
 def clean_run_folder(run: Path) -> None:

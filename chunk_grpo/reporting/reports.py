@@ -12,7 +12,6 @@ import difflib
 import html as markup
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import pandas as pd
 import chunk_grpo
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import atomic_write, check_place, remove_abandoned
+from ..core.files import atomic_write, check_place, remove_abandoned, temporary_folder
 from ..core.settings import Settings, training_method
 from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, read_evaluation_summary
 from ..runs.run_folder import read_metrics_lines, read_run_settings
@@ -101,12 +100,12 @@ def execute_report(
     out, failed = Path(os.path.realpath(out)), None
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     only_reads = values.get("train") is False or any(values.get(key) for key in ("run", "runs", "folder"))
-    with tempfile.TemporaryDirectory() as folder, atomic_write(out) as new:
-        made = Path(folder) / "report.ipynb"
+    with temporary_folder("report") as folder, atomic_write(out) as new:
+        made = folder / "report.ipynb"
         # papermill fills braces in
         files = [str(file).replace("{", "{{").replace("}", "}}") for file in (find_report_notebook(name), made)]
         try:
-            with _import_path(only_reads, Path(folder)) as options:
+            with _import_path(only_reads, folder) as options:
                 papermill.execute_notebook(*files, parameters=values, progress_bar=False, kernel_name="python3",
                                            coalesce_streams=True, store_widget_state=False, autosave_cell_every=10,
                                            extra_arguments=options)

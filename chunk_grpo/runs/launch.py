@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import uuid
@@ -29,7 +28,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
-from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, write_json
+from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
+from ..core.files import write_json
 from ..core.settings import Settings, check_processes
 from ..core.machine import Terminated, die_with_parent, raise_on_sigterm
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
@@ -198,8 +198,8 @@ def _launch(
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"} if nodes == 1 else {
         "rdzv_backend": "static", "rdzv_endpoint": rendezvous, "rdzv_configs": {"rank": node_rank, "timeout": 600}}
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps old keys at a restart
-    with tempfile.TemporaryDirectory(prefix="chunk-grpo-torchrun-") as logs, _own_signals():
-        config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(logs, redirects=Std.ERR),
+    with temporary_folder("torchrun") as logs, _own_signals():
+        config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
                               run_id=uuid.uuid4().hex if nodes == 1 else "chunk-grpo", max_restarts=max_restarts,
                               **meeting)
         try:

@@ -7,7 +7,6 @@ __all__ = ['find_changes', 'compare_lines', 'weights_share', 'find_differences',
 
 # %% ../../nbs/09_runs/04_verify.ipynb #576683a8
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from .. import InputError
-from ..core.files import sha256_of
+from ..core.files import sha256_of, temporary_folder
 from ..core.settings import RESUME_CHANGEABLE_FIELDS, Settings, load_settings
 from ..core import machine
 from . import launch, run_folder
@@ -163,8 +162,8 @@ def verify_run(
     changed, unknown = find_changes(run, note)
     count, whole = max(1, min(iterations, done)), run / "final"
     shared = processes or (note.get("processes", 1) if note.get("nodes", 1) == 1 else 1)
-    with tempfile.TemporaryDirectory(prefix="chunk-grpo-verify-") as folder:
-        again = repeat_run(s, count, shared, Path(folder) / "run", on_log)
+    with temporary_folder("verify") as folder:
+        again = repeat_run(s, count, shared, folder / "run", on_log)
         rows = compare_lines(theirs, run_folder.read_metrics_lines(again), s)
         complete = count == s.iterations and note["status"] == "finished" and whole.is_dir()
         weights = weights_share(whole, again / "final", s, count) if complete else None
