@@ -7,6 +7,7 @@ import pytest
 import tiny_families
 import tiny_flux
 import torch
+from commands import call
 from huggingface_hub.utils import filter_repo_objects
 
 from chunk_grpo import InputError
@@ -176,6 +177,18 @@ def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
         run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+
+
+def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
+    "It is loaded where the prompts are encoded, before anything is written."
+    folder = tiny_families.build("sd3", tmp_path / "model")
+    (folder / "text_encoder_2/config.json").write_text("{}")
+    (tmp_path / "few.txt").write_text("a red star\ntwo cats\n")
+    done = call("train", "pocket/tiny", f"model={folder}", f"prompts={tmp_path / 'few.txt'}",
+                f"eval_prompts={tmp_path / 'few.txt'}", "max_tokens=8", "dtype=float32", "reward=incompressibility",
+                "eval_rewards=[]", "--out", tmp_path / "run", CHUNK_GRPO_CACHE=tmp_path / "cache")
+    assert done.returncode == 2 and not (tmp_path / "run").exists(), done.stderr
+    assert "`model` must have text encoders whose config.json fits their weights" in done.stderr
 
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)

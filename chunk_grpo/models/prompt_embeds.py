@@ -162,7 +162,14 @@ def lazy_prompt_encoder(
     def fresh(group: list[str]) -> dict[str, Tensor]:
         if not pipe:
             parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
-            pipe.append(import_class(policy.pipeline).from_pretrained(policy.folder, **parts).to(policy.device))
+            try:
+                made = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
+            except RuntimeError as error:
+                if "mismatched_sizes" not in str(error):
+                    raise
+                raise InputError(f"`model` must have text encoders whose config.json fits their weights; one of those "
+                                 f"in {policy.folder} is of another network") from None
+            pipe.append(made.to(policy.device))
         return policy.embed(pipe[0], list(group))
 
     yield fresh
