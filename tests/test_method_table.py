@@ -104,13 +104,15 @@ def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, 
 
 
 def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
-    sampler, generator = Sampler(torch.linspace(1, 0, 8)), torch.Generator().manual_seed(0)
-    mean, std = torch.randn(4000, 4, 4, generator=generator), torch.full((4000, 1, 1), 0.3)
-    then = mean + std * torch.randn(mean.shape, generator=generator)
-    guard, raw = (method.statistic(*(method.evidence(sampler, then, at, std) for at in (mean + 0.2, mean)))
+    sampler, generator = Sampler(torch.linspace(1, 0, 8), eta=0.3), torch.Generator().manual_seed(0)
+    v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
+    index = torch.full((4000,), 2)
+    mean, std = sampler.mean_std(v, x, index)
+    then, pull = mean + std * torch.randn(mean.shape, generator=generator), sampler.coefficients(2)[1]
+    guard, raw = (method.statistic(*(method.evidence(at, {}, then, x, sampler, index) for at in (v + 0.2 / pull, v)))
                   for method in (method_of("guard"), method_of("steps")))
     assert guard.mean().abs() < 4 * guard.std() / len(guard) ** 0.5
-    assert raw.mean() < -0.5 * 0.2**2 / (2 * 0.3**2)
+    assert raw.mean() < -0.5 * 0.2**2 / (2 * float(std[0]) ** 2)
 
 
 def test_nfts_row_cancels_in_value_and_not_in_gradient(policy):
@@ -193,8 +195,8 @@ def test_v_grpo_shares_levels_and_noise_in_a_group_and_takes_one_level_of_each_p
     chosen = method.draw(context.trajectories, Chunks.steps(7), torch.ones(7), 0)
     assert chosen.shape == (8, 3) and torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
     assert ((chosen >= torch.tensor([0, 2, 4])) & (chosen < torch.tensor([2, 4, 7]))).all()
-    clean, target, _ = renoise(context, torch.arange(8), torch.full((8,), 3), shared=True)
-    noise = target + clean
+    x, target = renoise(context, torch.arange(8), torch.full((8,), 3), shared=True)
+    noise = x + (1 - context.trajectories.sampler.sigmas[3]) * target
     torch.testing.assert_close(noise[0], noise[3], rtol=0, atol=1e-5)
     assert (noise[0] - noise[4]).abs().max() > 0.1
 

@@ -95,15 +95,16 @@ def test_a_plan_counts_what_it_computes(name):
 
 def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has_not(policy):
     "log r = eps d / std - d^2 / (2 std^2) in expectation over eps: a bias that Guard takes away."
-    method, sampler = method_of("Guard"), Sampler(torch.linspace(1, 0, 8))
-    generator = torch.Generator().manual_seed(0)
-    mean, std = torch.randn(4000, 4, 4, generator=generator), torch.full((4000, 1, 1), 0.3)
-    then, moved = mean + std * torch.randn(mean.shape, generator=generator), mean + 0.2
-    new, old = (method.evidence(sampler, then, m, std) for m in (moved, mean))
+    method, sampler = method_of("Guard"), Sampler(torch.linspace(1, 0, 8), eta=0.3)
+    generator, index = torch.Generator().manual_seed(0), torch.full((4000,), 2)
+    v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
+    mean, std = sampler.mean_std(v, x, index)
+    then, moved = mean + std * torch.randn(mean.shape, generator=generator), v + 0.2 / sampler.coefficients(2)[1]
+    new, old = (method.evidence(at, {}, then, x, sampler, index) for at in (moved, v))
     guard, raw = method.statistic(new, old), Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5
     assert guard.mean().abs() < 4 * error
-    assert raw.mean() < -0.5 * 0.2**2 / (2 * 0.3**2)
+    assert raw.mean() < -0.5 * 0.2**2 / (2 * float(std[0]) ** 2)
     torch.testing.assert_close(guard, 0.2 * ((then - mean) / std).flatten(1).mean(1), rtol=0, atol=1e-4)  # eps d
 
 
@@ -173,7 +174,7 @@ def test_wrong_pairs_are_refused_in_words(name, more, sentence):
 
 def test_a_ratio_of_deterministic_transitions_is_refused():
     class Clipped(import_callable(METHODS["NFT"], "method")):
-        ratio = True
+        ratio = density = True
 
     with pytest.raises(InputError, match="must take ratios of transitions with noise"):
         Clipped(settings.load_settings("pocket/tiny", words("NFT"))).check()

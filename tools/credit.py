@@ -15,7 +15,8 @@ from chunk_grpo import InputError
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
-from chunk_grpo.training.methods import ReplayContext, replay_transitions
+from chunk_grpo.models.policy import told_sigma
+from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import make_generator
 
 
@@ -62,11 +63,14 @@ def block_gradient(
     limit: int = 96,  # transitions in one forward
 ) -> list[Tensor]:  # one for each trained parameter
     "The gradient (a) of one block and transition."
-    trained, item = what.policy.trained, torch.arange(len(images))
+    trained, item, sampler = what.policy.trained, torch.arange(len(images)), what.trajectories.sampler
     total = [torch.zeros_like(p) for p in trained]
     for part in item.split(limit):
-        then, mean, std, _ = replay_transitions(what, images[part], torch.full_like(part, index))
-        logp = what.trajectories.sampler.log_prob(then, mean, std)
+        path = what.trajectories.latents[images[part], index : index + 2].float().to(what.policy.device)
+        now, then = path.unbind(1)
+        told = told_sigma(what.policy, sampler.sigmas[index].expand(len(part)))
+        v = what.policy.velocity(now, told, what.rows(images[part]))
+        logp = sampler.log_prob(then, *sampler.mean_std(v, now, index))
         value = (logp * advantage[images[part]].to(logp)).sum() / len(images)
         found = torch.autograd.grad(value, trained, materialize_grads=True)
         total = [a + b for a, b in zip(total, found, strict=True)]

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['Terminated', 'raise_on_sigterm', 'terminate_process_group', 'die_with_parent', 'library_versions',
-           'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info',
-           'count_seconds']
+           'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
 import contextlib
@@ -17,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -134,11 +132,3 @@ def machine_info() -> dict:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"system": f"{platform.system()} {platform.machine()}", "processor": (names or [platform.processor()])[0],
             "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 1e9, 1), "gpus": gpus}
-
-# %% ../../nbs/02_core/02_machine.ipynb #24657c80
-@contextlib.contextmanager
-def count_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
-    "Add the seconds of a phase to those of its name, without those of the phases in it."
-    start, others = time.perf_counter(), sum(seconds.values())
-    yield
-    seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - others)

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..core.settings import Settings
 from ..method.chunks import Chunks
 from ..method.dynamics import chunk_count
 from ..method.sampler import Sampler
 from ..method.schedule import add_noise, velocity_target
-from ..models.policy import told_sigma
-from ..models.trainable import base_weights
 from ..training.methods import Method, ReplayContext
 from ..training.rollout import make_generator
 
@@ -27,14 +24,14 @@ from ..training.rollout import make_generator
 def renoise(
     context: ReplayContext, image: Tensor, index: Tensor,  # (m,) positions in the trajectories; (m,) levels of the grid
     shared: bool = False,  # one noise for all images of a group at a level
-) -> tuple[Tensor, Tensor, Tensor]:  # x_0, the velocity's target noise - x_0, and x_t, (m, S, C) each
+) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target noise - x_0, (m, S, C) each
     "Final images noised anew: the same in every update of an iteration."
     paths, keys = context.trajectories, context.trajectories.keys
     clean = paths.latents[image, -1].float().to(context.policy.device)
     draws = [make_generator(*keys[b][:3], -1 if shared else keys[b][3], stream=f"noised {i}")
              for b, i in zip(image.tolist(), index.tolist(), strict=True)]
     noise = torch.stack([torch.randn(clean.shape[1:], generator=draw) for draw in draws]).to(clean)
-    return clean, velocity_target(clean, noise), add_noise(clean, noise, paths.sampler.sigmas[index].to(clean))
+    return add_noise(clean, noise, paths.sampler.sigmas[index].to(clean)), velocity_target(clean, noise)
 
 
 def mean_square(x: Tensor) -> Tensor:  # (m, ...) -> (m,)
@@ -51,13 +48,8 @@ class Decoupled(Method):
     "The ODE draws; final images, noised anew, are trained at levels of the grid."
 
     density = False
-    reads: tuple[str, ...] = ()  # copies whose velocity the loss asks for; "base" is one of them
     shared = False  # noise and levels are those of the group
     part = 1.0  # of the grid, from the noise, whose levels may be trained
-
-    def __init__(self, s: Settings):
-        super().__init__(s)
-        self.beside = len(self.reads)
 
     def sampler(self, iteration):
         return Sampler(self.sigmas, "ode")
@@ -74,18 +66,11 @@ class Decoupled(Method):
         orders = [torch.randperm(len(chunks), generator=make_generator(*key, stream="chunks")) for key in keys]
         return torch.stack([order[:count].sort().values for order in orders])
 
-    def replay(self, context, image, index, anchor=True):
-        clean, target, x = renoise(context, image, index, self.shared)
-        policy, rows, others = context.policy, context.rows(image), {}
-        t = context.trajectories.sampler.sigmas[index]
-        told, held = told_sigma(policy, t), "reference" if "reference" in context.copies else "base"
-        anchored = anchor and self.s.kl > 0
-        for name in dict.fromkeys([*self.reads, *([held] if anchored else [])]):
-            with torch.no_grad(), base_weights(policy) if name == "base" else context.weights(name):
-                others[name] = policy.velocity(x, told, rows)
-        v = policy.velocity(x, told, rows)
-        evidence = self.losses(v, others, target, x, t.to(x).reshape(-1, 1, 1))
-        return evidence, mean_square(v - others[held]) if anchored else None
+    def states(self, context, image, index):
+        return renoise(context, image, index, self.shared)
+
+    def evidence(self, v, others, target, x, sampler, index):
+        return self.losses(v, others, target, x, sampler.sigmas[index].to(x).reshape(-1, 1, 1))
 
     def losses(
         self, v: Tensor, others: Mapping[str, Tensor], target: Tensor,  # (m, S, C) each, with graph in v
@@ -93,14 +78,6 @@ class Decoupled(Method):
     ) -> tuple[Tensor, ...]:  # (m,) each
         "Evidence of levels; the first takes the place of a log-probability."
         return (-mean_square(v - target),)
-
-    def item_metrics(self, statistic, slope, advantage):
-        if self.ratio:
-            return super().item_metrics(statistic, slope, advantage)
-        return {"loss": -(statistic if statistic.ndim == 1 else statistic[:, 0])}
-
-    def metrics(self, items, chunk, count):
-        return super().metrics(items, chunk, count) if self.ratio else {"loss_mean": items["loss"].mean().item()}
 
     def check(self):
         fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
@@ -182,9 +159,6 @@ class Nft(Decoupled):
         good = (advantage / 10 + 0.5).clamp(0, 1)
         return -5 / self.beta * (good * statistic[:, 0] + (1 - good) * statistic[:, 1])
 
-    def item_metrics(self, statistic, slope, advantage):
-        return {"loss": -self.objective(statistic, advantage, advantage)}
-
 
 class Crd(Decoupled):
     "CRD (2603.14128): the centred implicit reward is regressed on the centred advantage."
@@ -221,20 +195,16 @@ class GroupDpo(Decoupled):
         return -off, mean_square(others["base"] - target) - off
 
     def statistic(self, new, old):
-        return torch.stack([new[0] - old[0], new[0], new[1].detach()], 1)
+        return torch.stack([new[0] - old[0], *(x.detach() for x in new)], 1)
 
     def objective(self, statistic, advantage, group):
         moved, matched, better = statistic.unbind(1)
-        _, of = group.unique(return_inverse=True)
+        matched, (_, of) = matched + moved - moved.detach(), group.unique(return_inverse=True)
         told = -advantage * self.beta * better.detach()
         weight = (told - centred(told, of)).sigmoid()  # of the group's mean: small where it is told apart already
         ratio, eps = moved.detach().exp(), self.s.clip_range
         gone = (advantage > 0) & (ratio > 1 + eps) | (advantage < 0) & (ratio < 1 - eps)
         return weight * advantage * torch.where(gone, matched.detach(), matched)
-
-    def item_metrics(self, statistic, slope, advantage):
-        return {**super().item_metrics(statistic, slope, advantage),
-                "clipped": ((slope[:, 1] == 0) & (advantage != 0)).to(statistic)}
 
 
 class BestOfN(Decoupled):

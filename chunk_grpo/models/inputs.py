@@ -20,6 +20,7 @@ import random
 from pathlib import Path
 
 from .. import InputError
+from ..core.files import sha256_of
 
 # %% ../../nbs/03_models/00_inputs.ipynb #742c5db4
 _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
@@ -52,8 +53,7 @@ def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for file in sorted(f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()):
         digest.update(file.relative_to(folder).as_posix().encode())
-        with open(file, "rb") as handle:
-            digest.update(hashlib.file_digest(handle, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(file)))
     return digest.hexdigest()
 
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd

@@ -12,10 +12,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ..method.dynamics import relative_distance
 from ..method.sampler import Sampler
 from ..method.sharing import shared_states
 from ..models.policy import Policy, decode_latents, told_sigma
@@ -45,6 +47,11 @@ class Trajectories:
     row: Tensor  # (B,) row of the image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of every image
     sampler: Sampler  # that drew them
+
+    @cached_property
+    def distance(self) -> Tensor:  # (B, T)
+        "How far each transition moves the latents, equation (9)."
+        return relative_distance(self.latents.float())
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(

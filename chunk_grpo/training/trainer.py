@@ -18,13 +18,12 @@ from accelerate.utils import gather_object
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.machine import count_seconds
 from ..core.files import CheckpointState, RunProfile, atomic_write, clean_run_folder, read_json
 from ..core.files import hash_files, write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
-from .iteration import TrainingState, load_policy_and_optimizer
+from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
 from .iteration import measure_profile, prepare_state, sample_groups, score_base, update_policy
 from .metrics import collect_metrics, evaluate_held_out
 

@@ -174,5 +174,6 @@ def accumulate_gradients(
     statistic = torch.cat(found)[torch.cat(work.batches).argsort().to(adv.device)]
     means = item_means(statistic, work.segment.to(adv.device))
     group = item_groups(context, work).to(adv.device)
-    items = method.item_metrics(means, _objective_slopes(method, means, adv, group), adv)
-    return UpdateStats(items, method.objective(means, adv, group).mean().item(), float(kl))
+    worth = method.objective(means, adv, group)
+    items = method.item_metrics(means, _objective_slopes(method, means, adv, group), adv, worth)
+    return UpdateStats(items, worth.mean().item(), float(kl))

@@ -8,8 +8,9 @@ from chunk_grpo.training.methods import Method
 class Guard(Method):
     "Chunk-GRPO with Guard's ratio."
 
-    def evidence(self, sampler, then, mean, std):
-        return sampler.log_prob(then, mean, std), mean, std.flatten().expand(len(mean))
+    def evidence(self, v, others, target, x, sampler, index):
+        mean, std = sampler.mean_std(v, x, index)
+        return sampler.log_prob(target, mean, std), mean, std.flatten().expand(len(mean))
 
     def statistic(self, new, old):
         """std (log r + |change of the mean|^2 / (2 std^2)): its mean under the old policy is 0, as log r's is not."""
