@@ -6,8 +6,10 @@ import pytest
 from commands import run
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-LONGEST = ("faults", "power", "training", "processes", "corpus", "benchmark", "cli", "study", "families", "evaluation",
-           "studies", "hosts", "workers", "runs", "speed")  # begun first, so that no core waits for the last at the end
+LONGEST = ("faults", "power", "evaluation", "strangers", "widgets", "plan", "cli", "training", "study", "installed",
+           "cuda_rules", "processes", "own_code", "reading", "judge", "benchmark", "runs", "speed", "rewards_elsewhere",
+           "orphans", "corpus", "methods", "reward_serving", "browser", "pocket", "recipes", "ddp_families", "baseline",
+           "model_files", "families", "studies", "hosts")  # first, so that no core waits for one at the end
 
 
 def pytest_collection_modifyitems(items):

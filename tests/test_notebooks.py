@@ -9,8 +9,8 @@ import pytest
 from run_page import PRELOADED, run_page
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("02_ray_cluster", "06_own_study", "03_gpu_host", "06_checkpoints", "01_launch", "04_trainable",
-           "00_evaluate")  # begun first
+LONGEST = ("02_ray_cluster", "06_own_study", "03_gpu_host", "01_study", "04_trainable", "00_plan", "04_flow",
+           "02_placement", "06_tuning", "01_launch")  # begun first
 PAGES = sorted([*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), ROOT / "nbs/index.ipynb"],
                key=lambda page: (page.stem not in LONGEST, str(page)))
 PATIENCE = 500  # seconds of a page

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import call, environment
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import import_callable
@@ -34,13 +34,13 @@ def test_the_installed_command_finds_ones_own_reward_in_training_and_evaluation(
     assert told.returncode == 0 and (tmp_path / "one/report.html").is_file(), told.stderr
     assert "my_rewards:red" in json.loads((tmp_path / "one/evaluation/summary.json").read_text())["rewards"]
     (tmp_path / "away").mkdir()
-    told = installed(tmp_path / "away", "evaluate", tmp_path / "one", "eval_seed=1", "--no-report")
+    told = call("evaluate", tmp_path / "one", "eval_seed=1", "--no-report", cwd=tmp_path / "away", PYTHONPATH="")
     assert told.returncode == 2 and "my_rewards" in told.stderr and "Traceback" not in told.stderr
-    # A run from elsewhere: its reward is not taken from the folder in which the user stands.
+    # A run from elsewhere: its reward is not taken from the folder in which the user stands, though Python looks there.
     note = json.loads((tmp_path / "one/run.json").read_text())
     (tmp_path / "one/run.json").write_text(json.dumps(note | {"run_id": "another"}))
     (tmp_path / "my_rewards.py").write_text("open('ran', 'w')\n" + RED)
-    told = installed(tmp_path, "evaluate", "one", "eval_seed=2", "--no-report", "--trust")
+    told = call("evaluate", "one", "eval_seed=2", "--no-report", "--trust", cwd=tmp_path, PYTHONPATH="")
     assert told.returncode == 2 and "my_rewards" in told.stderr and not (tmp_path / "ran").exists()
 
 

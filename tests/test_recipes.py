@@ -19,6 +19,7 @@ def code_of(recipe: str) -> str:
     return code
 
 
+FEW = ["iterations=1", "steps=3", "chunks=steps", "train_chunks=all", "eval_images=1", "eval_steps=2", "hybrid_split=1"]
 FILES = {"Add a method": "my_method.py", "Change an axis": "my_credit.py", "Add a chunker": "my_chunks.py",
          "Change the clip": "my_clip.py"}
 
@@ -48,7 +49,7 @@ def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):
     (tmp_path / "my_rewards.py").write_text(code_of("Add a reward"))
     (tmp_path / "my_prompts.txt").write_text("a red star\na blue ring\n")
     (words,) = re.findall(r"^ +chunk-grpo (train .+)$", RECIPES["Add a reward"], flags=re.MULTILINE)
-    run(*words.split(), "iterations=1", "--out", tmp_path / "run", "--no-report", cwd=tmp_path)
+    run(*words.split(), *FEW, "--out", tmp_path / "run", "--no-report", cwd=tmp_path)
     assert "redness" in (tmp_path / "run/run.json").read_text()
     run("evaluate", tmp_path / "run", "--trust", "--no-report", cwd=tmp_path)
     asked = {line["prompt"] for line in read_evaluation_records(tmp_path / "run")}
