@@ -360,7 +360,7 @@ def renamed(old, new):
 
 WRONG_SUMMARY = {
     "no rewards": (renamed("rewards", "prizes"), "`rewards` is missing"),
-    "list": (lambda text: "[]", "holds a list"), "cut": (lambda text: text[:-20], "cannot be read"),
+    "list": (lambda text: "[]", "must be a JSON object"), "cut": (lambda text: text[:-20], "cannot be read"),
     "no mean": (renamed("mean", "middle"), ".mean` is missing"),
     "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "number; got the text 'much'"),
     "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got NaN"),

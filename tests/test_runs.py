@@ -106,8 +106,8 @@ def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path
 
 def test_numbered_folders_in_the_working_directory(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [run_folder.create_run(settings, name="pocket-tiny").relative_to(tmp_path) for _ in range(2)]
-    assert names == [Path("runs/pocket-tiny-001"), Path("runs/pocket-tiny-002")]
+    names = [run_folder.create_run(settings).relative_to(tmp_path) for _ in range(2)]
+    assert names == [Path("runs/run-001"), Path("runs/run-002")]
 
 
 CASES = ("other files", "a file", "nothing to resume", "other settings", "no space", "processes")
@@ -184,7 +184,7 @@ def test_what_a_user_put_into_a_refused_run_stays(settings, trainer, tmp_path):
 def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
     "All have looked and seen nothing before the first of them makes the folder."
     together = threading.Barrier(8)
-    makes = run_folder.make_folder
+    makes = run_folder.make_folders
 
     def make(out):
         together.wait(60)
@@ -196,12 +196,12 @@ def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
         except InputError as error:
             return str(error)
 
-    run_folder.make_folder = make
+    run_folder.make_folders = make
     try:
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(start, range(8)))
     finally:
-        run_folder.make_folder = makes
+        run_folder.make_folders = makes
     assert found.count(tmp_path / "run") == 1
     refused = ("another program has just begun a run", "holds a run, which is taken up with resume")
     assert sum(any(part in str(words) for part in refused) for words in found) == 7
@@ -238,7 +238,7 @@ def test_warnings_of_the_log_are_shown_too(settings, trainer, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("[]", "it holds a list"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
+    ("[]", "must be a JSON object"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
     ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
     ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status` must be"),
     ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` must be")])

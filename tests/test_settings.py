@@ -123,9 +123,10 @@ def test_a_server_and_modules_may_have_rewards_of_any_name():
 
 def test_exponents_are_numbers_in_every_way_they_are_written():
     for text in ("1e-3", "1E-3", "1.e-3", "1.0e-3", "0.001", "10e-4", "+1e-3"):
-        assert settings.load_settings(yaml.safe_load(f"learning_rate: {text}")).learning_rate == 1e-3
+        assert settings.load_settings(validation.parse_yaml(f"learning_rate: {text}", "it")).learning_rate == 1e-3
         assert settings.load_settings({}, [f"learning_rate={text}"]).learning_rate == 1e-3
-    assert settings.load_settings({"reward": {"hpsv3": "1e-1"}}).reward == {"hpsv3": 0.1}
+    assert settings.load_settings({}, ["reward={hpsv3: 1e-1}"]).reward == {"hpsv3": 0.1}
+    assert validation.parse_yaml("[1, 12e, e5, 0x1e3, 1.5e3]", "it") == [1, "12e", "e5", 0x1e3, 1500.0]
 
 
 def test_files_are_read_or_refused_in_words(tmp_path):

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'DrawersOption', 'print_rows',
-           'split_commas', 'parse_numbers', 'printable', 'echo_now', 'echo_error', 'ends_if_interrupted', 'examples',
-           'print_json', 'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'foreign_demands', 'check_trust',
-           'evaluate', 'reward_env', 'serve_reward', 'doctor_rows', 'doctor']
+           'split_commas', 'parse_numbers', 'printable', 'ends_if_interrupted', 'examples', 'print_json',
+           'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'foreign_demands', 'check_trust', 'evaluate',
+           'reward_env', 'serve_reward', 'doctor_rows', 'doctor']
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -59,16 +59,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def echo_now(text: str) -> None:
-    "Print a line at once, also into a pipe."
-    print(text, flush=True)
-
-
-def echo_error(text: str) -> None:
-    "The same on the error stream, where the standard output holds JSON."
-    print(printable(text), file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
 def ends_if_interrupted(words: Callable[[], str] = str) -> Iterator[None]:
     "Ctrl-C and SIGTERM in the block end the command with their exit code, and with words on how to go on."
@@ -91,7 +81,7 @@ def print_json(content: dict) -> None:
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #69b37d0a
 def evaluate_with_progress(run: Path, overrides: list[str] | None = None, processes: int = 0,
-                           say: Callable[[str], None] = echo_now) -> dict:
+                           say: Callable[[str], None] = typer.echo) -> dict:
     "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
@@ -104,7 +94,9 @@ def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int, as_
     "Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."
     from chunk_grpo.runs import run_folder  # these here, since they import torch
 
-    say = echo_error if as_json else echo_now
+    def say(text: str) -> None:  # on the error stream where the standard output holds JSON
+        typer.echo(printable(text), err=as_json)
+
     summary = evaluate_with_progress(run_folder.find_run(run), overrides, processes, say)
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
@@ -146,8 +138,13 @@ def foreign_demands(
     return found + demands + [f"{name} with {given[name]}" for name in names if given.get(name)]
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b26d0682
-def check_trust(run: Path, overrides: list[str], doing: str = "evaluating", rewards_too: bool = True) -> None:
+def check_trust(
+    run: Path, trust: bool, overrides: Sequence[str] = (),  # whether the user trusts it; settings that the user gives
+    doing: str = "evaluating", rewards_too: bool = True,  # what the command does; the images are scored
+) -> None:
     "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
+    if trust:
+        return
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     folder = run_folder.find_run(run)
@@ -183,8 +180,8 @@ def evaluate(
     if run is None and not (images and benchmark):
         raise InputError("benchmark: --images needs --benchmark; got none." if images else
                          "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
-    if run is not None and not images and not trust:
-        check_trust(run, overrides or [])
+    if run is not None and not images:
+        check_trust(run, trust, overrides or [])
     if not benchmark:
         return evaluate_heldout(run, overrides, processes, as_json)
     from chunk_grpo.core.files import read_json  # these here, since they import torch
@@ -205,9 +202,9 @@ def evaluate(
             if not arm or not Path(folder).is_dir():
                 raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}")
             folders[arm] = Path(folder)
-        benchmarks.score_benchmark(task, folders, place, source, scorers, tools, echo_now)
+        benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
     else:
-        place = benchmarks.run_benchmark(find_run(run), *what, processes, overrides or [], names, tools, echo_now)
+        place = benchmarks.run_benchmark(find_run(run), *what, processes, overrides or [], names, tools, typer.echo)
     table = benchmarks.benchmark_table(read_json(place / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
     typer.echo(f"scores: {place / 'summary.json'}")
@@ -220,7 +217,7 @@ def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
     "Make a reward's own environment; minutes, once."
     from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
-    placement.create_environment(name, echo_now)
+    placement.create_environment(name, typer.echo)
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #8758c9b6
 @evaluation_app.command(epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"))

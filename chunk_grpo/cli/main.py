@@ -18,7 +18,6 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +26,12 @@ import typer
 import typer.core
 
 from .. import InputError, __version__
-from .evaluation import JsonOption, OverridesArgument, echo_now, ends_if_interrupted
+from .evaluation import JsonOption, OverridesArgument, ends_if_interrupted
 from .evaluation import evaluate_with_progress, evaluation_app, examples, parse_numbers, print_json
 from .evaluation import print_rows, printable, split_commas
 from .reports import output_file, reports_app
 from ..core import settings
+from ..core.machine import TrainingFailed
 
 # %% ../../nbs/14_cli/02_main.ipynb #6af2ac4f
 EXIT_CODES = {0: "done", 1: "failed, as in a training that stopped", 2: "wrong input, said in one sentence",
@@ -213,26 +213,13 @@ def speed(
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
     result = measuring.measure_iteration(measuring.load_workload_settings(model, changes), repeats,
-                                         lambda text: print(text, file=sys.stderr, flush=True))
+                                         partial(typer.echo, err=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
     if file:
         write_json(file, result)
         typer.echo(f"numbers: {file}")
 
 # %% ../../nbs/14_cli/02_main.ipynb #0a6d2190
-@contextlib.contextmanager
-def _training(again: Callable[[], str]) -> Iterator[None]:
-    "Where training in the block fails or is interrupted, the command ends and says how to go on."
-    from chunk_grpo.runs.launch import TrainingFailed  # here, since it imports torch
-
-    with ends_if_interrupted(again):
-        try:
-            yield
-        except TrainingFailed as error:
-            typer.echo(f"chunk-grpo: {error}", err=True)
-            raise typer.Exit(1) from None
-
-
 def _finish_training(run: Path, report: bool) -> None:
     "Say that a run is finished, evaluate it, and write its report."
     from chunk_grpo.runs import run_folder  # here, since it imports torch
@@ -286,10 +273,10 @@ def train(
         words = ["go on with: chunk-grpo train", source, *(overrides or ()), f"--out {folder}", *words]
         return " ".join(words + ["--resume"] * (folder / "run.json").is_file())
 
-    with _training(again):
+    with ends_if_interrupted(again):
         run = launch.train(s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes,
                            node_rank=node_rank, rendezvous=rendezvous, max_restarts=max_restarts,
-                           on_made=None if out else lambda run: echo_now(f"run folder: {folder}"))
+                           on_made=None if out else lambda run: typer.echo(f"run folder: {folder}"))
     if not node_rank:  # machine 0 writes the report
         _finish_training(run, report)
 
@@ -322,12 +309,12 @@ def study(
     from chunk_grpo.studies import design, ray_cluster, study as trials, tuning
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
-    again = partial(str, "the same command goes on")
     start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
-    with _training(again):
+    with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:
-            return tuning.tune_study(name, out, processes, rows, echo_now)
-        found = start(name, out, processes, split_commas(arms), numbers, rows, echo_now, unplanned=unplanned, peek=peek)
+            return tuning.tune_study(name, out, processes, rows, typer.echo)
+        found = start(name, out, processes, split_commas(arms), numbers, rows, typer.echo, unplanned=unplanned,
+                      peek=peek)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
     rows = read_json_lines(folder / "results.jsonl")
@@ -348,6 +335,8 @@ def describe_error(error: Exception) -> tuple[int, str]:
     "The exit code that an error ends a command with, and one sentence."
     if isinstance(error, InputError):
         code, text = 2, str(error)
+    elif isinstance(error, TrainingFailed):
+        code, text = 1, str(error)
     elif isinstance(error, OSError) and error.filename and error.errno in _PATH_PROBLEMS:
         code, text = 2, f"the path {error.filename} cannot be used ({error.strerror})"
     elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):

@@ -18,7 +18,7 @@ import typer
 
 from .. import InputError
 from .evaluation import DrawersOption, JsonOption, OverridesArgument, RunArgument, TrustOption
-from .evaluation import check_trust, echo_now, ends_if_interrupted, examples, parse_numbers
+from .evaluation import check_trust, ends_if_interrupted, examples, parse_numbers
 from .evaluation import print_json, print_rows, split_commas
 from ..core import settings
 from ..core.validation import dump_yaml
@@ -50,7 +50,7 @@ def watch(
 
     folder = run_folder.find_run(run)
     with ends_if_interrupted():
-        status = watch_run(folder, lambda line, s: echo_now(format_progress(line, s.iterations)), every)
+        status = watch_run(folder, lambda line, s: typer.echo(format_progress(line, s.iterations)), every)
     typer.echo(f"the run is {status}")
     if status != "finished":
         raise typer.Exit(1)
@@ -154,8 +154,7 @@ def profile(
     begin = source if run is None else run_folder.read_run_settings(run_folder.find_run(run))
     s = settings.load_settings(begin, changes)
     if run is not None:
-        if not trust:
-            check_trust(run, changes, "profiling", rewards_too=False)
+        check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
@@ -174,8 +173,7 @@ def verify(
     from chunk_grpo.runs import launch  # these here, since they import torch
     from chunk_grpo.runs import verify as verifying
 
-    if not trust:
-        check_trust(run, [], "verifying")
+    check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
         found = verifying.verify_run(run, iterations, processes, None if as_json else launch.print_progress)
     if as_json:
@@ -207,8 +205,7 @@ def sample(
     if bool(prompt) == bool(prompts):
         raise InputError(f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}")
     seeds = parse_numbers("--seed", seed)
-    if not trust:
-        check_trust(run, [], "sampling from", rewards_too=False)
+    check_trust(run, trust, doing="sampling from", rewards_too=False)
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting import publish
     from chunk_grpo.runs import run_folder
@@ -221,7 +218,7 @@ def sample(
     given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
     changes = {field: value for field, value in given.items() if value is not None}
     with ends_if_interrupted(lambda: "no folder was made"), raise_on_sigterm():
-        made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, echo_now)
+        made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo)
     typer.echo(f"images: {len(made)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de
@@ -233,8 +230,7 @@ def export(
     "Leave a run's weights for diffusers, with a model card."
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
-    if not trust:
-        check_trust(run, [], "exporting", rewards_too=False)
+    check_trust(run, trust, doing="exporting", rewards_too=False)
     made = export_run(run, folder, trust)
     typer.echo(f"card: {made / 'README.md'}\n"
                f"to share it, after reading the base's licence: hf upload NAME/{made.name} {made}")

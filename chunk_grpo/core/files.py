@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
-           'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
+           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
            'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart',
            'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log',
            'sha256_of', 'hash_files']
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Required
+from typing import IO, Annotated, Any, BinaryIO, Literal, Required
 
 import psutil
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
@@ -88,18 +88,27 @@ def remove_abandoned(folder: Path, name: str = "") -> None:  # of the file or fo
             shutil.rmtree(one, ignore_errors=True) if one.is_dir() else one.unlink(missing_ok=True)
 
 
+def try_lock(handle: IO) -> bool:  # until it is closed here and in children; an open file
+    "Lock an open file; False where another process holds it."
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def temporary_folder(name: str, patience: float = 60.0) -> Iterator[Path]:  # seconds for a new one to be locked
     "A folder for the time being; those of the same name whose processes were killed are removed."
     for old in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # it is removed just now; it is in use
+        with contextlib.suppress(FileNotFoundError):  # it is removed just now
             about = old.lstat()
             if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and time.time() - about.st_mtime > patience:
                 with open(old / "lock", "ab") as handle:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old, ignore_errors=True)
+                    if try_lock(handle):
+                        shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"chunk-grpo-{name}-") as folder, open(Path(folder) / "lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try_lock(lock)
         yield Path(folder)
 
 
@@ -289,7 +298,13 @@ class EvaluationPart(TypedDict):
 _adapter = functools.cache(TypeAdapter)
 
 
-def _check_content(where: str | Path, content: dict, schema: Any, needed: tuple[str, ...] = ()) -> Any:
+def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, ...] = ()) -> Any:
+    try:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:  # bad text and bad JSON are ValueErrors
+        raise InputError(f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed") from None
+    if not isinstance(content, dict):
+        raise InputError(f"run: {where} must be a JSON object; got {text.decode()[:40]!r}")
     for name in [name for name in needed if content.get(name, {}) == {}]:
         raise InputError(f"run: {where} is damaged: `{name}` is missing; a whole run folder is needed")
     try:
@@ -309,15 +324,11 @@ def read_json(
     needed: tuple[str, ...] = (),  # fields that this reader cannot do without
 ) -> Any:  # as the schema says
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
-    content: Any = {}
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        problem = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"
-    except (OSError, ValueError, RecursionError) as error:  # bad text and bad JSON are ValueErrors
-        problem = type(error).__name__
-    if problem:
-        raise InputError(f"run: {path} cannot be read ({problem}); a whole run folder is needed")
-    return _check_content(path, content, schema, needed)
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"run: {path} cannot be read ({error.strerror}); a whole file is needed") from None
+    return _parse_json(path, text, schema, needed)
 
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(path: Path, content: Any) -> None:
@@ -331,20 +342,13 @@ def append_json_line(path: Path, content: Any) -> None:
 def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a TypedDict such as MetricsLine
     "The whole lines of a JSON-lines file, none without a file; InputError where one is not what the schema says."
     try:
-        found, whole = [], Path(path).read_bytes().rpartition(b"\n")[0]
+        whole = Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"run: {path} cannot be read ({error.strerror})") from None
-    for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"run: line {number} of {path} cannot be read ({type(error).__name__})") from None
-        if not isinstance(content, dict):
-            raise InputError(f"run: line {number} of {path} must be a JSON object; got {line[:40].decode()!r}")
-        found.append(_check_content(f"line {number} of {path}", content, schema))
-    return found
+    return [_parse_json(f"line {number} of {path}", line, schema)
+            for number, line in enumerate(whole.split(b"\n") if whole else [], 1)]
 
 
 def drop_partial_line(path: Path) -> None:
@@ -365,10 +369,8 @@ def lock_log(
     try:
         while True:
             handle = os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(handle.fileno()).st_nlink:
-                    return handle
+            if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
+                return handle
             handle.close()
             if time.monotonic() > end:
                 begun = f"`out` must be a new folder; another program has just begun a run in {log.parent}"

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, ValidationError, model_validator
 
 import chunk_grpo
 from .. import InputError
 from .validation import (
-    Names, Number, as_tuple, dump_yaml, format_value, parse_yaml, read_yaml_file, setting, validation_message)
+    Names, dump_yaml, format_value, parse_yaml, read_yaml_file, setting, validation_message)
 
 if TYPE_CHECKING:
     from chunk_grpo.method.chunks import ChunkRule
@@ -53,15 +53,15 @@ class _DrawingSettings(BaseModel):
     max_tokens: int = setting(512, "tokens", "diffusers' FluxPipeline", "Longest prompt the text encoder reads.", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "", _DANCE,
         "Number format of weights and forwards; sampler, log-density and ratio are float32 whatever this says.")
-    guidance: Number = setting(3.5, "", _DANCE, "Guidance embedded in the model; no second forward.", ge=0)
-    true_cfg_scale: Number = setting(1.0, "", "the paper has none",
+    guidance: float = setting(3.5, "", _DANCE, "Guidance embedded in the model; no second forward.", ge=0)
+    true_cfg_scale: float = setting(1.0, "", "the paper has none",
         "Classifier-free guidance, with a second forward for the empty prompt in rollout and training; 1: off.", ge=1)
     steps: int = setting(17, "transitions", _TABLE_6, "Transitions from noise to image; the last is not trained.", ge=2,
         le=10_000)
-    shift: Number = setting(3.0, "", _TABLE_6, "Static shift of the noise schedule in training.", gt=0, le=100)
+    shift: float = setting(3.0, "", _TABLE_6, "Static shift of the noise schedule in training.", gt=0, le=100)
     sampler: Literal["flow", "dance", "cps"] = setting("flow", "", "paper, equation 7", "Kind of transition.",
         takes="one of flow, dance, cps; ode has no noise, so there is no density whose ratio could be trained")
-    eta: Number = setting(0.7, "", _TABLE_6, "Noise level of the sampler.", gt=0)
+    eta: float = setting(0.7, "", _TABLE_6, "Noise level of the sampler.", gt=0)
     truncate_timesteps: bool = setting(False, "", "exact: the paper's text; truncated: its code",
         "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.")
     shared_noise: bool = setting(True, "", _DANCE,
@@ -74,10 +74,9 @@ class _DrawingSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #29be7132
 def _format_sizes(value):
-    if isinstance(value, (list, tuple)) and value and all(type(size) is int for size in value):
-        return ",".join(map(str, value))
-    if type(value) is int:
-        return str(value)
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if sizes and all(type(size) is int for size in sizes):
+        return ",".join(map(str, sizes))
     return value.replace(" ", "") if isinstance(value, str) else value
 
 
@@ -99,19 +98,19 @@ class _ChunkSettings(BaseModel):
     merge: str = setting("none", "", "none: the paper; entropy: E-GRPO",
         'What of a window is drawn as one large transition: "none", "window" all of it, or "entropy:POWER" as many '
         "from a window of one on as have so much noise (notebook method/sharing).")
-    chunk_fraction: Number = setting(0.5, "fraction", _TABLE_6,
+    chunk_fraction: float = setting(0.5, "fraction", _TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: _SizesText = setting("all", "chunks", "all: the paper; one: its Figure 6",
         'Chunks that may be drawn, counted from 1 at the noise, such as "1,2,3"; "all".', min_length=1)
     chunk_weighting: Literal["uniform", "dynamics", "profile"] = setting("uniform", "", "paper, section 4.3: optional",
         "Chance of a chunk to be drawn: equal, by the distance the image's own latents move, or by the base's profile.")
-    weighting_uniform: Number = setting(0.0, "fraction", OURS,
+    weighting_uniform: float = setting(0.0, "fraction", OURS,
         "Share of equal chances in weighted drawing.", ge=0, le=1)
     weighting_anneal: int = setting(0, "iterations", OURS,
         "Iterations in which that share rises to 1, where weighting is over; 0: it stays.", ge=0)
     profile_every: int = setting(0, "iterations", OURS,
         "Iterations after which chunks are cut again by the present policy's own distances; 0: the base's stay.", ge=0)
-    weighting_temperature: Number = setting(1.0, "", OURS,
+    weighting_temperature: float = setting(1.0, "", OURS,
         "Flattens the weights of drawing: w^(1/temperature).", gt=0)
     step_weights: _SizesText = setting("one", "", "one: the paper; noise: TempFlow-GRPO",
         'Weight of a transition in the objective: "one", "noise", "interval", "inverse-interval", "flash", or sizes '
@@ -128,9 +127,9 @@ class _ChunkSettings(BaseModel):
 # %% ../../nbs/02_core/04_settings.ipynb #fea55ba5
 class _OptimizerSettings(BaseModel):
     "How a gradient becomes a step, and where weights, moments and trajectories lie."
-    learning_rate: Number = setting(1e-5, "", _TABLE_6, "Step size of AdamW.", gt=0)
-    weight_decay: Number = setting(1e-4, "", _TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
-    clip_range: Number = setting(5e-5, "", _TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0)
+    learning_rate: float = setting(1e-5, "", _TABLE_6, "Step size of AdamW.", gt=0)
+    weight_decay: float = setting(1e-4, "", _TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
+    clip_range: float = setting(5e-5, "", _TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0)
     statistic: Literal["ratio", "centred", "scaled", "guard"] = setting("ratio", "", "ratio: the paper, equation 14",
         "What is averaged over a chunk: the log-ratio, without its bias, times the deviation, or both (GRPO-Guard).")
     surrogate: str = setting("clip", "", "clip: the paper, equation 13",
@@ -140,14 +139,14 @@ class _OptimizerSettings(BaseModel):
         "How scores become advantages (notebook method/credit).")
     credit_of: Literal["image", "gain", "depth", "leaves"] = setting("image", "", "gain: DenseGRPO; depth: BranchGRPO",
         "What an advantage is given to: an image, a chunk by what it gains, or a tree's edges by depth or by leaves.")
-    advantage_clamp: Number = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
-    max_grad_norm: Number = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
-    kl: Number = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
+    advantage_clamp: float = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
+    max_grad_norm: float = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
+    kl: float = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
     anchor: Literal["transition", "velocity"] = setting("transition", "", "transition: paper, equation 13",
         "That distance: the KL divergence of transitions, or the mean square between velocities.")
     anchor_every: int = setting(0, "iterations", "0: the paper; others: GARDO",
         "Iterations after which the present weights become what the distance is taken to; 0: the base stays.", ge=0)
-    ema: Number = setting(0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
+    ema: float = setting(0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
     lora_targets: Names = setting((), "", OURS,
         "Layers that get an adapter, by the end of their name; empty: the family's attentions and feed-forward layers.")
@@ -157,7 +156,7 @@ class _OptimizerSettings(BaseModel):
         "Weights that are all trained: a whole copy in each process, or each holding a part of them (FSDP2).")
     optimizer: Literal["adamw", "adamw-8bit"] = setting("adamw", "", "adamw: the paper",
         "AdamW in float32, or with moments of 8 bits (bitsandbytes, which is installed beside the package).")
-    update_memory: Number = setting(0.0, "GB", OURS,
+    update_memory: float = setting(0.0, "GB", OURS,
         "What a forward of an update may keep for its backward; `update_batch` becomes what fits. 0: it stays.", ge=0)
     latents_dtype: Literal["float32", "bfloat16"] = setting("float32", "", OURS,
         "Number format of the trajectories between rollout and update; rounded before their density is taken.")
@@ -191,7 +190,7 @@ ALARMS = ("clip_fraction", "ratio_floor", "flat_groups", "gradient_norm", "hacki
 
 class _RewardSettings(BaseModel):
     "What is rewarded, how it is measured, and what is written."
-    reward: str | dict[str, Number] = setting("hpsv3", "", _SETUP,
+    reward: str | dict[str, float] = setting("hpsv3", "", _SETUP,
         "Reward trained on: a name, package.module:function, {name: ..., option: ...}, or several with weights.",
         takes="a name or a mapping from names to weights above 0")
     reward_options: dict[str, dict] = setting({}, "", OURS,
@@ -216,7 +215,7 @@ class _RewardSettings(BaseModel):
         "Iterations between two checkpoints that are kept for good, a multiple of `checkpoint_every`; 0: none.", ge=0)
     tracker: Literal["none", "tensorboard", "wandb"] = setting("none", "", OURS, "Where metrics go beside the run.")
     threads: int = setting(0, "threads", OURS, "CPU threads of a process; 0: torch decides.", ge=0)
-    stop_on: Annotated[tuple[Literal[ALARMS], ...], BeforeValidator(as_tuple)] = setting((), "alarms", OURS,
+    stop_on: Annotated[tuple[Literal[ALARMS], ...], Strict(False)] = setting((), "alarms", OURS,
         f"Alarms that end the run: {', '.join(ALARMS)}.",
         takes=f"a list of names of alarms: {', '.join(ALARMS)}")
 

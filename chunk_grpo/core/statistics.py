@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NORMAL_QUANTILE', 'mean_se', 'bootstrap_mean', 'bootstrap_images', 'bootstrap_ratio', 'percentile_interval',
-           'holm_correction', 't_intervals', 'claim_verdict']
+           't_intervals', 'claim_verdict']
 
 # %% ../../nbs/02_core/03_statistics.ipynb #47ebebbb
 import math
@@ -113,24 +113,22 @@ def percentile_interval(
     low, high = np.percentile(drawn, [2.5, 97.5])
     return {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
-# %% ../../nbs/02_core/03_statistics.ipynb #7eeafddc
-def holm_correction(p: pd.Series) -> pd.Series:  # a p-value a comparison; nan where there is none
-    "P-values corrected for their number, after Holm."
-    known = p.dropna().astype(float).sort_values()
-    return (known * range(len(known), 0, -1)).cummax().clip(upper=1).reindex(p.index)
-
 # %% ../../nbs/02_core/03_statistics.ipynb #0104c5fe
 def t_intervals(
     values: pd.DataFrame, level: float = 0.95,  # a row a seed, a column a comparison
 ) -> pd.DataFrame:  # a row a comparison: n, mean, se, lo, hi, p of a mean of 0, holm; nan where one seed is too few
     "Mean over seeds with its t interval (c)."
+    from statsmodels.stats.multitest import multipletests  # here, since it takes a moment
+
     n, mean = values.count(), values.mean()
     se = values.std() / n.pow(0.5)
     half = se * stats.t.ppf((1 + level) / 2, (n - 1).clip(lower=1))
     p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), (n - 1).clip(lower=1)), mean.index, dtype=float)
     p = p.mask((se == 0) & (mean == 0), 1.0).mask((se == 0) & (mean != 0), 0.0)
-    found = {"n": n, "mean": mean, "se": se, "lo": mean - half, "hi": mean + half, "p": p, "holm": holm_correction(p)}
-    return pd.DataFrame(found)
+    found = pd.DataFrame({"n": n, "mean": mean, "se": se, "lo": mean - half, "hi": mean + half, "p": p, "holm": p})
+    if (known := p.notna()).any():
+        found.loc[known, "holm"] = multipletests(p[known], method="holm")[1]
+    return found
 
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(

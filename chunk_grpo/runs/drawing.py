@@ -8,7 +8,6 @@ __all__ = ['score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder
 
 # %% ../../nbs/09_runs/03_drawing.ipynb #3768da28
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import json
@@ -24,8 +23,9 @@ from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import (
-    EvaluationPart, append_json_line, make_folders, read_json_lines, remove_abandoned, sync_to_disk, sync_tree)
+from chunk_grpo.core.files import (
+    EvaluationPart, append_json_line, make_folders, read_json_lines, remove_abandoned, sync_to_disk, sync_tree,
+    try_lock)
 from ..models.inputs import read_prompts
 from ..models.policy import Policy
 from ..reward_serving import placement
@@ -82,10 +82,8 @@ def only_evaluation(run: Path) -> Iterator[None]:
     lock = file_of_run(run, "evaluation.begun/lock")
     make_folders(lock.parent)
     with open(lock, "ab") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"the run {run} is being evaluated by another process; wait until it has ended") from None
+        if not try_lock(handle):
+            raise InputError(f"the run {run} is being evaluated by another process; wait until it has ended")
         try:
             yield
         finally:

@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'make_folder',
-           'is_own_run', 'has_final_weights', 'create_run']
+           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'is_own_run',
+           'has_final_weights', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
-import fcntl
 import hashlib
 import itertools
 import json
@@ -27,7 +26,7 @@ import pandas as pd
 from .. import InputError, __version__
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
-    make_folders, read_json, read_json_lines, remove_abandoned, sync_to_disk, write_json)
+    make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import content_hashes
@@ -57,11 +56,7 @@ def is_training(run: Path | str) -> bool:
     if not log.is_file():
         return False
     with open(log, "a", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not try_lock(handle)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
@@ -143,29 +138,15 @@ def check_new_folder(
     run: bool = False,  # whether it is to be a run's, where the debris of one killed during creation may lie
 ) -> None:
     "InputError where a new run would spoil what lies there, or could not be written."
-    def is_debris(file: Path) -> bool:  # an empty log, or a part of run.json
-        log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
-        return log or bool(re.fullmatch(r"\.run\.json\.\d+\.part", file.name))
-
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
-    if out.exists() and not (out.is_dir() and all(run and is_debris(file) for file in out.iterdir())):
-        wrong = "is not empty" if out.is_dir() else "is a file"
-        raise InputError(f"`out` must be a new or an empty folder; {out} {wrong}")
+    if out.exists() and not out.is_dir():
+        raise InputError(f"`out` must be a new or an empty folder; {out} is a file")
+    for file in out.iterdir() if out.exists() else ():
+        empty_log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
+        if not run or not (empty_log or re.fullmatch(r"\.run\.json\.\d+\.part", file.name)):
+            raise InputError(f"`out` must be a new or an empty folder; {out} is not empty")
     check_place(out)
-
-# %% ../../nbs/09_runs/00_run_folder.ipynb #bd685d5a
-def make_folder(out: Path) -> bool:  # False: it was there
-    "Make a folder where there is none; InputError where it cannot be made."
-    try:
-        make_folders(out.parent)
-        out.mkdir()
-        sync_to_disk(out.parent)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and out.parent.is_dir():
-            return False
-        raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
-    return True
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
 _OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method",
@@ -192,9 +173,9 @@ def has_final_weights(run: Path) -> bool:
 
 def create_run(
     s: Settings,
-    out: str | Path | None = None,  # the folder; None: runs/NAME-001 or the next free number, in the working directory
+    out: str | Path | None = None,  # the folder; None: runs/run-001 or the next free number, in the working directory
     resume: bool = False, processes: int = 1,  # take up the run that lies there; that will train it
-    name: str = "run", nodes: int = 1,  # of the folder where `out` is None; machines that the processes are on
+    nodes: int = 1,  # machines that the processes are on
 ) -> Path:  # the run folder
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
     def is_done(note: dict) -> bool:  # the run that is taken up has nothing left to train
@@ -203,7 +184,7 @@ def create_run(
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
-    out, done = Path(os.path.realpath(out or next_run_folder(name))), False
+    out, done = Path(os.path.realpath(out or next_run_folder("run"))), False
     known = ("settings", "status", "model_sha256", "prompts_sha256")
     if not resume:
         check_new_folder(out, run=True)
@@ -216,7 +197,8 @@ def create_run(
     if not done:
         check_disk_space(s, out)
     open_prompt_cache()
-    made = False if resume else make_folder(out)
+    made = not out.exists()
+    make_folders(out)
     about = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
     with lock_log(out / "train.log", new=not resume):  # another may have made or trained the run meanwhile
         if resume:

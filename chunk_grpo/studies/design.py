@@ -17,16 +17,16 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .. import InputError, __version__
 from ..core import settings as setting
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..core.validation import (
-    Number, format_value, parse_exponent, read_yaml_file, setting as field, validation_message)
+    format_value, read_yaml_file, setting as field, validation_message)
 from ..evaluation.evaluate import check_evaluation_changes
 from ..models.inputs import content_hashes
 
@@ -37,7 +37,7 @@ class Study(BaseModel):
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
     outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
-    smallest_effect: Number = field(0.0, "share of the reference's gain", "", "Smallest difference of "
+    smallest_effect: float = field(0.0, "share of the reference's gain", "", "Smallest difference of "
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
     seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
@@ -49,7 +49,7 @@ class Study(BaseModel):
                                   takes="a mapping from an arm to the arm that it goes on from")
     evaluation: dict = field({}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings")
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
-    tune: dict[str, list[Annotated[Any, BeforeValidator(parse_exponent)]]] = field(
+    tune: dict[str, list[Any]] = field(
         {}, "", "", "Settings and the values that every arm tries.", takes="a mapping from settings to lists of values")
     tune_seeds: int = field(2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000)
     tune_prompts: str = field("pocket:validation", "", "", "Prompts that judge what is tried, written as "
