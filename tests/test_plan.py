@@ -379,3 +379,11 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
     assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(answer.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_would_fit_is_looked_for_among_settings_that_go_together():
+    "A sharded run has no moments of 8 bits: such a change is not tried, alone or beside another."
+    s = settings.load_settings("machines/8x80gb-full-flux1-dev")
+    network, where = plan.find_model_config(s.model), plan.find_device("rtx4090")
+    assert s.sharding == "fsdp" and not where.fits(plan._peak_memory(s, network, 8)[0])
+    assert plan._find_smaller(s, network, where, 8) is None

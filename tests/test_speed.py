@@ -99,7 +99,7 @@ def test_settings_that_cannot_be_measured(change, sentence):
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
     s = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
-    result = orders.measure(s, 1, transformer=LAYERS, autoencoder=LEVELS)
+    result = orders.measure(s, 1, configs=(LAYERS, LEVELS))
     assert "reward" not in result["phases"] and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[s.dtype]
     assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
     assert bool(result["recomputed_flop"]) == s.gradient_checkpointing

@@ -298,7 +298,7 @@ def stage_speed(small: bool, folder: Path) -> dict:
         gc.collect()
         s = flux_settings(small, **few, **changes)
         measure_it = orders.measure if reference else speed.measure_iteration
-        found = measure_it(s, 1 if small else 2, say, transformer=transformer, autoencoder=vae)
+        found = measure_it(s, 1 if small else 2, say, configs=(transformer, vae))
         kept = ("seconds", "images_per_second", "share", "peak_bytes", "reference_seconds")
         phases = {name: {key: phase[key] for key in kept if phase.get(key) is not None}
                   for name, phase in found["phases"].items()}
@@ -425,13 +425,11 @@ def part_of_flux(divisor: int, small: bool) -> tuple[dict, dict]:
 
 def write_random_model(folder: Path, transformer: dict, vae: dict, dtype: torch.dtype) -> Path:
     "A FLUX pipeline's folder: the pocket's text encoders and schedule, a random transformer and VAE."
-    from diffusers import AutoencoderKL, FluxTransformer2DModel
-
     shutil.copytree(pocket.pocket_model_path(), folder, ignore=shutil.ignore_patterns("transformer", "vae"))
-    classes = FluxTransformer2DModel, AutoencoderKL
-    made = speed.random_networks(classes, (transformer, vae), (dtype, dtype), DEVICE, 0)
-    for part, network in zip(("transformer", "vae"), made, strict=True):
-        network.save_pretrained(folder / part, max_shard_size="5GB")
+    s = speed.load_workload_settings("flux-size", {"dtype": str(dtype)[6:], "resolution": 64, "max_tokens": 16})
+    policy = speed.RandomFluxPolicy(s, transformer, vae)
+    for part in ("transformer", "vae"):
+        getattr(policy, part).save_pretrained(folder / part, max_shard_size="5GB")
     return folder
 
 

@@ -65,7 +65,7 @@ def gradient_difference(b: Workload, ours: Tensor) -> float:
     return error
 
 
-def measure(s: Settings, repeats: int = 3, say=lambda text: None, **configs) -> dict:
+def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
     "`measure_iteration` with the other orders in turn, and with the memory of the two passes."
     errors, spent, kept = [], {}, []
 
@@ -87,7 +87,7 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, **configs) -> 
             order("Flow-GRPO rollout", few.rollout)
             order("Flow-GRPO update", lambda: accumulate_batched(b, paths, threes))
 
-    found = speed.measure_iteration(s, repeats, say, beside, **configs)
+    found = speed.measure_iteration(s, repeats, say, beside, configs)
     spent = {name: phase["seconds"] for name, phase in found["phases"].items()}
     found["phases"] = {name: phase | {"reference_seconds": spent.get(f"reference {name}")}
                        for name, phase in found["phases"].items() if not name.startswith(("reference", "GCPO", "Flow"))}

@@ -261,7 +261,7 @@ def both_orders(s, repeats):
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
     found = {"pocket": orders.measure(s, repeats, say),
-             "a FLUX of middle size": orders.measure(middle, repeats, say, transformer=MIDDLE, autoencoder=FEW)}
+             "a FLUX of middle size": orders.measure(middle, repeats, say, configs=(MIDDLE, FEW))}
     torch.set_num_threads(threads)
     return found
 

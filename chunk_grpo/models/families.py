@@ -204,6 +204,7 @@ class QwenImagePolicy(Policy):
     lora_targets = (*LORA_TARGETS, *(f"{kind}_mlp.net.{layer}" for kind in ("img", "txt") for layer in ("0.proj", "2")))
     unread = ("attn.to_add_out", "txt_mlp")  # the text's own way through the last block
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
+    noise = FluxPolicy.noise  # packed in the same way
 
     @property
     def vae_scale_factor(self) -> int:
@@ -225,12 +226,6 @@ class QwenImagePolicy(Policy):
         embeds, mask = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
         mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask  # None: all are as long
         return _pad_prompt_embeds([e[m.bool()] for e, m in zip(embeds, mask, strict=True)], self.max_tokens)
-
-    def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        "The latents of one image at sigma 1."
-        channels = self.transformer.config.in_channels // 4
-        draw = torch.randn(1, 1, channels, self.side, self.side, generator=generator)
-        return diffusers.QwenImagePipeline._pack_latents(draw, 1, channels, self.side, self.side)[0]
 
     def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
         "One forward, without the padding that no sample of the batch needs."

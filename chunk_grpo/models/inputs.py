@@ -6,16 +6,14 @@
 __all__ = ['OTHER_FILES', 'FAMILIES', 'MODEL_FOLDERS', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'check_network_weights',
            'check_tokenizers', 'unknown_words', 'read_prompts', 'sample_prompt_indices', 'evenly_spaced_positions',
-           'content_hashes', 'count_stored_weights']
+           'content_hashes']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import csv
-import functools
 import hashlib
 import importlib
 import io
 import json
-import math
 import random
 from pathlib import Path
 
@@ -244,15 +242,9 @@ def sample_prompt_indices(
     if count > total:
         raise InputError(f"prompts_per_iteration: {count} is more than the {total} prompts in the list.")
     epoch, place = divmod(iteration, total // count)
-    return list(_shuffled_epoch(total, seed, epoch)[place * count : (place + 1) * count])
-
-
-@functools.lru_cache(maxsize=2)
-def _shuffled_epoch(total: int, seed: int, epoch: int) -> tuple[int, ...]:
-    "The whole list of prompts in the order of one epoch; asked for every iteration of it, shuffled once."
     order = list(range(total))
     random.Random(f"{seed}/prompts/{epoch}").shuffle(order)
-    return tuple(order)
+    return order[place * count : (place + 1) * count]
 
 
 def evenly_spaced_positions(total: int, count: int) -> list[int]:
@@ -274,15 +266,3 @@ def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
     check_tokenizers(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
-
-
-def count_stored_weights(s) -> int:
-    "Weights that a run of these settings trains, from the shapes in its model's files: all, or those of adapters."
-    folder = locate_model(s.model)
-    shapes = read_tensor_shapes(folder, "transformer")
-    if not s.lora_rank:
-        return sum(math.prod(shape) for shape in shapes.values())
-    ends = s.lora_targets or find_family(check_pipeline_folder(folder)).lora_targets
-    before = "." if s.lora_targets else ""  # the family's lie within blocks, never outermost
-    return s.lora_rank * sum(sum(shape) for name, shape in shapes.items() if len(shape) == 2
-                             and f"{before}{name}".endswith(tuple(f".{target}.weight" for target in ends)))

@@ -78,18 +78,6 @@ def _largest_vae_activation(
     wide = [*wide, wide[-1]]  # a level begins with the channels of the one below it, already at its own size
     return max(max(wide[i : i + 2]) * (resolution >> i) ** 2 for i in range(len(wide) - 1))
 
-# %% ../../nbs/03_models/02_policy.ipynb #053beda1
-def _predict_pair(
-    policy: "Policy", latents: Tensor, sigma: Tensor,  # (B, S, C); (B,)
-    conditioning: dict[str, Tensor],  # rows of `encode`, those of the empty prompt among them
-) -> tuple[Tensor, Tensor]:  # (B, S, C) float32 each
-    "The velocities with the prompt and without, from one batch of twice the size."
-    pairs = [(k, v) for k, v in conditioning.items() if not k.startswith("blank_")]
-    rows = {k: torch.cat([v, conditioning[f"blank_{k}"]]) for k, v in pairs}
-    both = policy.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), rows)
-    with_prompt, without = both.float().chunk(2)
-    return with_prompt, without
-
 # %% ../../nbs/03_models/02_policy.ipynb #d353d3d2
 def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at least as many
     "The next power of two, or three quarters of it."
@@ -197,8 +185,9 @@ class Policy(Family):
         with torch.autocast(self.device.type, self.dtype) if low else contextlib.nullcontext():
             if not self.blank:
                 return self.predict(latents, sigma, conditioning).float()
-            both = _predict_pair(self, latents, sigma, conditioning)
-        return self.apply_guidance(*both)
+            rows = {k: torch.cat([v, conditioning[f"blank_{k}"]]) for k, v in conditioning.items() if k[:6] != "blank_"}
+            both = self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), rows)
+        return self.apply_guidance(*both.float().chunk(2))
 
     def vae_decode(self, latents: Tensor) -> Tensor:  # the VAE's (B, C, h, w) or with a frame -> (B, 3, ...) in [0, 1]
         "What the VAE makes of its latents, float32."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROCESS_TIMEOUT', 'freeze_unread', 'make_trainable', 'trained_share', 'swap_weights', 'base_weights',
            'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'set_attention_backend',
-           'compile_blocks', 'load_trainable_policy', 'full_tensor', 'shard_model', 'swap_local_shards', 'gather_model']
+           'compile_blocks', 'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
 import contextlib
@@ -109,15 +109,15 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
     return sum(n for name, n in own.items() if name in free or name.rpartition(".")[0] in beside) / sum(own.values())
 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
-def swap_weights(
-    policy: Policy, parameters: Iterable[Tensor],  # of its transformer
-    others: list[Tensor],  # as many of their shapes, of this process' parts where it is sharded; changed in place
-) -> None:
-    "Exchange the values of parameters with others: by pointer, or part by part where processes share them."
-    if policy.sharded:
-        return swap_local_shards(parameters, others)
-    for i, p in enumerate(parameters):
-        p.data, others[i] = others[i], p.data
+@torch.no_grad()
+def swap_weights(parameters: Iterable[Tensor], others: list[Tensor]) -> None:
+    # parameters: parts, or whole; others: parts of the base, or of a moving average; changed in place
+    "Exchange the values of parameters, of this process' parts where they are shared out, with those of others."
+    for pair in zip(parameters, others, strict=True):
+        local, other = (x.to_local() if isinstance(x, DTensor) else x.data for x in pair)
+        kept = local.clone()
+        local.copy_(other)
+        other.copy_(kept)
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
         if policy.lora:
             (policy.transformer.enable_adapters if enable else policy.transformer.disable_adapters)()
         elif policy.base_params is not None:
-            swap_weights(policy, policy.transformer.parameters(), policy.base_params)
+            swap_weights(policy.transformer.parameters(), policy.base_params)
 
     switch(False)
     try:
@@ -293,17 +293,6 @@ def shard_model(
         fully_shard(part.requires_grad_(True), mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
     net.to(device)  # buffers
     return list(net.parameters())
-
-
-@torch.no_grad()
-def swap_local_shards(trained: Iterable[Tensor], others: list[Tensor]) -> None:
-    # trained: parameters: parts, or whole; others: parts of the base, or of a moving average; changed in place
-    "Exchange the values of this process' parts with the others."
-    for pair in zip(trained, others, strict=True):
-        local, other = (x.to_local() if isinstance(x, DTensor) else x.detach() for x in pair)
-        kept = local.clone()
-        local.copy_(other)
-        other.copy_(kept)
 
 
 def gather_model(net: nn.Module) -> nn.Module | None:  # net: in parts; returns on the CPU, in the first process

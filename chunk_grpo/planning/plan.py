@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import InputError
 from ..core import machine
 from ..core.settings import Settings, check_processes, evaluated_rewards, list_presets, load_settings
 from ..core.settings import reward_weights
-from ..models.inputs import FAMILIES, count_stored_weights, find_family, import_class, read_prompts
+from ..models.inputs import FAMILIES, find_family, import_class, locate_model, read_prompts
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 
@@ -60,16 +61,15 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None for another f
 
 def find_model_config(model: str) -> ModelConfig | None:  # None for a hub id whose sizes are not known
     "A model (pocket, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."
-    if model == "pocket":
-        from chunk_grpo import pocket  # here, since it is needed for this one model only
-
-        model = pocket.pocket_model_path()
-    return read_model_config(Path(model)) if Path(model).is_dir() else known_model_configs().get(model)
+    here = model == "pocket" or Path(model).is_dir()
+    return read_model_config(locate_model(model)) if here else known_model_configs().get(model)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #13b3ba86
-def meta_policy(config: ModelConfig, resolution: int, max_tokens: int, dtype: str = "float32",
-                weights: str = "") -> Policy:  # `weights`: the format of the stored weights; as `dtype`
-    "The family's policy with networks that have shapes and no memory; the resolution is in pixels a side."
+def meta_policy(
+    config: ModelConfig, resolution: int, max_tokens: int, dtype: str = "float32",  # pixels a side; of the forward
+    rank: int | None = None, targets: tuple[str, ...] = (),  # trained: all weights (0) or adapters; None: nothing
+) -> Policy:
+    "The family's policy with networks that have shapes and no memory."
     family = find_family(config.pipeline)
     out = family.__new__(family)
     out.max_tokens, out.guidance, out.true_cfg_scale, out.blank = max_tokens, 1.0, 1.0, ()
@@ -77,10 +77,13 @@ def meta_policy(config: ModelConfig, resolution: int, max_tokens: int, dtype: st
     with torch.device("meta"):
         sizes = zip(family.network_classes, (config.transformer, config.autoencoder), strict=True)
         out.transformer, out.vae = (import_class(name).from_config(json.loads(size)) for name, size in sizes)
-    for net, kind in ((out.transformer, weights or dtype), (out.vae, dtype)):
-        for tensor in (*net.requires_grad_(False).parameters(), *net.buffers()):
+        for tensor in (x for net in (out.transformer, out.vae) for x in (*net.parameters(), *net.buffers())):
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(TORCH_DTYPES[kind])
+                tensor.requires_grad_(False).data = tensor.data.to(out.dtype)
+        if rank is not None:
+            from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
+
+            out.trained = make_trainable(out, rank, targets)
     out.module = out.transformer
     return out.set_resolution(resolution)
 
@@ -119,23 +122,12 @@ def count_parameters(config: ModelConfig) -> int:
     return _sizes(config)["transformer"]
 
 
-def _meta_trainable(config: ModelConfig, resolution: int, max_tokens: int, rank: int, targets: tuple[str, ...],
-                    dtype: str = "float32", weights: str = "") -> Policy:
-    "The same with the trained weights freed, or with adapters."
-    from chunk_grpo.models.trainable import make_trainable  # here, because it brings peft
-
-    policy = meta_policy(config, resolution, max_tokens, dtype, weights)
-    with torch.device("meta"):
-        policy.trained = make_trainable(policy, rank, targets)
-    return policy
-
-
 @functools.cache
 def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
     "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
     if not rank and not find_family(config.pipeline).unread:
         return count_parameters(config)
-    return sum(p.numel() for p in _meta_trainable(config, 64, 16, rank, targets).trained)
+    return sum(p.numel() for p in meta_policy(config, 64, 16, rank=rank, targets=targets).trained)
 
 
 @functools.cache
@@ -238,7 +230,7 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
 def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype: str, rank: int,
                    targets: tuple[str, ...], checkpointing: bool) -> tuple[int, int]:
     "Bytes that a forward keeps: those whatever its rows, and those a row."
-    policy = _meta_trainable(config, resolution, max_tokens, rank, targets, dtype, dtype if rank else "float32")
+    policy = meta_policy(config, resolution, max_tokens, dtype, rank, targets)
     formats = _GpuFormats(policy.dtype)
 
     def saved(rows: int) -> tuple[int, int]:  # by all, by the block that keeps most
@@ -468,20 +460,12 @@ def find_device(name: str) -> _DeviceSpec:
 # %% ../../nbs/06_planning/00_plan.ipynb #a2fd24b5
 def measure_matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float:  # floating-point operations a second
     "The rate at which this machine's device multiplies square matrices when nobody else uses it."
-    cuda, before = torch.cuda.is_available(), torch.get_num_threads()
-    size, threads = (8192, 1) if cuda else (1024, before)
-    clock = time.perf_counter if cuda else time.process_time  # of a core's time only what this process had
+    cuda = torch.cuda.is_available()
+    size, threads = (8192, 1) if cuda else (1024, torch.get_num_threads())
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
-    wait = torch.cuda.synchronize if cuda else (lambda: None)
-    torch.set_num_threads(1)  # several would wait for each other where others use the cores
-    (a @ a, wait())
-    start, took = time.perf_counter(), []
-    while not took or time.perf_counter() - start < seconds:
-        began = clock()
-        (a @ a, wait())
-        took.append(clock() - began)
-    torch.set_num_threads(before)
-    return threads * 2 * size**3 / min(took)
+    clock = {} if cuda else {"timer": time.process_time}  # of a core's time only what this process had
+    times = Timer("a @ a", globals={"a": a}, num_threads=1, **clock).blocked_autorange(min_run_time=seconds).times
+    return threads * 2 * size**3 / min(times)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3843bdbd
 ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
@@ -534,14 +518,14 @@ def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[s
             "trajectories": paths if s.latents_on == "host" else 0}
 
 
-def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store, 0 where sizes are unknown
+def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store
     "About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."
-    config = find_model_config(s.model)
-    each = prompt_embeds_bytes(config, s) if config else 0
-    files = run_disk_bytes(s, count_stored_weights(s), held_out := len(read_prompts(s.eval_prompts, "eval_prompts")))
+    config, held_out = read_model_config(locate_model(s.model)), len(read_prompts(s.eval_prompts, "eval_prompts"))
+    files = run_disk_bytes(s, _count_trained_parameters(config, s.lora_rank, s.lora_targets), held_out)
     drawn = min(s.iterations * s.prompts_per_iteration, len(read_prompts(s.prompts, "prompts")))
+    needed = (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)
     there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
-    return sum(files.values()), max(0, (drawn + held_out + (s.true_cfg_scale > 1)) * each - there)
+    return sum(files.values()), max(0, needed - there)
 
 
 def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be
@@ -576,23 +560,18 @@ _SHARED_FORWARDS = 10_000  # of a whole run, an image a forward: on the pocket m
 _PROCESS_BYTES = 1_000_000_000  # of a process beside the training: libraries, encoders, autoencoder, rewards
 
 
-def _choose_processes(s: Settings, cores: int, memory: float) -> int:  # memory in bytes
-    "Processes of one thread that share an iteration on a machine without a GPU; 1 where several do not pay."
-    most = max(n for n in range(1, cores + 1) if s.prompts_per_iteration % n == 0)
-    forwards = s.iterations * _images(s) * s.steps
-    config = find_model_config(s.model) if 2 * most > cores and forwards >= _SHARED_FORWARDS else None
-    if config is None:
-        return 1
-    each = sum(training_memory(fit_update_batch(config, s), config, most).values()) + _PROCESS_BYTES
-    return most if most * each <= memory / 2 else 1
-
-
 def processes_here(s: Settings, source: str | None = None) -> int:  # `source`: the preset or file of the settings
     "The processes that pay on this machine; with GPUs those that the preset is for where there are as many, else 1."
     here, wanted = machine.machine_info(), preset_processes(source) or 1
     if here["gpus"]:
         return wanted if len(here["gpus"]) >= wanted and s.prompts_per_iteration % wanted == 0 else 1
-    return _choose_processes(s, here["cores"], here["memory_gb"] * 1e9)
+    most = max(n for n in range(1, here["cores"] + 1) if s.prompts_per_iteration % n == 0)
+    pays = 2 * most > here["cores"] and s.iterations * _images(s) * s.steps >= _SHARED_FORWARDS
+    config = find_model_config(s.model) if pays else None
+    if config is None:
+        return 1
+    each = sum(training_memory(fit_update_batch(config, s), config, most).values()) + _PROCESS_BYTES
+    return most if most * each <= here["memory_gb"] * 1e9 / 2 else 1
 
 # %% ../../nbs/06_planning/00_plan.ipynb #99efd8e4
 def _amount(x: float, unit: str) -> str:
@@ -647,7 +626,9 @@ def _find_smaller(s: Settings, config: ModelConfig, where: _DeviceSpec, processe
     for count in (1, 2, 3):
         for chosen in itertools.combinations(_SMALLER, count):
             changes = {k: v for one in chosen for k, v in one.items()}
-            if changes.get("sharding") == "fsdp" and (processes == 1 or s.lora_rank):
+            sharded = changes.get("sharding", s.sharding) == "fsdp"
+            pointless = changes.get("sharding") == "fsdp" and (processes == 1 or s.lora_rank)
+            if pointless or (sharded and changes.get("optimizer", s.optimizer) != "adamw"):
                 continue
             smaller = fit_update_batch(config, load_settings(s, changes))
             if where.fits(_peak_memory(smaller, config, processes)[0]):

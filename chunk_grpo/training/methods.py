@@ -90,12 +90,12 @@ class ReplayContext:
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
         "Within this context the policy has a copy's weights, and no gradient."
-        swap_weights(self.policy, self.policy.trained, self.copies[name])
+        swap_weights(self.policy.trained, self.copies[name])
         try:
             with torch.no_grad():
                 yield
         finally:
-            swap_weights(self.policy, self.policy.trained, self.copies[name])
+            swap_weights(self.policy.trained, self.copies[name])
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000031
 def _chunk_means(

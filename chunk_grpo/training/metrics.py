@@ -92,14 +92,14 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     idle = -(-len(places) // state.accelerator.num_processes) - len(mine)
     drawn, texts = [*mine, *[(0, 0)] * idle], [state.held_out[p] for p, _ in mine]  # all need as many forwards
     if state.ema is not None:  # in place, where they lie
-        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
+        trainable.swap_weights(policy.trained, state.ema.shadow_params)
     arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
     policy.set_resolution(s.eval_resolution)
     images = {arm: sample_images(policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
               for arm, split in arms.items()}
     policy.set_resolution(s.resolution)
     if state.ema is not None:
-        trainable.swap_local_shards(policy.trained, state.ema.shadow_params)
+        trainable.swap_weights(policy.trained, state.ema.shadow_params)
     out = {}
     for arm in arms:
         for name, reward in state.rewards.items():
