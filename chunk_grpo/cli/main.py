@@ -319,15 +319,16 @@ def study(
         if not file.is_file():
             raise InputError(f"`--known` must be a file that exists; got {str(file)!r}")
     from chunk_grpo.core.files import read_json_lines  # these here, since they import torch
-    from chunk_grpo.studies import design, ray_cluster, study as trials, tuning
+    from chunk_grpo.studies import design, pilot, ray_cluster, study as trials
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
     again = partial(str, "the same command goes on")
-    start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
     with _training(again):
         if tune:
-            return tuning.tune_study(name, out, processes, rows, echo_now)
-        found = start(name, out, processes, split_commas(arms), numbers, rows, echo_now, unplanned=unplanned, peek=peek)
+            return pilot.tune_study(name, out, processes, rows, echo_now)
+        with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
+            found = trials.run_study(name, out, processes, split_commas(arms), numbers, rows, echo_now, pool=pool,
+                                     unplanned=unplanned, peek=peek)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
     rows = read_json_lines(folder / "results.jsonl")
