@@ -18,7 +18,7 @@ from chunk_grpo.cli import evaluation as commands
 from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
-from chunk_grpo.reporting import comparisons, figures, publish, reports, tables
+from chunk_grpo.reporting import figures, publish, reports, tables
 from chunk_grpo.runs import run_folder
 
 LONG = "l" * 200
@@ -116,8 +116,8 @@ def test_a_name_of_300_letters_covers_nothing():
     table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
     rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
     made = [train.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), train.plot_heldout(table, [name]),
-            train.plot_reward(table, {name: 1.0}), comparisons.plot_deltas({name: {"plain-base": value}}),
-            comparisons.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
+            train.plot_reward(table, {name: 1.0}), figures.plot_deltas({name: {"plain-base": value}}),
+            figures.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
             compare.plot_comparison(rows, name, {"A": "red"})]
     for figure in made:
         assert any("xxx ... xxx" in text for text in labels(figure)) and max(map(len, labels(figure))) < 80
@@ -181,8 +181,8 @@ def test_the_checkers_no_has_its_reason(tmp_path):
     render_scene(Scene("", things)).save(tmp_path / "a.png")
     row = {"arm": "plain", "prompt_index": 0, "image_index": 0, "prompt": "a red star", "file": "a.png"}
     rows = pd.DataFrame([row | {"scores": {"pocket-geneval": 0.0}}])
-    assert comparisons.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
-    assert comparisons.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
+    assert figures.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
+    assert figures.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
 
 
 def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):

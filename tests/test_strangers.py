@@ -18,7 +18,7 @@ from report_functions import functions_of_report
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.reporting import comparisons, reports
+from chunk_grpo.reporting import figures, reports
 from chunk_grpo.reporting.figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
@@ -159,7 +159,7 @@ def test_images_beside_the_run_are_not_shown(stranger, far):
         (stranger / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     scores = run_folder.read_evaluation_scores(stranger)
     with pytest.raises(InputError, match="the run must hold its own files"):
-        comparisons.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
+        figures.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "profile.json", "evaluation", "evaluation/summary.json",
@@ -220,9 +220,9 @@ def test_dollars_in_a_text_make_no_formula():
     from matplotlib.text import Text
     for words in (r"$\frac$", "$x_1$", r"a \$5 and $6$"):
         value = {"mean": 0.1, "lo": 0.0, "hi": 0.2}
-        made = [comparisons.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
-                comparisons.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
-                comparisons.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
+        made = [figures.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
+                figures.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
+                figures.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
                 plot_profile({"mean": [0.5, 0.2], "std": [0.1, 0.1], "kind": words})]
         for figure in made:
             figure.canvas.draw()

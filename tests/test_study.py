@@ -14,7 +14,7 @@ from small_study import STUDY, begin, rows, trainers, wait_for
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
-from chunk_grpo.studies import design, study, tuning
+from chunk_grpo.studies import design, pilot, study
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +232,9 @@ def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
 
 def test_of_two_values_each_is_an_edge():
     study = design.Study(title="t", question="q", reference="a", tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]})
-    assert tuning.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
-    assert tuning.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
-    edges = [row["at the edge"] for row in tuning.tuned_rows("chunk-setting")]
+    assert pilot.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
+    assert pilot.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
+    edges = [row["at the edge"] for row in pilot.tuned_rows("chunk-setting")]
     assert len(edges) == 8 and all("learning_rate" in edge and "clip_range" in edge for edge in edges)
 
 

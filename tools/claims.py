@@ -22,7 +22,7 @@ from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_interval, format_number
 from chunk_grpo.studies import analysis
-from chunk_grpo.studies.figures import curve_column, rolling_mean
+from chunk_grpo.studies.analysis import curve_column, rolling_mean
 
 STRUCTURE_REWARD = "pocket-geneval"  # whether an image is what its prompt asks for
 VERDICTS = {"holds": "#009E73", "does not hold": "#D55E00", "cannot tell": "#7F7F7F", "open": "#B8B8B8"}

@@ -17,8 +17,8 @@ from chunk_grpo.studies.analysis import (
     gains_by_seed,
     paired_differences,
     pivot_by_seed,
+    rolling_mean,
 )
-from chunk_grpo.studies.figures import rolling_mean
 
 FALL_LEVELS = {"start": 2.0, "peak": 4.0}  # level that a curve falls from -> standard errors
 

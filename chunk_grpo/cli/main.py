@@ -306,15 +306,15 @@ def study(
         if not file.is_file():
             raise InputError(f"`--known` must be a file that exists; got {str(file)!r}")
     from chunk_grpo.core.files import read_json_lines  # these here, since they import torch
-    from chunk_grpo.studies import design, ray_cluster, study as trials, tuning
+    from chunk_grpo.studies import design, pilot, ray_cluster, study as trials
 
     rows = [row for file in known or [] for row in read_json_lines(file)]
-    start = partial(ray_cluster.run_study_on_ray, ray) if ray else trials.run_study
     with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:
-            return tuning.tune_study(name, out, processes, rows, typer.echo)
-        found = start(name, out, processes, split_commas(arms), numbers, rows, typer.echo, unplanned=unplanned,
-                      peek=peek)
+            return pilot.tune_study(name, out, processes, rows, typer.echo)
+        with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
+            found = trials.run_study(name, out, processes, split_commas(arms), numbers, rows, typer.echo, pool=pool,
+                                     unplanned=unplanned, peek=peek)
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
     rows = read_json_lines(folder / "results.jsonl")

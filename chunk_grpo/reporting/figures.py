@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
-           'plot_profile', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_profile', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas', 'plot_categories',
+           'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -13,6 +14,7 @@ import html as markup
 import io
 import itertools
 import math
+import textwrap
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +23,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import PIL.Image
 from IPython.display import HTML, Image, display
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -29,7 +32,8 @@ from matplotlib.ticker import MaxNLocator
 
 from ..core.settings import Settings, reward_weights, training_method
 from ..core.statistics import NORMAL_QUANTILE
-from ..runs.run_folder import read_metrics_lines, read_run_info, read_run_settings
+from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
+from ..runs.run_folder import file_of_run, read_metrics_lines, read_run_info, read_run_settings
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #5161dae6
 METHOD_COLOURS = {"steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73",
@@ -74,7 +78,7 @@ def short_name(name: str, longest: int = 44) -> str:  # of a reward, a run or a 
     half = longest // 2 - 2
     return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
 
-# %% ../../nbs/12_reporting/00_figures.ipynb #725ec551
+
 def figure_to_png(figure: Figure, dpi: int = 160) -> bytes:  # pixels an inch
     "The figure as a PNG file."
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
@@ -145,6 +149,124 @@ def plot_profile(
              xlim=(-0.5, len(mean) - 0.5), ylim=(0, 1.15 * float((mean + std).max())))
     return figure
 
+# %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
+_INCHES = {"text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
+
+
+@with_house_style
+def plot_image_grid(
+    images: Sequence[Sequence[PIL.Image.Image | Path]],  # rows of images, or of files
+    prompts: Sequence[str],  # one a row
+    columns: Sequence[str],  # names of the arms
+    below: Sequence[Sequence[str]] | None = None, blocks: int = 1,  # a short text under each image; set side by side
+    side: float = 0.95,  # of an image, inches
+) -> Figure:
+    "Images side by side: a prompt a row, an arm a column."
+    p, lines = _INCHES, -(-len(prompts) // blocks)
+    pitch, wide = side + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (side + p["gap"])
+    head = p["head"] + p["line"] * max((name.count("\n") for name in columns), default=0)
+    width, height = blocks * wide + (blocks - 1) * p["between"], head + lines * pitch
+    FigureCanvasAgg(figure := Figure(figsize=(width, height)))
+    for r, row in enumerate(images):
+        left, top = (r // lines) * (wide + p["between"]), head + (r % lines) * pitch
+        words = textwrap.fill(prompts[r], 20, max_lines=5, placeholder=" ...")
+        figure.text(left / width, 1 - (top + side / 2) / height, words, va="center", fontsize=8)
+        for c, image in enumerate(row):
+            place = left + p["text"] + c * (side + p["gap"])
+            axis = figure.add_axes((place / width, 1 - (top + side) / height, side / width, side / height))
+            image = image if isinstance(image, PIL.Image.Image) else PIL.Image.open(image)
+            axis.imshow(image, interpolation="nearest" if image.width <= 128 else "antialiased")
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+            axis.set_xlabel(below[r][c] if below else "", fontsize=7.5, labelpad=2)
+            if r % lines == 0:
+                axis.set_title(columns[c], fontsize=8.5, loc="center")
+    return figure
+
+# %% ../../nbs/12_reporting/00_figures.ipynb #9fe734b6
+def _choose_rows(scores: pd.DataFrame, count: int) -> tuple[list[str], list[list]]:
+    "Arms, and a row of `scores` for each arm of prompts that are spread evenly over the list."
+    first = scores[scores.image_index == scores.image_index.min()]
+    places = sorted(first.prompt_index.unique())
+    chosen = [places[i * len(places) // min(count, len(places))] for i in range(min(count, len(places)))]
+    arms = [arm for arm in ARM_LABELS if (first.arm == arm).any()]
+    cells = {(row.prompt_index, row.arm): row for row in first.itertuples()}
+    return arms, [[cells[p, arm] for arm in arms] for p in chosen]
+
+
+def plot_before_after(
+    scores: pd.DataFrame,  # a row an image: arm, prompt_index, image_index, prompt, file, scores
+    folder: Path, name: str, count: int = 6,  # that the files lie in; reward whose scores stand below the images; rows
+) -> Figure:
+    "Images of the same prompts and seeds from every arm of an evaluation."
+    arms, rows = _choose_rows(scores, count)
+    files = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
+    words = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
+    return plot_image_grid(files, [row[0].prompt for row in rows], [ARM_LABELS[arm] for arm in arms], words,
+                           blocks=1 + (len(rows) > 3 and len(arms) < 4))
+
+
+def checker_notes(
+    scores: pd.DataFrame, folder: Path,  # as for `plot_before_after`, and where the files lie
+    count: int = 6,  # rows, as in the figure
+) -> list[str]:  # one an image of the figure that the checker calls wrong; none without its scores
+    "What the pocket world's checker sees in the images that it calls wrong."
+    out = []
+    for cell in (cell for row in _choose_rows(scores, count)[1] for cell in row):
+        if cell.scores.get("pocket-geneval") == 0:
+            with PIL.Image.open(file_of_run(folder, cell.file)) as image:
+                (seen,) = detect_shapes(images_to_numpy([image]))
+            out.append(f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_things(seen)}")
+    return out
+
+# %% ../../nbs/12_reporting/00_figures.ipynb #5ffdbcf3
+@with_house_style
+def plot_deltas(
+    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, "hybrid-base": ...}, the first on top
+    colour: str = METHOD_COLOURS["chunk"],
+) -> Figure:
+    "Differences to the base with their 95% intervals, a panel a reward."
+    order = {name: [arm for arm in row if arm.endswith("-base") and row[arm]][::-1] for name, row in summary.items()}
+    high = 1.1 + 0.3 * max(2, *map(len, order.values()))
+    figure, axes = create_subplots(len(summary), size=(3.6 * max(2, len(summary)), high))
+    for axis, (name, row) in zip(axes[0], summary.items(), strict=True):
+        arms = [arm[:-5] for arm in order[name]]
+        for y, arm in enumerate(arms):
+            value = row[f"{arm}-base"]
+            shade = colour if arm == "plain" else METHOD_COLOURS.get(arm, METHOD_COLOURS["hybrid"])
+            error = None if value["lo"] is None else [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]]
+            axis.errorbar(value["mean"], y, xerr=error, fmt="o", color=shade, capsize=3, markersize=6)
+            axis.annotate(f"{value['mean']:+.3f}", (value["mean"], y), xytext=(0, 7), textcoords="offset points",
+                          ha="center", fontsize=8, color=shade)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set(yticks=range(len(arms)), yticklabels=[ARM_LABELS.get(arm, arm) for arm in arms],
+                 title=short_name(name),
+                 xlabel="difference to the base", ylim=(-0.6, len(arms) - 0.3))
+    return figure
+
+
+@with_house_style
+def plot_categories(
+    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean; those of ARM_LABELS are drawn
+    name: str,  # of the reward
+    colour: str = METHOD_COLOURS["chunk"],
+) -> Figure:
+    "The mean of every category, a dot an arm."
+    shades = METHOD_COLOURS | {"plain": colour}
+    arms = {arm: arms[arm] for arm in ARM_LABELS if arm in arms}
+    rows = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
+    figure, ((axis,),) = create_subplots(size=(7.0, 0.9 + 0.33 * len(rows)))
+    for y, category in enumerate(rows):
+        seen = [values[category] for values in arms.values() if category in values]
+        axis.plot([min(seen), max(seen)], [y, y], color="#cccccc", linewidth=2, zorder=1)
+    for (arm, values), marker in zip(arms.items(), "os^Dv", strict=False):
+        axis.plot([values[c] for c in rows if c in values], [y for y, c in enumerate(rows) if c in values], marker,
+                  color=shades[arm], markersize=6.5, linestyle="", label=ARM_LABELS[arm])
+    axis.set(yticks=range(len(rows)), yticklabels=[c.replace("_", " ") for c in rows])
+    axis.set(xlabel=f"mean {short_name(name)}", ylim=(-0.6, len(rows) - 0.4))
+    figure.legend(loc="outside upper right", ncols=5, fontsize=8)
+    return figure
+
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
 def chunk_column_array(
     metrics: pd.DataFrame, column: str,  # a list a row, a number for each chunk
@@ -166,12 +288,10 @@ def plot_progress(
         draw_held_out(axes[0], metrics, name, colour)
     axes[0].set_ylabel(short_name(name or "reward"))
     clips = "clip_fraction" in metrics and metrics.clip_fraction.notna().any()
+    right = metric_series(metrics, "grad_norm")
     if clips:
         rows = metrics.dropna(subset=["clip_fraction"])
-        right = pd.Series(np.ma.masked_invalid(100 * chunk_column_array(rows, "clip_fraction")).mean(axis=1),
-                          rows.iteration)
-    else:
-        right = metric_series(metrics, "grad_norm")
+        right = pd.Series(100 * np.nanmean(chunk_column_array(rows, "clip_fraction"), axis=1), rows.iteration)
     axes[1].plot(right.index, right, color=colour)
     axes[1].set_ylabel("ratios clipped (%)" if clips else "norm of the gradient")
     done, total = int(metrics.iteration.max()), s.iterations

@@ -6,21 +6,25 @@
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
            'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'outcome_table',
-           'differing_settings']
+           'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'rolling_mean', 'plot_training_curves']
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
-from scipy import stats
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .. import InputError
 from ..core.files import read_json_lines
-from ..core.settings import PRESETS_DIR
+from ..core.settings import PRESETS_DIR, training_method
 from ..core.statistics import t_intervals
 from ..models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
+from ..reporting.figures import FURTHER_COLOURS, METHOD_COLOURS, create_subplots, with_house_style
 from ..reporting.tables import format_interval, format_number, format_seconds, format_small_number
 from .design import load_study
 
@@ -70,7 +74,7 @@ def missing_runs_note(rows: Sequence[Mapping], study: Mapping) -> str:  # its de
              for arm, seeds in lacking.items() if seeds]
     return f"Not there yet: {'; '.join(parts)}." if parts else f"Every arm has its {len(study['seeds'])} planned seeds."
 
-# %% ../../nbs/13_studies/03_analysis.ipynb #8ddc2990
+
 def earlier_model_note(rows: Sequence[Mapping]) -> str:
     "A sentence where runs had a base model that is not the one shipped now; empty elsewhere."
     shipped = hash_model_files(locate_model("pocket"), MODEL_FOLDERS)
@@ -107,7 +111,7 @@ def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: 
                          f"on: {', '.join(allowed)}.")
     return sum(found[reward]) / len(found[reward])
 
-# %% ../../nbs/13_studies/03_analysis.ipynb #89401e28
+
 def gains_by_seed(
     rows: Sequence[Mapping], reward: str, arm: str = "plain",  # its name; of the evaluation
 ) -> pd.DataFrame:  # a row a seed, a column an arm
@@ -150,7 +154,7 @@ def format_difference(found: Mapping) -> str:  # found: mean, lo, hi
     known = {name: None if found[name] != found[name] else found[name] for name in ("mean", "lo", "hi")}
     return format_interval(known, signed=True)
 
-# %% ../../nbs/13_studies/03_analysis.ipynb #e8a7ce28
+# %% ../../nbs/13_studies/03_analysis.ipynb #5bf3d2f6
 def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs of an arm; returns column -> text
     "Seeds, chunks and what an arm cost, as a mean over its runs."
     mean, s = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean(), mine[0]["settings"]
@@ -160,7 +164,7 @@ def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs o
             "images seen": f"{mean.images:,.0f}", "transitions trained": f"{mean.transitions:,.0f}",
             "CPU time": format_seconds(mean.cpu_seconds)}
 
-# %% ../../nbs/13_studies/03_analysis.ipynb #5bf3d2f6
+
 def study_table(
     rows: Sequence[Mapping], reference: str | None = None,  # the arm that all others are compared with
 ) -> list[dict]:  # column -> text
@@ -200,3 +204,81 @@ def differing_settings(rows: Sequence[Mapping]) -> list[dict]:  # a row an arm: 
     names = dict.fromkeys(name for values in first.values() for name in values)
     names = [name for name in names if len({str(values.get(name)) for values in first.values()}) > 1]
     return [{"arm": arm} | {name: str(values.get(name, "")) for name in names} for arm, values in first.items()]
+
+# %% ../../nbs/13_studies/03_analysis.ipynb #7f27d758
+def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
+    "The colour of an arm's method."
+    settings = next(row["settings"] for row in rows if row["arm"] == arm)
+    return METHOD_COLOURS.get(training_method(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
+
+
+@with_house_style
+def plot_forest(
+    rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that the others are compared with
+    arm: str = "plain",  # of the evaluation
+) -> Figure:
+    "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
+    found = paired_intervals(rows, reward, reference, arm)
+    seeds = paired_differences(gains_by_seed(rows, reward, arm), reference)
+    figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
+    axis = axes[0, 0]
+    for y, name in enumerate(found.index[::-1]):
+        line, shade = found.loc[name], arm_colour(rows, name)
+        axis.plot(seeds[name], np.full(len(seeds), y - 0.22), ".", color=shade, markersize=3.5, alpha=0.7)
+        axis.errorbar(line["mean"], y, xerr=np.nan_to_num(line.hi - line["mean"]), fmt="o", color=shade, capsize=3)
+        axis.annotate(format_number(line["mean"], signed=True), (1.01, y), xycoords=("axes fraction", "data"),
+                      fontsize=8, va="center")
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.xaxis.set_major_locator(MaxNLocator(6))
+    axis.set(yticks=range(len(found)), yticklabels=list(found.index[::-1]), ylim=(-0.6, len(found) - 0.4),
+             xlabel=f"{reward}: arm minus {reference}, the same seed")
+    return figure
+
+# %% ../../nbs/13_studies/03_analysis.ipynb #7d252d12
+def curve_column(
+    row: Mapping, name: str,  # of a reward, or grad_norm, ratio_dev, clip_fraction
+) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
+    "A column of a run's curve; InputError where it has none of that name."
+    if name not in row["curve"]:
+        raise InputError(f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}.")
+    return np.array(row["curve"][name], dtype=float)
+
+
+def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:  # (n,); nan for the first window - 1
+    "The mean of the last `window` values."
+    return pd.Series(values).rolling(window).mean().to_numpy()
+
+
+def _draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window: int, shade) -> None:
+    "The smoothed curve of an arm: mean over seeds and its 95% interval."
+    runs = {row["seed"]: pd.Series(rolling_mean(curve_column(row, reward), window), row["curve"]["iteration"])
+            for row in rows if row["arm"] == arm}
+    found = t_intervals(pd.DataFrame(runs).T)
+    axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.2, linewidth=0)
+    axis.plot(found.index, found["mean"], color=shade)
+
+
+@with_house_style
+def plot_training_curves(
+    rows: Sequence[Mapping], reward: str,  # one trained on, or grad_norm, ratio_dev, clip_fraction
+    reference: str | None = None,  # drawn in grey in every panel
+    window: int = 5,  # iterations that a point is the mean of
+) -> Figure:
+    "A panel an arm: the smoothed curve over the iterations, mean over seeds with its 95% interval."
+    names = [name for name in arms_with_runs(rows) if name != reference]
+    across = min(4, len(names))
+    down = -(-len(names) // across)
+    size = (max(3.6, 2.2 * across), 0.6 + 1.7 * down)
+    figure, axes = create_subplots(across, down, size=size, sharex=True, sharey=True)
+    for axis, name in zip(axes.flat, names, strict=False):
+        if reference:
+            _draw_arm_curve(axis, rows, reference, reward, window, METHOD_COLOURS["base"])
+        _draw_arm_curve(axis, rows, name, reward, window, arm_colour(rows, name))
+        axis.set_title(name)
+        axis.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    for place, axis in enumerate(axes.flat):
+        axis.set_visible(place < len(names))
+        axis.tick_params(labelbottom=place + across >= len(names))  # the lowest panel of its column
+    figure.supxlabel(f"iteration; a point is the mean of {window}", fontsize=9)
+    figure.supylabel(reward, fontsize=9)
+    return figure

@@ -205,6 +205,31 @@ def _with_peeks(row: dict, seen: list[int]) -> dict:
     plan = row.get("plan")
     return row if not plan or not seen else row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *seen})}}
 
+
+def _write_results(study) -> None:
+    "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
+    seen = _read_peeks(study.out)
+    with atomic_write(study.out / "results.jsonl") as file:
+        file.touch()
+        for trial in study.plan:
+            if trial.name in study.rows:
+                append_json_line(file, _with_peeks(study.rows[trial.name], seen))
+
+
+def _show_outcomes(study) -> None:
+    "Print the gains of all rows once the plan is through; a look before that is written down first."
+    finished, whole = len(study.rows), len(study.rows) == len(study.plan)
+    if not finished or not (whole or study.peek):
+        return
+    if not whole:
+        write_json(study.out / "peeks.json", {"finished": sorted({*_read_peeks(study.out), finished})})
+        _write_results(study)
+    study.say(f"{finished} of {len(study.plan)} trials of the plan are finished"
+             + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
+    for trial in study.plan:
+        if trial.name in study.rows:
+            study.say(f"  {trial.name}  {gain_line(study.rows[trial.name])}")
+
 # %% ../../nbs/13_studies/01_study.ipynb #66305d17
 def _count_finished_iterations(run: Path) -> int:
     "Finished iterations of a run."
@@ -222,16 +247,6 @@ def format_time_left(
     minutes = (total - done) * seconds / since / 60
     return f"about {minutes:.0f} min left" if minutes < 120 else f"about {minutes / 60:.1f} h left"
 
-# %% ../../nbs/13_studies/01_study.ipynb #57a705e1
-def _write_results(study) -> None:
-    "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
-    seen = _read_peeks(study.out)
-    with atomic_write(study.out / "results.jsonl") as file:
-        file.touch()
-        for trial in study.plan:
-            if trial.name in study.rows:
-                append_json_line(file, _with_peeks(study.rows[trial.name], seen))
-
 
 def _status(study) -> str:
     now = {trial.name: (max(before, _count_finished_iterations(study.out / trial.name)), before, trial)
@@ -241,21 +256,6 @@ def _status(study) -> str:
     left = format_time_left(total, sum(n for n, _, _ in now.values()), since, time.time() - study.began)
     going = ", ".join(f"{name} {n}/{trial.settings.iterations}" for name, (n, _, trial) in now.items())
     return f"{study.counted()} trials finished; {left}; going: {going or 'none'}"
-
-
-def _show_outcomes(study) -> None:
-    "Print the gains of all rows once the plan is through; a look before that is written down first."
-    finished, whole = len(study.rows), len(study.rows) == len(study.plan)
-    if not finished or not (whole or study.peek):
-        return
-    if not whole:
-        write_json(study.out / "peeks.json", {"finished": sorted({*_read_peeks(study.out), finished})})
-        _write_results(study)
-    study.say(f"{finished} of {len(study.plan)} trials of the plan are finished"
-             + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
-    for trial in study.plan:
-        if trial.name in study.rows:
-            study.say(f"  {trial.name}  {gain_line(study.rows[trial.name])}")
 
 # %% ../../nbs/13_studies/01_study.ipynb #b8269f3d
 class _Progress:
@@ -317,22 +317,16 @@ class _Progress:
                 self.say(_status(self))
 
 # %% ../../nbs/13_studies/01_study.ipynb #4f06a21c
-@contextlib.contextmanager
-def study_lock(out: Path):  # out: the study's folder
+def study_lock(out: Path) -> contextlib.AbstractContextManager:  # out: the study's folder
     "Hold the study's lock; InputError where another process has it, or there can be no such folder."
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
-    lock = FileLock(out / "lock", blocking=False)
     try:
-        lock.acquire()
+        return FileLock(out / "lock", blocking=False).acquire()
     except Timeout:
         raise InputError(f"the study in {out} is being run by another process; wait until it has ended") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 # %% ../../nbs/13_studies/01_study.ipynb #57a705e5
 def run_study(
