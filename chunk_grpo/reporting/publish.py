@@ -156,7 +156,7 @@ def sample_widget(
         if text.value.strip():
             out.value = list(draw_samples(model, s, [text.value], chosen, [seed.value]))
             pixels, names = [np.asarray(x["image"]) for x in out.value], [ARM_LABELS[x["arm"]] for x in out.value]
-            view.value = gallery_html([(text.value, pixels)], names, 1.92)
+            view.value = gallery_html([(text.value, pixels)], names, 192)
 
     out = SnapshotBox([W.HBox([text, seed, button]), view], lambda: view.value)
     button.on_click(draw)

@@ -9,6 +9,7 @@ __all__ = ['TRAJECTORY_VIEWS', 'move_boundary', 'chunk_weight_rows', 'SnapshotBo
 # %% ../../nbs/12_reporting/03_widgets.ipynb #41644253
 import base64
 import html as markup
+import io
 import os
 import re
 import subprocess
@@ -23,7 +24,6 @@ import nbformat
 import numpy as np
 import torch
 import traitlets
-from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
@@ -78,23 +78,57 @@ class SnapshotBox(W.VBox):
         return {**super()._repr_mimebundle_(**options), "text/html": self.page()}
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #b8dbf78d
-def _figure_html(figure: Figure, words: str) -> str:  # words for who cannot see it
-    "A figure as an image that needs no file, 100 pixels of the page for an inch."
-    data = base64.b64encode(figures.figure_to_png(figure)).decode()
-    style = f"width: {100 * figure.get_size_inches()[0]:.0f}px; max-width: 100%; margin: 0"
-    return f'<img src="data:image/png;base64,{data}" alt="{markup.escape(words)}" style="{style}" decoding="sync">'
+_FIGURE_WIDTH = 770  # of a figure, pixels of the page
+
+
+def _png_html(data: bytes, words: str, width: int, crisp: bool = False) -> str:  # words for who cannot see it
+    "A PNG as an image that needs no file; `crisp`: enlarged without smoothing."
+    style = f"width: {width}px; max-width: 100%; margin: 0; {'image-rendering: pixelated;' if crisp else ''}"
+    return (f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(words)}" '
+            f'style="{style}" decoding="sync">')
 
 
 def gallery_html(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # words before the row, and its images (H, W, 3) uint8
-    columns: Sequence[str], side: float,  # words above the images; of an image, inches
+    columns: Sequence[str], width: int,  # words above the images; of an image, pixels of the page
 ) -> str:  # HTML
     "Images in rows and columns."
-    names, images = [words for words, _ in rows], [[Image.fromarray(x) for x in row] for _, row in rows]
-    return _figure_html(figures.plot_image_grid(images, names, columns, side=side),
-                        f"{', '.join(names)}: {', '.join(columns)}")
+    def picture(pixels: np.ndarray, words: str) -> str:
+        Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
+        return _png_html(buffer.getvalue(), words, width, crisp=pixels.shape[0] < width)
+
+    cell = "border: 0; padding: 2px 6px 2px 0; font-size: 12px; line-height: 1.3; vertical-align: middle"
+    head = "".join(f'<td style="{cell}; text-align: center">{markup.escape(name)}</td>' for name in columns)
+    body = ""
+    for words, images in rows:
+        cells = (picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True))
+        body += f'<tr style="background: none"><td style="{cell}; text-align: left">{markup.escape(words)}</td>'
+        body += "".join(f'<td style="{cell}">{image}</td>' for image in cells) + "</tr>"
+    return (f'<div style="overflow-x: auto"><table style="border: 0; border-collapse: collapse; margin: 4px 0">'
+            f'<tr style="background: none"><td style="{cell}"></td>{head}</tr>{body}</table></div>')
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #588d9dd1
+_MAX_SLIDER_CHUNKS = 8  # chunks whose boundaries have sliders
+_KNOB_RADIUS = 8  # pixels; the track of a slider is shorter by them at each end
+
+
+def _boundary_sliders(chunks: Chunks, moved: Callable[[int, int], None], edges: Sequence[float]) -> list[W.HBox]:
+    """A slider for every boundary, each knob under the edge that it moves: `edges` are where in the figure's width
+    transitions 0 and n begin, and `moved` is called with a boundary's number and its new place."""
+    out, free = [], chunks.transitions - len(chunks)  # how far each boundary can go
+    if not free or len(chunks) > _MAX_SLIDER_CHUNKS:
+        return out
+    unit, fixed = 100 * (edges[1] - edges[0]) / chunks.transitions, {"margin": "0", "flex": "0 0 auto"}
+    for j, part in enumerate(chunks.slices[1:]):
+        left = f"calc({100 * edges[0] + unit * (j + 1):.2f}% - {_KNOB_RADIUS}px)"
+        wide = f"calc({unit * free:.2f}% + {2 * _KNOB_RADIUS}px)"
+        slider = W.IntSlider(part.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": wide})
+        slider.observe(lambda change, j=j: moved(j, change.new), "value")
+        out.append(W.HBox([W.Label(f"chunk {j + 2}", layout=fixed | {"width": left}), slider],
+                          layout={"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"}))
+    return out
+
+# %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
     measured: Mapping,  # mean and std (T,) of every transition's relative distance, and kind: a run's profile.json
     chunks: str = "2,3,4,7",  # the setting to begin with
@@ -110,12 +144,6 @@ def chunk_editor(
     words, figure, handles = W.HTML(layout={"min_width": "0"}), W.HTML(), W.VBox()
     below = W.HTML().add_class("jp-RenderedHTMLCommon")
 
-    def slider(j):
-        made = W.IntSlider(j + 1, j + 1, len(profile) - len(out.value) + 1 + j, description=f"chunk {j + 2}",
-                           layout={"width": "620px", "max_width": "100%"})
-        made.observe(lambda change: moved(j, change.new), "value")
-        return made
-
     def moved(j, place):
         if place != out.value.slices[j + 1].start:  # moved by the reader, and not to where the text has put it
             field.value = str(move_boundary(out.value, j, place))
@@ -129,15 +157,17 @@ def chunk_editor(
             return
         drawn = figures.plot_profile({**measured, "chunks": str(found)})
         alt = f"Relative distance of every transition, cut into chunks {found}"
-        figure.value = _figure_html(drawn, alt)
+        figure.value = _png_html(figures.figure_to_png(drawn), alt, _FIGURE_WIDTH)
+        left, right = drawn.axes[0].get_position().intervalx
         rows = chunk_weight_rows(found, profile)
         below.value = (f'<p>Line for the settings file: <code style="user-select: all">chunks: '
                        f'{field.value.replace(" ", "")}</code></p><div style="display: inline-block; max-width: 100%">'
                        f"{tables.rows_to_html(rows, list(rows[0])[2:])}</div>")
         if len(handles.children) != len(found) - 1:
-            handles.children = [slider(j) for j in range(len(found) - 1)] if len(found) <= 8 else []
-        for knob, part in zip(handles.children, found.slices[1:], strict=False):
-            knob.value = part.start
+            edges = left, left + (right - left) * found.transitions / len(mean)
+            handles.children = _boundary_sliders(found, moved, edges)
+        for row, part in zip(handles.children, found.slices[1:], strict=False):
+            row.children[1].value = part.start
 
     row = W.HBox([field, words], layout={"align_items": "center", "min_height": "56px"})
     out = SnapshotBox([row, figure, handles, below], lambda: figure.value + below.value)
@@ -152,13 +182,13 @@ TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v,
 def _strips_html(made, names: Sequence[str], count: int = 6, most: int = 2) -> str:  # places, prompts -> HTML
     "A few places of the first prompts' trajectories side by side."
     places = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
-    columns = [f"{i} done\n\u03c3 {made.sigmas[i]:.2f}" for i in places]
+    columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in places]
     parts = [f"<p>Transitions done and noise level \u03c3 above; {len(made.prompts[:most])} of "
              f"{len(made.prompts)} prompts.</p>"]
     for p, prompt in enumerate(made.prompts[:most]):
         rows = [(f"{name}: {view}", made.images[a, v, p, places])
                 for v, view in enumerate(TRAJECTORY_VIEWS) for a, name in enumerate(names)]
-        parts.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 0.96)}")
+        parts.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 96)}")
     return "".join(parts)
 
 
@@ -179,7 +209,7 @@ def trajectory_scrubber(
         left = f"after {i} of {last} transitions" if i < last else f"after all {last} transitions: the image"
         words.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {left}"
         rows = [(view, made.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
-        images.value = gallery_html(rows, names, 1.92)
+        images.value = gallery_html(rows, names, 192)
 
     row = W.HBox([place, slider])  # a slider has no name for a screen reader, so the number has a field that has one
     out = SnapshotBox([prompt, row, words, images], lambda: _strips_html(made, names))
