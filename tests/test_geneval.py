@@ -164,7 +164,13 @@ def drawn_folder(folder):
                 x, y = one.box[0] + 100, one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box])
                 image.putpixel((k, 0), (one.label, int(x), int(y)))
             geneval.write_geneval_image(folder, p, n, record, image)
-    return folder
+    return listed(folder)
+
+
+def listed(folder):
+    "Images in the layout, with what was asked for."
+    return [(file, json.loads((file.parents[1] / "metadata.jsonl").read_text()))
+            for file in sorted(folder.glob("*/samples/*.png"))]
 
 
 def summary_script(path):
@@ -177,8 +183,8 @@ def summary_script(path):
 
 
 def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
-    folder = drawn_folder(tmp_path / "images")
-    lines = geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    images = drawn_folder(tmp_path / "images")
+    lines = geneval.score_geneval_images(images, tmp_path / "results.jsonl", see, colours, "drawn")
     theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval.summarise_geneval(lines)
     assert theirs["images"] == ours["images"] == 24 and theirs["prompts"] == ours["prompts"] == 12
     assert (
@@ -197,18 +203,20 @@ def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
 KILLED = """
 import sys
 sys.path[:0] = sys.argv[3:]
+from pathlib import Path
 import test_geneval
 from chunk_grpo.evaluation.geneval import score_geneval_images
-score_geneval_images(sys.argv[1], sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
+images = test_geneval.listed(Path(sys.argv[1]))
+score_geneval_images(images, sys.argv[2], test_geneval.see_slowly, test_geneval.colours, "drawn")
 """
 
 
 def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
-    folder = drawn_folder(tmp_path / "images")
-    geneval.score_geneval_images(folder, tmp_path / "whole.jsonl", see, colours, "drawn")
+    images = drawn_folder(tmp_path / "images")
+    geneval.score_geneval_images(images, tmp_path / "whole.jsonl", see, colours, "drawn")
     killed = tmp_path / "killed.jsonl"
     here = Path(__file__).resolve().parent
-    child = subprocess.Popen([sys.executable, "-c", KILLED, folder, killed, here, here.parent])
+    child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "images", killed, here, here.parent])
     deadline = time.monotonic() + 240
     while not (killed.is_file() and killed.read_bytes().count(b"\n") >= 3):
         assert child.poll() is None and time.monotonic() < deadline
@@ -220,25 +228,25 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     with open(killed, "ab") as handle:
         handle.write(b'{"filename": "cut o')  # as if the kill had come while a line was written
     looked = []
-    geneval.score_geneval_images(folder, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
+    geneval.score_geneval_images(images, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
     assert killed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(looked) == 24 - before
     assert geneval.score_geneval_images(
-        folder, killed, None, None, "drawn"
+        images, killed, None, None, "drawn"
     ) == geneval.score_geneval_images(
-        folder, tmp_path / "whole.jsonl", None, None, "drawn"
+        images, tmp_path / "whole.jsonl", None, None, "drawn"
     )  # nothing is left to do
     with pytest.raises(InputError, match="scorer 'drawn', not 'official: x'"):
-        geneval.score_geneval_images(folder, killed, see, colours, "official: x")
+        geneval.score_geneval_images(images, killed, see, colours, "official: x")
 
 
 def test_more_images_of_a_prompt_can_be_added(tmp_path):
-    folder = drawn_folder(tmp_path / "images")
-    geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    folder = tmp_path / "images"
+    geneval.score_geneval_images(drawn_folder(folder), tmp_path / "results.jsonl", see, colours, "drawn")
     geneval.write_geneval_image(
         folder, 5, 2, geneval.read_geneval_prompts()[250], Image.new("RGB", (32, 8), (255, 255, 255))
     )
-    lines = geneval.score_geneval_images(folder, tmp_path / "results.jsonl", see, colours, "drawn")
+    lines = geneval.score_geneval_images(listed(folder), tmp_path / "results.jsonl", see, colours, "drawn")
     assert len(lines) == 25 and lines[12]["filename"].endswith("00005/samples/00002.png")
     assert (
         geneval.summarise_geneval(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25

@@ -141,7 +141,7 @@ def test_clip_ranks_true_over_one_word_changed():
     rng = np.random.default_rng(7)
     prompts = pocket.read_pocket_prompts("test") * 3
     images = [render_scene(sample_scene(p, rng)) for p in prompts]
-    reward = clip.load_pocket_clip()
+    reward = clip.PocketCLIP()
     false = [str(rng.choice(hard_negatives(p))) for p in prompts]
     assert (reward(images, prompts) > reward(images, false)).float().mean() >= 0.95
 

@@ -4,6 +4,7 @@ import json
 
 import psutil
 import pytest
+from served import serve_in_thread
 from tiny_flux import build
 
 from chunk_grpo import InputError
@@ -59,7 +60,7 @@ def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     "Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."
     near, far = tmp_path / "near", tmp_path / "far"
     train(near, POCKET)
-    with server.serve_in_thread(
+    with serve_in_thread(
         server.create_scoring_app("pocket-geneval", rewards.load_reward("pocket-geneval"))
     ) as url:
         options = {"pocket-clip": {"worker": True}, "pocket-geneval": {"url": url}}

@@ -526,7 +526,7 @@ def measure_quality(
     seed: int = 0,
 ) -> dict[str, float]:
     "The checker's verdict on test prompts, and how the reward orders the same images."
-    prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.load_pocket_clip()
+    prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.PocketCLIP()
     right, score, malformed = judge_prompt_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
     mean, error, table = mean_accuracy_with_error(right, prompts)
     best, _ = mean_category_accuracy(right.amax(1), prompts)

@@ -173,7 +173,7 @@ class _OptimizerSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
 REWARD_LOADERS = {  # name -> module:function that loads it
-    "pocket-clip": "chunk_grpo.pocket.clip:load_pocket_clip",
+    "pocket-clip": "chunk_grpo.pocket.clip:PocketCLIP",
     "pocket-geneval": "chunk_grpo.pocket.geneval:PocketGenEval",
     "pocket-partial": "chunk_grpo.pocket.geneval:PocketPartial",
     "pocket-warm": "chunk_grpo.pocket.geneval:PocketWarm",

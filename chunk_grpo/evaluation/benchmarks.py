@@ -220,11 +220,11 @@ def _score_with_geneval(what, arms: Mapping[str, Path], out: Path, tools: Mappin
     chosen = {key: tools[key] for key in ("clip", "device") if tools.get(key)}
     tables, records = {}, []
     for arm, folder in arms.items():
-        tables[arm] = geneval.evaluate_geneval(folder, Path(out) / arm, tools["detector"], say=say, **chosen)
-        lines = {line["filename"]: line for line in read_json_lines(Path(out) / arm / "results.jsonl")}
+        images = [(Path(folder) / what.file(p, n), what.records[p]) for p, n in what.places()]
+        lines, tables[arm] = geneval.evaluate_geneval(images, Path(out) / arm, tools["detector"], say=say, **chosen)
         records += [{"arm": arm, "prompt_index": p, "image_index": n, "category": {"geneval": what.kinds[p]},
-                     "scores": {"geneval": float(lines[str(Path(folder) / what.file(p, n))]["correct"])}}
-                    for p, n in what.places()]
+                     "scores": {"geneval": float(line["correct"])}}
+                    for (p, n), line in zip(what.places(), lines, strict=True)]
     weights = dict.fromkeys(what.kinds, 1 / len(set(what.kinds)))
     return {"arms": tables, "overall": compare_arms(records, list(arms), "geneval", weights)}
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -33,7 +32,7 @@ def load_detector(
         if config.num_labels != 80:
             raise InputError(f"`detector` must know the 80 classes of COCO; {str(name)!r} knows {config.num_labels}")
         model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, ValueError) as error:  # the hub's errors are either
         raise InputError(f"`detector` must be a folder of weights or a hub id that can be reached; got {str(name)!r} "
                          f"({str(error).strip().splitlines()[0]})") from None
     label = f"{note['source']}, sha256 {note['sha256'][:16]}" if note else str(name)
@@ -151,7 +150,7 @@ def load_colour_classifier(
     try:
         model = CLIPModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False).to(device)
         tokenizer, processor = AutoTokenizer.from_pretrained(name), CLIPImageProcessorPil.from_pretrained(name)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, ValueError) as error:  # the hub's errors are either
         raise InputError(f"`clip` must be a folder of a CLIP or a hub id that can be reached; got {str(name)!r} "
                          f"({str(error).strip().splitlines()[0]})") from None
     known: dict[str, torch.Tensor] = {}

@@ -11,18 +11,18 @@ __all__ = ['COCO_CLASSES', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE',
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json_lines, write_json
+from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json_lines, sha256_of
+from ..core.files import write_json
 from ..core.statistics import percentile_interval
 from .detector import GENEVAL_CLIP_ID, GENEVAL_COLOURS, DetectedObject
 from .detector import detect_objects, load_colour_classifier, load_detector
@@ -157,53 +157,26 @@ def write_geneval_image(folder: str | Path, prompt: int, sample: int, record: Ma
         image.save(temporary, "PNG")
     return file
 
-
-def _list_images(folder: str | Path) -> list[tuple[Path, dict]]:
-    "Image files with their prompts' metadata, in the order of the numbers; InputError where one cannot be judged."
-    found: list[tuple[Path, dict]] = []
-    parts = [p for p in Path(folder).glob("*") if p.name.isdigit() and p.is_dir()]
-    for part in sorted(parts, key=lambda p: int(p.name)):
-        note = part / "metadata.jsonl"
-        try:
-            record = json.loads(note.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise InputError(f"`images`: {note} cannot be read ({type(error).__name__}); each numbered folder needs "
-                             f"its prompt's metadata") from None
-        _check_record(record, f"images, {note}")
-        files = [p for p in (part / "samples").glob("*.png") if re.fullmatch(r"\d+\.png", p.name)]
-        found += [(file, record) for file in sorted(files, key=lambda p: int(p.stem))]
-    if not found:
-        raise InputError(f"`images` must hold NUMBER/metadata.jsonl and NUMBER/samples/NUMBER.png; {folder} has no "
-                         f"image")
-    for file, _ in found:
-        try:
-            Image.open(file).close()
-        except (UnidentifiedImageError, OSError):
-            raise InputError(f"`images`: {file} is no image; remove it or draw it again") from None
-    return found
-
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #b91c14b7
 def score_geneval_images(
-    folder: str | Path, out: str | Path,  # images in GenEval's layout; results.jsonl, new or to resume
+    images: Sequence[tuple[Path, Mapping]], out: str | Path,  # files, what was asked for; results.jsonl, to resume
     see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
     colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
     scorer: str, say: Callable[[str], None] = lambda text: None,  # what to call detector and colour judge
 ) -> list[dict]:  # the lines, in the order of the images
     "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
-    found, out = _list_images(folder), Path(out)
-    known = {str(file): {"metadata": json.dumps(record), "image_sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-                         "scorer": scorer} for file, record in found}
+    out = Path(out)
+    known = {str(file): {"metadata": json.dumps(record), "image_sha256": sha256_of(file), "scorer": scorer}
+             for file, record in images}
     done = {line["filename"]: line for line in read_json_lines(out)}
     for name, line in done.items():
-        if name not in known:
-            raise InputError(f"`out` must be a new file: {out} has a verdict on {name}, which is not in {folder}")
-        for field, value in known[name].items():
+        for field, value in known.get(name, {"filename": "an image that is asked for"}).items():
             if line[field] != value:
                 raise InputError(f"`out` must be a new file: {out} has a verdict on {name} with {field} "
                                  f"{line[field]!r}, not {value!r}")
     out.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(out)
-    for i, (file, record) in enumerate(found, 1):
+    for i, (file, record) in enumerate(images, 1):
         if str(file) in done:
             continue
         image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
@@ -214,8 +187,8 @@ def score_geneval_images(
                 "reason": reason, "metadata": known[str(file)]["metadata"], "details": details}
         done[str(file)] = line | known[str(file)]
         append_json_line(out, done[str(file)])
-        say(f"{i} of {len(found)} images")
-    return [done[str(file)] for file, _ in found]
+        say(f"{i} of {len(images)} images")
+    return [done[str(file)] for file, _ in images]
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #2f9d117d
 def summarise_geneval(lines: Sequence[Mapping], draws: int = 4000) -> dict:  # of results.jsonl; of the bootstrap
@@ -247,19 +220,23 @@ def summarise_geneval(lines: Sequence[Mapping], draws: int = 4000) -> dict:  # o
 
 
 def evaluate_geneval(
-    folder: str | Path, out: str | Path,  # images in GenEval's layout; results.jsonl and summary.json, or to resume
+    images: Sequence[tuple[Path, Mapping]], out: str | Path,  # files, what was asked for; folder of the results
     detector: str | Path,  # a folder of tools/convert_detector.py, or a folder or hub id of transformers
     clip: str | Path = GENEVAL_CLIP_ID, device: str | torch.device | None = None,  # None: CUDA where there is one
     say: Callable[[str], None] = lambda text: None,
-) -> dict:  # summary.json
-    "Score a folder with GenEval; InputError where something is missing, the images first, then the weights."
-    _list_images(folder)
+) -> tuple[list[dict], dict]:  # the lines of results.jsonl; summary.json
+    "Score images with GenEval; InputError where something is missing, the images first, then the weights."
+    for file, _ in images:
+        try:
+            Image.open(file).close()
+        except OSError:
+            raise InputError(f"`images`: {file} is no image; remove it or draw it again") from None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, label = load_detector(detector, device)
     judge = load_colour_classifier(clip, device)
     label += "" if str(clip) == GENEVAL_CLIP_ID else f"; colours not official: {os.fspath(clip)}"
-    lines = score_geneval_images(folder, Path(out) / "results.jsonl",
+    lines = score_geneval_images(images, Path(out) / "results.jsonl",
                                  lambda image: detect_objects(model, image, _SCORE_THRESHOLD), judge, label, say)
     summary = summarise_geneval(lines)
     write_json(Path(out) / "summary.json", summary)
-    return summary
+    return lines, summary

@@ -79,17 +79,16 @@ class ImageQuestion:
     id: str  # one of its kind in a file of answers
     text: str  # all that the judge reads
     image: Path  # the file
-    box: tuple[int, int, int, int] | None = None  # left, upper, right, lower, in pixels; None: the whole image
 
 
 @lru_cache(maxsize=32)  # questions about one image follow each other
-def _image_url(image: Path, box: tuple[int, int, int, int] | None) -> str:
+def _image_url(image: Path) -> str:
     "An image as PNG in a data URL: the file as it is where it is one, otherwise encoded without loss."
     content, file = Path(image).read_bytes(), io.BytesIO()
-    if box or not content.startswith(b"\x89PNG\r\n"):
+    if not content.startswith(b"\x89PNG\r\n"):
         try:
             with Image.open(io.BytesIO(content)) as picture:
-                picture.crop(box).save(file, "PNG", compress_level=1)
+                picture.save(file, "PNG", compress_level=1)
         except (UnidentifiedImageError, OSError) as error:
             raise InputError(f"`images`: {image} cannot be read as an image ({type(error).__name__})") from None
     return f"data:image/png;base64,{base64.b64encode(file.getvalue() or content).decode()}"
@@ -107,7 +106,7 @@ def _ask_once(client, judge: Judge, question: ImageQuestion) -> dict:
     import openai  # here, since it takes a second
 
     body, key = judge.body(), judge.api_key()
-    image = {"type": "image_url", "image_url": {"url": _image_url(question.image, question.box)}}
+    image = {"type": "image_url", "image_url": {"url": _image_url(question.image)}}
     unsent = ("OpenAI-Organization", "OpenAI-Project", *([] if key else ["Authorization"]))  # of the environment
     try:
         reply = client.chat.completions.with_raw_response.create(
@@ -182,8 +181,7 @@ def parse_yes_no(text: str) -> bool | None:
     return found == {"yes"} if len(found) == 1 else None
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #4bebe3e0
-_IDENTITY_FIELDS = {"prompt_sha256": "text", "image_sha256": "image", "box": "part of the image",
-                    "asked": "model or options"}
+_IDENTITY_FIELDS = {"prompt_sha256": "text", "image_sha256": "image", "asked": "model or options"}
 
 
 def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, dict]:
@@ -192,7 +190,7 @@ def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, d
         raise InputError(f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}")
     images = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in {q.image for q in questions}}
     found = {q.id: {"prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(), "image_sha256": images[q.image],
-                    "box": q.box and list(q.box), "asked": judge.body()} for q in questions}
+                    "asked": judge.body()} for q in questions}
     if len(found) < len(questions):
         twice = Counter(q.id for q in questions).most_common(1)[0][0]
         raise InputError(f"`questions` must have one question an id; {twice} comes more than once")

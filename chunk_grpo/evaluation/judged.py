@@ -154,24 +154,16 @@ def apply_dependencies(item: JudgedPrompt, yes: Mapping[int, bool]) -> list[bool
     return [out[p.number] for p in item.propositions]
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #aab7ed37
-def _grid_boxes(image: Path, count: int) -> list[tuple[int, int, int, int] | None]:
-    "Where the images of a prompt lie in its file, a grid of two by two; one image is the whole file."
-    if count == 1:
-        return [None]
-    w, h = (side // 2 for side in Image.open(image).size)
-    return [(x, y, x + w, y + h) for y in (0, h) for x in (0, w)][:count]
-
-
 def _judge_images(
     name: str, items: Sequence[JudgedPrompt], images: Mapping[str, Path],  # score; arm -> folder with {id}.png
     judge: Judge, out: Path, say: Callable[[str], None], http: httpx.Client | None,
-    ask: Callable[[JudgedPrompt, int], dict[str, str]],  # a prompt, an image's number -> end of an id: what is asked
+    ask: Callable[[JudgedPrompt], dict[str, str]],  # a prompt -> end of an id: what is asked about its image
     parse: Callable[[str], object | None],
     score: Callable[[JudgedPrompt, list], dict],  # what the answers about an image add to its record
-    weights: Mapping[str, float] | None = None, count: int = 1,  # of categories; images a file
+    weights: Mapping[str, float] | None = None,  # of categories
 ) -> tuple[list[dict], dict]:  # a record an image whose answers could all be read; judge, arms and overall
     "Ask about every image; InputError where one is missing."
-    asked: dict[tuple[str, int, int], list[ImageQuestion]] = {}
+    asked: dict[tuple[str, int], list[ImageQuestion]] = {}
     for arm, folder in images.items():
         if not re.fullmatch("[a-z][a-z0-9-]*", arm) or arm.endswith("-base"):
             raise InputError(f"`images` must name arms in small letters, digits and hyphens, without -base at the end; "
@@ -179,19 +171,18 @@ def _judge_images(
         files = [Path(folder) / f"{item.name}.png" for item in items]
         if missing := [file.name for file in files if not file.is_file()]:
             raise InputError(f"`images`: {folder} lacks {len(missing)} of {len(items)} images, first {missing[0]}")
-        asked |= {(arm, i, n): [ImageQuestion(f"{arm}/{items[i].name}{end}", text, file, box)
-                                for end, text in ask(items[i], n).items()]
-                  for i, file in enumerate(files) for n, box in enumerate(_grid_boxes(file, count))}
+        asked |= {(arm, i): [ImageQuestion(f"{arm}/{items[i].name}{end}", text, file)
+                             for end, text in ask(items[i]).items()] for i, file in enumerate(files)}
     questions = [question for part in asked.values() for question in part]
     answers, account = ask_judge(judge, questions, parse, Path(out) / "answers.jsonl", say, http)
     records, arms = [], {arm: {"images": 0, "unparsed": 0, "between": [0.0, 0.0]} for arm in images}
-    for (arm, i, n), part in asked.items():
+    for (arm, i), part in asked.items():
         parsed = [answers[question.id]["parsed"] for question in part]
         if None in parsed:
             arms[arm]["unparsed"] += 1
             continue
         arms[arm]["images"] += 1
-        records.append({"arm": arm, "prompt_index": i, "image_index": n, "prompt": items[i].prompt,
+        records.append({"arm": arm, "prompt_index": i, "image_index": 0, "prompt": items[i].prompt,
                         "prompt_id": items[i].name, "file": str(part[0].image), "category": {}}
                        | score(items[i], parsed))
     for arm, found in arms.items():
@@ -207,14 +198,13 @@ def evaluate_wise(
     say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,
 ) -> dict:  # summary.json
     "Judge the images of all arms; InputError where something is missing, before the first question."
-    judge.api_key()
     (items, files), text = read_wise_prompts(checkout), read_rubric(rubric)
 
     def score(item: JudgedPrompt, parsed: list) -> dict:
         return {"parts": parsed[0], "scores": {"wise": _wiscore(parsed[0])}, "category": {"wise": item.category}}
 
     records, found = _judge_images(
-        "wise", items, images, judge, out, say, http, lambda item, n: {"": _fill_rubric(text, item)},
+        "wise", items, images, judge, out, say, http, lambda item: {"": _fill_rubric(text, item)},
         lambda words: parse_scale_scores(words, WISCORE_SCALES, 2), score, WISE_WEIGHTS)
     for arm, row in found["arms"].items():
         row["categories"] = {}
@@ -250,24 +240,20 @@ def _category_shares(items: Sequence[JudgedPrompt], records: Sequence[Mapping]) 
 def evaluate_dpg(
     file: Path, images: Mapping[str, Path],  # dpg_bench.csv; arm -> folder with {item_id}.png; base is compared with
     judge: Judge, out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
-    count: int = 1,  # images a prompt: 1, or up to 4 in a grid
     say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,
 ) -> dict:  # summary.json
     "Judge the images of all arms; InputError where something is missing, before the first question."
-    judge.api_key()
-    if count not in (1, 2, 3, 4):
-        raise InputError(f"`count` must be 1 to 4 images a prompt; got {count!r}")
     items, files = read_dpg_prompts(file)
 
-    def ask(item: JudgedPrompt, n: int) -> dict[str, str]:
-        return {f"/{n}/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
+    def ask(item: JudgedPrompt) -> dict[str, str]:
+        return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
 
     def score(item: JudgedPrompt, yes: list) -> dict:
         counts = apply_dependencies(item, dict(zip((p.number for p in item.propositions), yes, strict=True)))
         return {"scores": {"dpg": float(np.mean(counts))}, "objects": {"dpg": [int(c) for c in counts]},
                 "answered": [int(y) for y in yes]}
 
-    records, found = _judge_images("dpg", items, images, judge, out, say, http, ask, parse_yes_no, score, count=count)
+    records, found = _judge_images("dpg", items, images, judge, out, say, http, ask, parse_yes_no, score)
     arms = found["arms"]
     for arm, row in arms.items():
         row["categories"] = _category_shares(items, [r for r in records if r["arm"] == arm])
@@ -277,7 +263,7 @@ def evaluate_dpg(
     label = (f"judge, not mPLUG: asked {' and '.join(found['judge']['judges'])}, not comparable with published "
              "DPG-Bench scores"
              + f"; {len(items)} prompts instead of {_DPG_PROMPT_COUNT}" * (len(items) != _DPG_PROMPT_COUNT)
-             + f"; {count} images a prompt instead of 4" * (count != 4))
+             + "; 1 image a prompt instead of 4")
     summary = {"benchmark": "DPG-Bench", "files": files, "label": label, **found, "preserved": kept}
     write_scores(out, records, summary)
     return summary

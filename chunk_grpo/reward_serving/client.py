@@ -26,23 +26,18 @@ from torch import Tensor
 from .. import InputError
 from ..core.validation import validation_message
 from .server import PROTOCOL_VERSION, pack_request
+from ..rewards.images import images_to_tensor
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #6e3ddf0b
 def encode_images(
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) float in [0, 1], or PIL
     pixels: str = "exact",  # tensors as they are, or "bytes": rounded
 ) -> np.ndarray | list[np.ndarray]:  # what `pack_request` takes
-    "Images as arrays; InputError for a tensor of another kind, or with values that are not finite."
+    "Images as arrays; InputError for a tensor of another kind, or with values outside [0, 1]."
     if not isinstance(images, Tensor):
         return [np.asarray(image.convert("RGB")) for image in images]
-    if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
-        raise InputError(f"`images` must be float (B, 3, H, W); got {images.dtype} of shape {tuple(images.shape)}")
-    if not torch.isfinite(images).all():
-        raise InputError("`images` must be numbers in [0, 1]; one is not finite")
-    found = images.detach().float().cpu()
-    if pixels == "bytes":
-        found = (found.clamp(0, 1) * 255).round().byte()
-    return np.ascontiguousarray(found.numpy())
+    found = images_to_tensor(images.detach()).cpu()
+    return np.ascontiguousarray((found * 255).round().byte() if pixels == "bytes" else found)
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #32312fe9
 class RewardUnavailable(InputError):

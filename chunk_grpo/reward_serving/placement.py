@@ -52,11 +52,11 @@ def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
         own |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
                 "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
     ready, told = os.pipe()
-    words = [server.python or sys.executable, _SERVER_FILE, server.loader, "--name", server.name, "--options",
-             json.dumps(server.options), "--parent", os.getpid(), "--ready", told]
-    words += ["--gpu", torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    child = subprocess.Popen([str(word) for word in words], stdin=subprocess.DEVNULL, stdout=2, pass_fds=[told],
-                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token}, start_new_session=True)
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # that `cuda` means there
+    order = json.dumps([server.loader, server.options, server.name, os.getpid(), told, gpu])
+    child = subprocess.Popen([server.python or sys.executable, _SERVER_FILE, order], stdin=subprocess.DEVNULL, stdout=2,
+                             pass_fds=[told], env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token},
+                             start_new_session=True)
     os.close(told)
     try:
         with os.fdopen(ready, "rb") as pipe:
@@ -211,6 +211,9 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
     return place
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
+_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
+
+
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
     here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
@@ -220,10 +223,10 @@ def load_placed_reward(
     backend = options.get("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
-    named = [key for key in rewards.PLACEMENT_OPTIONS if options.get(key)] + ["backend"] * (backend == "package")
+    named = [key for key in _PLACES if options.get(key)] + ["backend"] * (backend == "package")
     if len(named) > 1:
         raise InputError(f"`reward_options` must name one place to run at; got {' and '.join(named)}")
-    places = (*rewards.PLACEMENT_OPTIONS, *["backend"] * (name == "hpsv3"))
+    places = (*_PLACES, *["backend"] * (name == "hpsv3"))
     rest = {key: value for key, value in options.items() if key not in places}
     if named and name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
         rest.setdefault("pixels", "bytes")

@@ -19,7 +19,7 @@ from transformers import CLIPModel
 
 from .. import InputError
 from .images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, Images, ImageTransform, transform_images
-from .scorers import ModelScorer, load_tokenizer, locate_hub_file, missing_file_error, resolve_device
+from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
@@ -67,12 +67,10 @@ def _load_clip(
     where, kind = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
     tokenizer = load_tokenizer("processor", processor, processor_id)
-    locate_hub_file("weights", weights, "config.json", model_id)
+    for name in ("config.json", "model.safetensors"):
+        locate_hub_file("weights", weights, name, model_id)
     family: Any = CLIPModel
-    try:
-        model, report = family.from_pretrained(weights, dtype=kind, output_loading_info=True)
-    except OSError:
-        raise missing_file_error("weights", weights, "model.safetensors", model_id) from None
+    model, report = family.from_pretrained(weights, dtype=kind, output_loading_info=True)
     lost = sorted(report["missing_keys"])
     if lost:
         raise InputError(f"weights: the file in {weights} lacks {len(lost)} weights of a CLIP model ({lost[0]}, ...); "

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INSTRUCTION', 'REWARD_TOKEN', 'IMAGE_TOKEN', 'IMAGE_FACTOR', 'TARGET_PIXELS', 'HPSV3_MODEL_ID', 'HPSV3_BASE_ID',
-           'format_hpsv3_chat', 'smart_resize', 'patchify_image', 'build_hpsv3_inputs', 'build_reward_head', 'HPSv3',
+           'format_hpsv3_chat', 'patchify_image', 'build_hpsv3_inputs', 'build_reward_head', 'HPSv3',
            'read_hpsv3_weights', 'load_hpsv3']
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #1d5df2f2
@@ -19,6 +19,7 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLModel
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 import chunk_grpo
 from .. import InputError
@@ -36,31 +37,22 @@ def format_hpsv3_chat(prompt: str) -> str:  # with one `IMAGE_TOKEN` for the who
             f"{IMAGE_TOKEN}<|vision_end|>{INSTRUCTION.replace('{text_prompt}', prompt)}<|im_end|>\n"
             "<|im_start|>assistant\n")
 
-# %% ../../nbs/04_rewards/05_hpsv3.ipynb #999fc34c
+# %% ../../nbs/04_rewards/05_hpsv3.ipynb #f2719b4c
 IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pixels of a picture
 
 
-def smart_resize(height: int, width: int) -> tuple[int, int]:  # height, width; multiples of `IMAGE_FACTOR`
-    "The size that a picture is resized to; InputError for a strip of more than 200 to 1."
-    if max(height, width) > 200 * min(height, width):
-        raise InputError(f"images: one of {width} x {height} pixels came; allowed are sides of at most 200 to 1.")
-    h, w = (max(IMAGE_FACTOR, round(n / IMAGE_FACTOR) * IMAGE_FACTOR) for n in (height, width))
-    if h * w > TARGET_PIXELS:
-        beta = math.sqrt(height * width / TARGET_PIXELS)
-        h, w = (math.floor(n / beta / IMAGE_FACTOR) * IMAGE_FACTOR for n in (height, width))
-    elif h * w < TARGET_PIXELS:
-        beta = math.sqrt(TARGET_PIXELS / (height * width))
-        h, w = (math.ceil(n * beta / IMAGE_FACTOR) * IMAGE_FACTOR for n in (height, width))
-    return h, w
-
-# %% ../../nbs/04_rewards/05_hpsv3.ipynb #f2719b4c
 def patchify_image(
     image: Images,  # one: a tensor (1, 3, H, W), or a list of one PIL image
     device: str | torch.device = "cpu",
 ) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14); the grid: 1, rows, columns
     "A picture, resized and normalised, as rows of patches in the order of the vision tower."
     x = images_to_tensor(image, device)
-    x = normalize_images(resize_like_pillow(x, smart_resize(*x.shape[-2:])))[0]
+    try:
+        size = smart_resize(*x.shape[-2:], IMAGE_FACTOR, TARGET_PIXELS, TARGET_PIXELS)
+    except ValueError:
+        raise InputError(f"images: one of {x.shape[-1]} x {x.shape[-2]} pixels came; allowed are sides of at most 200 "
+                         "to 1.") from None
+    x = normalize_images(resize_like_pillow(x, size))[0]
     rows, columns = x.shape[-2] // IMAGE_FACTOR, x.shape[-1] // IMAGE_FACTOR
     cut = x.reshape(3, rows, 2, 14, columns, 2, 14)
     cut = cut.permute(1, 4, 2, 5, 0, 3, 6)  # block row, block column, row and column in it, channel, pixels
