@@ -520,9 +520,11 @@ def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[s
 
 def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store
     "About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."
-    config, held_out = read_model_config(locate_model(s.model)), len(read_prompts(s.eval_prompts, "eval_prompts"))
+    prompts, held_out = (len(read_prompts(getattr(s, name), name)) for name in ("prompts", "eval_prompts"))
+    drawn = min(s.iterations * s.prompts_per_iteration, prompts)
+    folder = locate_model(s.model)
+    config = read_model_config(folder)
     files = run_disk_bytes(s, _count_trained_parameters(config, s.lora_rank, s.lora_targets), held_out)
-    drawn = min(s.iterations * s.prompts_per_iteration, len(read_prompts(s.prompts, "prompts")))
     needed = (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)
     there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
     return sum(files.values()), max(0, needed - there)

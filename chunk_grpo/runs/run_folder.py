@@ -31,7 +31,6 @@ from ..core.machine import current_git_commit, library_versions, machine_info, n
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import content_hashes
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
-from ..planning.plan import check_disk_space
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #3dedb752
 def file_of_run(run: str | Path, name: str) -> Path:
@@ -193,9 +192,11 @@ def create_run(
     else:
         done = is_done(read_json(out / "run.json", RunInfo, known))  # damage is said before a log is made
     check_processes(s, processes)
-    hashes = content_hashes(s)
     if not done:
+        from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
+
         check_disk_space(s, out)
+    hashes = content_hashes(s)
     open_prompt_cache()
     made = not out.exists()
     make_folders(out)
