@@ -35,7 +35,8 @@ from .. import InputError
 from ..core import machine
 from ..core.settings import Settings, check_processes, evaluated_rewards, list_presets, load_settings
 from ..core.settings import reward_weights
-from ..models.inputs import FAMILIES, find_family, import_class, locate_model, read_prompts
+from ..models.inputs import FAMILIES, check_pipeline_folder, find_family, import_class
+from ..models.inputs import locate_model, read_prompts
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 
@@ -523,6 +524,7 @@ def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; o
     prompts, held_out = (len(read_prompts(getattr(s, name), name)) for name in ("prompts", "eval_prompts"))
     drawn = min(s.iterations * s.prompts_per_iteration, prompts)
     folder = locate_model(s.model)
+    check_pipeline_folder(folder)
     config = read_model_config(folder)
     files = run_disk_bytes(s, _count_trained_parameters(config, s.lora_rank, s.lora_targets), held_out)
     needed = (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)

@@ -179,7 +179,7 @@ def count_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
     yield
     seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - others)
 
-
+# %% ../../nbs/07_training/04_iteration.ipynb #ca6892ed
 @dataclass(frozen=True)
 class Rollout:
     "The B images that an iteration drew in this process, and what they are worth."

@@ -97,6 +97,18 @@ class ReplayContext:
         finally:
             swap_weights(self.policy.trained, self.copies[name])
 
+    def velocities(
+        self, x: Tensor, image: Tensor, index: Tensor,  # latents (m, S, C); their images; their levels of the grid
+        beside: Sequence[str] = (),  # copies; "base" is one of them
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # (m, S, C), with graph; and of each copy, without
+        "The velocities of the policy and of copies of its weights."
+        policy, rows, others = self.policy, self.rows(image), {}
+        told = told_sigma(policy, self.trajectories.sampler.sigmas[index])
+        for name in dict.fromkeys(beside):
+            with torch.no_grad(), base_weights(policy) if name == "base" else self.weights(name):
+                others[name] = policy.velocity(x, told, rows)
+        return policy.velocity(x, told, rows), others
+
 # %% ../../nbs/07_training/02_methods.ipynb #ae000031
 def _chunk_means(
     values: Tensor, chunk: Tensor, count: int,  # (N,) a number of every item; (N,) its chunk; K
@@ -125,8 +137,7 @@ class _Selection:
         if s.merge != "none":  # one transition for several: those between are not drawn
             first, power = int(eta.argmax()), s.merge.removeprefix("entropy:")
             length = self.window.width if s.merge == "window" else merged_length(grid, first, float(power), s.eta)
-            jumped = range(first + 1, first + length)
-            kept = torch.tensor([i for i in range(len(grid)) if i not in jumped])
+            kept = torch.tensor([i for i in range(len(grid)) if not first < i < first + length])
             grid, eta = grid[kept], eta[kept[:-1]]
         return Sampler(grid, s.sampler, eta)
 
@@ -185,6 +196,13 @@ class _Accounts:
     ratio: bool
     reads: tuple[str, ...]
     table: Tensor | None
+
+    def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor, worth: Tensor) -> dict[str, Tensor]:
+        "Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."
+        if not self.ratio:
+            return {"loss": -worth}
+        log, slope = (x[:, 0] if x.ndim > 1 else x for x in (statistic, slope))
+        return {"ratio": log.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(log)}
 
     def metrics(self, items: dict[str, Tensor], chunk: Tensor, count: int) -> dict:
         "What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."
@@ -259,15 +277,10 @@ class Method(_Selection, _Accounts):
 
     def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
         "Evidence of transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."
-        x, target = self.states(context, image, index)
-        policy, sampler, rows = context.policy, context.trajectories.sampler, context.rows(image)
-        told, others = told_sigma(policy, sampler.sigmas[index]), {}
+        (x, target), sampler = self.states(context, image, index), context.trajectories.sampler
         held = "reference" if "reference" in context.copies else "base"
         anchored = anchor and self.s.kl > 0
-        for name in dict.fromkeys([*self.reads, *([held] if anchored else [])]):
-            with torch.no_grad(), base_weights(policy) if name == "base" else context.weights(name):
-                others[name] = policy.velocity(x, told, rows)
-        v = policy.velocity(x, told, rows)
+        v, others = context.velocities(x, image, index, [*self.reads, *([held] if anchored else [])])
         evidence = self.evidence(v, others, target, x, sampler, index)
         if not anchored:
             return evidence, None
@@ -307,12 +320,7 @@ class Method(_Selection, _Accounts):
         statistic, *shift = statistic.T if self.parts else (statistic,)
         return self.worth(statistic, advantage, *shift)
 
-    def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor, worth: Tensor) -> dict[str, Tensor]:
-        "Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."
-        if not self.ratio:
-            return {"loss": -worth}
-        log, slope = (x[:, 0] if x.ndim > 1 else x for x in (statistic, slope))
-        return {"ratio": log.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(log)}
+
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
 def load_method(s: Settings) -> Method:
