@@ -56,7 +56,7 @@ def test_a_command_of_the_book_is_understood(line):
     command = group.commands[name]
     given = command.make_context(name, words).params if words and "..." not in words else {}
     source = str(given.get("source") or "")
-    if source.startswith(("pocket/", "paper/", "machines/")):
+    if source.startswith(("authors/", "pocket/", "paper/", "machines/")):
         changes = [word for word in given.get("overrides") or [] if ":" not in word]  # rewards of a reader's own module
         assert settings.load_settings(source, changes)
     if name == "study" and given and not given["name"].isupper() and given["name"] != "groups":  # that of own_study

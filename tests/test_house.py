@@ -264,7 +264,7 @@ def test_exported_code_needs_no_development_package():
 
 
 def test_settings_files_are_shipped():
-    assert {name.split("/")[0] for name in settings.list_presets()} == {"machines", "paper", "pocket"}
+    assert {name.split("/")[0] for name in settings.list_presets()} == {"authors", "machines", "paper", "pocket"}
 
 
 @pytest.mark.slow

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import tiny_families
 import torch
-from commands import run
+from commands import call, run
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
-from chunk_grpo.core.settings import METHODS, load_settings
+from chunk_grpo.core.settings import METHODS, diff_settings, find_settings_file, list_presets, load_settings
+from chunk_grpo.core.validation import read_yaml_file
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages
 from chunk_grpo.method.sampler import Sampler
@@ -327,6 +328,23 @@ def test_wrong_pairs_are_refused_in_words(name, more, field):
     with pytest.raises(InputError, match=f"`{field}` must") as refused:
         method_of(name, **more)
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("preset", [name for name in list_presets() if name.startswith("authors/")])
+def test_a_preset_of_a_methods_authors_trains_its_row_with_their_numbers(preset):
+    name, s = read_yaml_file(find_settings_file(preset), preset)["method"], load_settings(preset)
+    assert preset == f"authors/{name}" and name in METHODS
+    differs = diff_settings(load_settings({"method": name}), s)
+    assert sum(type(theirs) in (int, float) for _, theirs in differs.values()) >= 3
+    method = load_method(s)
+    method.check()
+    counts = method.counts()
+    assert min(counts.rollout, counts.trained, counts.scored) > 0 <= counts.extra
+
+
+def test_a_preset_of_a_methods_authors_is_planned():
+    done = call("plan", "authors/flow", "--rate", "1")
+    assert done.returncode == 0 and "1,152 = 48 prompts x 24 images" in done.stdout, done.stderr
 
 
 TINY = ["iterations=2", "steps=17", "prompts_per_iteration=2", "shared_noise=false", "eval_every=0", "eval_count=1",

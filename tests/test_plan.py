@@ -259,7 +259,7 @@ def test_update_memory_is_used_and_not_exceeded():
 
 
 def test_every_settings_file_is_a_preset():
-    "Each of which is planned in test_cli."
+    "Each of which is planned in test_cli, or counted in test_method_table."
     assert [str(f.relative_to(ROOT / "runs").with_suffix("")) for f in FILES] == settings.list_presets()
 
 
