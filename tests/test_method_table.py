@@ -354,7 +354,8 @@ TINY = ["iterations=2", "steps=17", "prompts_per_iteration=2", "shared_noise=fal
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_goes_on_bit_for_bit_and_two_processes_draw_the_same(name, tmp_path):
-    words = ["train", "pocket/tiny", *TINY, *["images_per_prompt=8"] * ("tree" not in name and name != "branch")]
+    words = ["train", "pocket/tiny", *TINY, *["images_per_prompt=8"] * ("tree" not in name and name != "branch"),
+             "clip_range=0.1"]  # wide: one item that rounding pushes over the edge would change the norm by 3 percent
     run(*words, f"method={name}", "--out", tmp_path / "whole", "--no-report")
     run(*words, "iterations=1", f"method={name}", "--out", tmp_path / "cut", "--no-report")
     run(*words, f"method={name}", "--out", tmp_path / "cut", "--resume", "--no-report")
