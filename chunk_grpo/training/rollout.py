@@ -50,7 +50,7 @@ class Trajectories:
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        "How far each transition moves the latents, equation (9)."
+        "How far each transition moves the latents, equation (15)."
         return relative_distance(self.latents.float())
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
