@@ -29,13 +29,13 @@ def finished(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("streams", [pytest.param(">&-", marks=pytest.mark.slow), "<&- >&- 2>&-"])
 def test_training_does_not_need_anybody_to_listen(streams, tmp_path):
     assert shell(f"train {' '.join(TINY)} --out run --no-report {streams}", tmp_path).returncode == 0
     assert list((tmp_path / "run/final").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("words", ["presets", "plan pocket/tiny"])
+@pytest.mark.parametrize("words", ["presets", "plan pocket/tiny --rate 1"])
 def test_what_only_prints_says_that_it_cannot(words, tmp_path):
     done = shell(f"{words} >&-", tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("chunk-grpo: the output cannot be written")

@@ -77,14 +77,17 @@ def stranger(tmp_path):
     return run
 
 
-def watched(run: Path, *words):
+COMMAND_LINE = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
+
+
+def watched(run: Path, *words, program: str = COMMAND_LINE, **more):
     "Run the command line in the run folder with everything watched; what it did, and how it ended."
     watch = run.parent / "watch"
     log = watch / "log"
     log.write_text("")
     path = os.pathsep.join(map(str, (watch, Path(reports.__file__).parents[2], Path(__file__).parent)))
-    program = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
-    env = environment(A_SECRET="s3cret", WATCH_LOG=log, CHUNK_GRPO_CACHE=run.parent / "cache") | {"PYTHONPATH": path}
+    own = {"A_SECRET": "s3cret", "WATCH_LOG": log, "CHUNK_GRPO_CACHE": run.parent / "cache", **more}
+    env = environment(**own) | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-P", "-c", program, *map(str, words)], cwd=run, env=env,
                           capture_output=True, text=True, timeout=600)
     return done, [eval(line) for line in log.read_text().splitlines()]
@@ -135,16 +138,25 @@ def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
     check(stranger, events)
 
 
-@pytest.mark.parametrize("words", [("evaluate", "."), ("verify", "."), ("sample", ".", "a red star"),
-                                   ("export", ".", "made"), ("profile", "--run", ".")], ids=" ".join)
-def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger, words):
+def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
+    "One process, the commands in turn: each refuses in one sentence, and none asks or connects."
     note = read_json(stranger / "run.json")
     note["settings"] |= {"model": "evil/model", "reward": "pocket-clip", "reward_options": {},
                          "eval_prompts": "pocket:test", "prompts": "pocket:train"}
     write_json(stranger / "run.json", note)
-    done, events = watched(stranger, *words)
-    assert done.returncode == 2 and "the model evil/model of the hub" in done.stderr and "--trust" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and not [e for e in events if e[0] in ("ask", "connect")]
+    commands = [["evaluate", "."], ["verify", "."], ["sample", ".", "a red star"], ["export", ".", "made"],
+                ["profile", "--run", "."]]
+    program = ("import json, os, sys; from chunk_grpo.cli.main import main\n"
+               "for words in json.loads(os.environ['COMMANDS']):\n"
+               "    sys.argv = ['chunk-grpo', *words]\n"
+               "    try: main()\n"
+               "    except SystemExit as end: print(words[0], end.code, flush=True)\n")
+    done, events = watched(stranger, program=program, COMMANDS=json.dumps(commands))
+    assert done.stdout.split() == [word for words in commands for word in (words[0], "2")]
+    said = done.stderr.strip().splitlines()
+    assert len(said) == len(commands)
+    assert all("the model evil/model of the hub" in line and "--trust" in line for line in said)
+    assert not [e for e in events if e[0] in ("ask", "connect")] and not (stranger / "made").exists()
 
 
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])

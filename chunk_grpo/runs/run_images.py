@@ -50,6 +50,8 @@ def hash_trained_weights(run: Path | str) -> str:  # sha256
     if note.get("status") == "finished" and noted and noted != found:
         raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
                          "and resume the run.")
+    if found and not noted:  # nothing to compare with: read them, as whoever draws with them will
+        trainable.read_saved_weights(find_trained_weights(run))
     sums = [digest for name, digest in found.items() if name.endswith(".safetensors")]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
