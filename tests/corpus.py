@@ -10,7 +10,9 @@ from pathlib import Path
 
 import synthetic
 import tiny_flux
+import torch
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from chunk_grpo.core.settings import Settings
 
@@ -22,6 +24,7 @@ class Case:
     words: list
     codes: tuple = (2,)
     env: dict = field(default_factory=dict)
+    late: bool = False  # seen once a run was begun, which is taken away again and stays noted as one's own
 
 
 LONG, DIGITS = "x" * 5000, "9" * 5000
@@ -80,7 +83,7 @@ def settings_cases(folder: Path) -> dict[str, Case]:
                 continue  # YAML takes the space away
             if i % 3 == hash_of(name) % 3:
                 out[f"override {name}={text[:20]}"] = Case([*plan, f"{name}={text}"])
-            if i % 6 == hash_of(name) % 6:
+            if i % 5 == hash_of(name) % 5:
                 file = folder / "settings" / f"{name}-{i}.yaml"
                 write(file, f"like: pocket/tiny\n{name}: {quoted(text)}\n")
                 out[f"file {name}: {text[:20]}"] = Case(["plan", file, "--rate", "1"])
@@ -435,6 +438,135 @@ def option_cases(folder: Path) -> dict[str, Case]:
     return out
 
 
+AXES = {  # setting -> texts that say no choice on its axis
+    "window": ["x", "all:3", "frozen", "frozen:", "frozen:0", "frozen:99", "frozen:x", "random:-1", "random:1.5",
+               "early:",
+               "progressive:4", "progressive:4:0", "progressive:0:25", "progressive:4:x", "exponential:4", "FROZEN:4",
+               "exponential:4:-1", "frozen:4:2", "frozen :4", "random:\u0664", LONG, f"frozen:{DIGITS}"],
+    "merge": ["x", "window", "entropy", "entropy:", "entropy:0", "entropy:-1", "entropy:x", "entropy:nan", LONG],
+    "surrogate": ["x", "clip:1", "asymmetric", "asymmetric:1", "asymmetric:0:0", "asymmetric:x:1", "asymmetric:nan:1",
+                  "dppo", "dppo:0", "dppo:-1", "dppo:nan", "dppo:inf", "hinge", "hinge:x", "hinge:-1", "epg:1", "CLIP",
+                  "nowhere.py:f", "f.py:", ":f", "os:nothing", LONG],
+    "step_weights": ["x", "two", "1,2", "0,16", "noise,1", "interval:2", "-1", "16,", "\u0661\u0666", LONG, DIGITS],
+    "sharing": ["x", "seeds", "seeds:0", "seeds:5", "seeds:x", "seeds:-1", "tree", "tree:2", "tree:2@", "tree:1@0",
+                "tree:2@0,0", "tree:2@3,1", "tree:2@99,0", "tree:2@-1,0", "tree:3@0", "tree:2@0,1,2", "group:2",
+                "own:1",
+                "tree:2@0;1", f"seeds:{DIGITS}", LONG],
+    "method": ["x", "Steps", "steps ", "grpo", ":M", "a b", "..:M", "nowhere.py:M", "m.py:", "os:nothing", "os:getcwd",
+               "json:loads", "chunk_grpo.method.chunks:Chunks", "chunk_grpo:nothing", LONG],
+    "chunks": ["0,16", "16,0", "-1,17", "equal", "equal:0", "equal:5", "equal:x", "adaptive:0",
+               "adaptive:99",
+               "whole:2", "steps,1", "profile:3", "nowhere.py:f", "os:nothing", "\u0661\u0666", LONG],
+    "train_chunks": ["0", "5", "1,1", "2,1,9", "x", "-1", "1;2", "1,,2", "1.5", "\u0661", LONG],
+}
+PAIRS = [  # choices that do not go together
+    "sharing=group shared_noise=true", "sharing=seeds:2 shared_noise=true", "credit_of=depth", "credit_of=leaves",
+    "credit_of=depth sharing=group shared_noise=false", "credit_of=gain chunks=profile",
+    "credit_of=gain chunks=adaptive:2",
+    "profile_every=2", "merge=window window=frozen:4 chunks=profile", "merge=entropy:2 window=frozen:4",
+    "merge=entropy:2",
+    "merge=window window=frozen:4 chunk_weighting=profile chunks=whole", "anchor_every=2",
+    "drop_flat_groups=true kl=0.1",
+    "merge=window window=frozen:2 sharing=tree:2@0,1 shared_noise=false", "sampler=cps statistic=guard",
+    "sampler=cps statistic=centred", "sampler=cps eta=1.6", "train_chunks=1 chunks=adaptive:2", "weighting_uniform=0.5",
+    "weighting_anneal=3", "weighting_temperature=2", "sharding=fsdp lora_rank=4", "sharding=fsdp optimizer=adamw-8bit",
+    "steps=9", "steps=18", "window=frozen:4", "window=frozen:4 chunks=2,3", "step_weights=2,3 chunks=whole",
+    "images_per_prompt=1", "method=branch images_per_prompt=8", "method=tree images_per_prompt=9 steps=3",
+    "method=tempflow-seeds images_per_prompt=6", "method=tempflow shared_noise=true", "method=mix steps=4",
+    "method=fast window=early:99", "method=nft shared_noise=true", "method=awm shared_noise=true",
+    "method=dgpo shared_noise=true", "method=crd shared_noise=true", "method=best-of-n shared_noise=true",
+    "method=online-dpo shared_noise=true", "method=elbo-par shared_noise=true", "method=v-grpo shared_noise=true",
+    "hybrid_split=6", "eval_steps=2 hybrid_split=3", "updates_per_iteration=3", "ema=1", "baseline_images=-1"]
+
+
+def method_cases(folder: Path) -> dict[str, Case]:
+    "Every axis of the methods with what is no choice there, and choices that do not go together."
+    plan = ["plan", "pocket/tiny", "--rate", "1"]
+    more = {"sharing": ["shared_noise=false"]}
+    out = {f"axis {name}={text[:20]!r}": Case([*plan, *more.get(name, []), f"{name}={json.dumps(text)}"])
+           for name, texts in AXES.items() for text in texts}
+    return out | {f"pair {words}": Case([*plan, *words.split()]) for words in PAIRS}
+
+
+CODE = {  # what a user's file says -> how
+    "does not parse": "def f(:\n",
+    "divides": "1/0\n",
+    "exits": "import sys\nsys.exit(3)\n",
+    "has no f": "g = 1\n",
+    "is a number": "f = 3\n",
+    "imports nothing": "import nothing_of_the_kind\n",
+    "is empty": "",
+    "has nulls": "a = '\0'\n",
+    "raises what has lines": "raise ValueError('a\\nb\\x1b[31m')\n",
+    "recurs": "def g(): g()\ng()\n"}
+GIVES = "def f(images, prompts): return "
+REWARDS = {
+    "takes nothing": "def f():\n    return []\n",
+    "takes one": "def f(images):\n    return [1.0]\n",
+    "is a class that cannot be called": "class f:\n    pass\n",
+    "gives nothing": GIVES + "None",
+    "gives too few": GIVES + "[0.0]",
+    "gives text": GIVES + "['a'] * len(prompts)",
+    "gives no number": GIVES + "[float('nan')] * len(prompts)",
+    "gives no end": GIVES + "[float('inf')] * len(prompts)",
+    "gives what is imaginary": GIVES + "[1j] * len(prompts)",
+    "gives two each": GIVES + "[[1.0, 2.0]] * len(prompts)",
+    "gives a mapping": GIVES + "{'a': 1}",
+    "gives bytes": GIVES + "b'ab'",
+    "generates": "def f(images, prompts):\n    yield 1.0\n",
+    "needs an option": "def f(images, prompts, level):\n    return [level]\n"}
+
+
+def code_cases(folder: Path) -> dict[str, Case]:
+    "Files of a user that cannot be imported, name nothing, or whose functions take or give something else."
+    train = ["train", "pocket/tiny", "--out", "new", "iterations=1", "steps=4", "chunks=3"]
+    out = {}
+    for i, (what, content) in enumerate({**CODE, **REWARDS}.items()):
+        file = write(folder / "code" / f"mine{i}.py", content)
+        if what in CODE:
+            out |= {f"{field} that {what}": Case([*train, f"{field}={file}:f"])
+                    for field in ("method", "chunks", "surrogate")}
+        out[f"reward that {what}"] = Case([*train, f"reward={file}:f", "eval_rewards=[]"], late=True)
+    return out
+
+
+FINAL = {"half": 0.5, "a byte less": -1, "empty": 0, "garbage": b"\x00" * 4096, "text": b"weights",
+         "a link in a circle": "loop",
+         "a link to nowhere": "nowhere", "a folder": "folder"}
+
+
+def final_cases(folder: Path) -> dict[str, Case]:
+    "Trained weights that are damaged, with and without their note, for every command that loads them."
+    whole, out = synthetic_run(folder), {}
+    (whole / "final" / "model.safetensors").unlink()
+    weights = write(whole / "final" / "transformer.safetensors", save({"a": torch.ones(64, 64)}))
+    note = json.loads((whole / "run.json").read_text())
+    commands = {"evaluate": ["evaluate"], "sample": ["sample"], "export": ["export"]}
+    for noted in (True, False):
+        for how, content in FINAL.items():
+            run = folder / "finals" / f"{how.replace(' ', '-')}-{noted}"
+            shutil.copytree(whole, run, copy_function=linked)
+            (run / "final" / weights.name).unlink()
+            harm_weights(run / "final" / weights.name, weights.read_bytes(), content)
+            (run / "run.json").unlink()
+            own = {"final_sha256": {weights.name: "0" * 64}} if noted else {}
+            write(run / "run.json", json.dumps(note | {"status": "finished"} | own))
+            more = {"sample": ["a red star", "--out", "drawn"], "export": ["made"]}
+            what = f"final {how}, {'noted' if noted else 'not noted'}"
+            out |= {f"{what}, {name}": Case([*words, run, *more.get(name, [])]) for name, words in commands.items()}
+    return out
+
+
+def harm_weights(file: Path, whole: bytes, how) -> None:
+    "Put damaged weights in a file's place."
+    if how == "folder":
+        file.mkdir()
+    elif isinstance(how, str):
+        file.symlink_to(file.name if how == "loop" else how)
+    else:
+        file.write_bytes(how if isinstance(how, bytes) else whole[: int(len(whole) * how)] if how >= 0 else whole[:how])
+
+
 WORDS = st.sampled_from([*Settings.model_fields, "steps", "like", "nothing", ""])
 VALUES = st.one_of(st.sampled_from(TEXTS), st.integers().map(str), st.floats().map(str), st.text(max_size=12),
                    st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda x: st.lists(
@@ -479,7 +611,8 @@ def encodable(text: str) -> bool:
 
 KINDS = {"settings": settings_cases, "yaml": yaml_cases, "machines": machine_cases, "studies": study_cases,
          "prompts": prompts_cases, "models": model_cases, "runs": run_cases, "places": place_cases,
-         "options": option_cases, "drawn": drawn_cases}
+         "options": option_cases, "drawn": drawn_cases, "methods": method_cases, "code": code_cases,
+         "finals": final_cases}
 
 
 def sample(cases: dict[str, Case], count: int) -> dict[str, Case]:

@@ -61,8 +61,10 @@ def faults(case: corpus.Case, home: Path, work: Path) -> str:
     wrong = [f"exit code {code}"] * (code not in case.codes)
     wrong += [why for why in [is_plain(error)] if why and code] + ["something on stdout"] * bool(said and code)
     after = snapshot(home, work)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    wrong += [f"{os.path.relpath(name, work)} was changed" for name in changed[-1:]]
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    if case.late:  # the store keeps the prompts' states, and the run stays noted as one's own
+        changed = {name for name in changed if not Path(name).is_relative_to(home) and name != str(work)}
+    wrong += [f"{os.path.relpath(name, work)} was changed" for name in sorted(changed)[-1:]]
     return f"{'; '.join(wrong)}: {(error or said)[-400:]!r}" if wrong else ""
 
 

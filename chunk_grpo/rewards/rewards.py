@@ -24,14 +24,16 @@ from ..core.settings import REWARD_LOADERS, import_callable
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4ae9e0da
 def _check_reward_options(name: str, found: Callable, options: dict, given: int = 0) -> None:
     "InputError for options that a callable does not take, and for missing ones, after so many given arguments."
-    if not options and given:
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # a built-in has none
         return
-    signature = inspect.signature(found)
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
         allowed = [str(p) for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        raise InputError(f"reward: {name} cannot be loaded with the options {options} ({error}); allowed are "
+        how = f"called with images, prompts and {options}" if given else f"loaded with the options {options}"
+        raise InputError(f"reward: {name} cannot be {how} ({error}); allowed are "
                          f"{', '.join(allowed[given:]) or 'none'}.") from None
 
 
@@ -47,7 +49,11 @@ def load_reward(
     found: Any = import_callable(REWARD_LOADERS.get(name, name), here=here or name in REWARD_LOADERS)
     if name in REWARD_LOADERS or inspect.isclass(found):
         _check_reward_options(name, found, options)
-        return found(**options)
+        made = found(**options)
+        if not callable(made):
+            raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a class "
+                             "with __call__(images, prompts).")
+        return made
     _check_reward_options(name, found, options, given=2)
     return functools.partial(found, **options) if options else found
 
@@ -64,7 +70,12 @@ def score_images(
     parts = []
     for low in range(0, len(prompts), batch):
         given = prompts[low : low + batch]
-        scores = torch.as_tensor(reward(images[low : low + batch], given), dtype=torch.float32).cpu()
+        returned = reward(images[low : low + batch], given)
+        try:
+            scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as numbers "
+                             f"({str(error)[:80]}); allowed is one number an image.") from None
         if scores.shape != (len(given),):
             raise InputError(f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} images; "
                              f"allowed is one score an image, shape ({len(given)},).")

@@ -44,14 +44,15 @@ def hash_trained_weights(run: Path | str) -> str:  # sha256
     def loaded(sums: Mapping[str, str]) -> dict[str, str]:  # of the files that say what is loaded
         return {name: digest for name, digest in sums.items() if name.endswith((".safetensors", ".json"))}
 
-    found, file = loaded(hash_files(find_trained_weights(run))), Path(run) / "run.json"
+    folder, file = find_trained_weights(run), Path(run) / "run.json"
+    found = loaded(hash_files(folder))
     note = read_json(file, RunInfo) if file.is_file() else {}
     noted = loaded(note.get("final_sha256", {}))
     if note.get("status") == "finished" and noted and noted != found:
         raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
                          "and resume the run.")
-    if found and not noted:  # nothing to compare with: read them, as whoever draws with them will
-        trainable.read_saved_weights(find_trained_weights(run))
+    if not noted and any(folder.glob("*.safetensors")):  # nothing to compare with: read them, as drawing will
+        trainable.read_saved_weights(folder)
     sums = [digest for name, digest in found.items() if name.endswith(".safetensors")]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 

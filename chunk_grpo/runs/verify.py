@@ -24,7 +24,7 @@ from ..training import checkpoints
 def _file_changes(run: Path, folder: str, wanted: Mapping[str, str]) -> list[str]:
     "What in a folder of the run, such as final, is not as its hashes say, a sentence a file."
     place, out = run_folder.file_of_run(run, folder), []
-    there = {file.relative_to(place).as_posix() for file in place.rglob("*") if not file.is_dir()} - {"manifest.json"}
+    there = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()} - {"manifest.json"}
     for name in sorted({*wanted, *there}):
         file = run_folder.file_of_run(run, f"{folder}/{name}")
         if name not in there:
