@@ -51,8 +51,8 @@ def load_reward(
         _check_reward_options(name, found, options)
         made = found(**options)
         if not callable(made):
-            raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a class "
-                             "with __call__(images, prompts).")
+            raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a "
+                             "class with __call__(images, prompts).")
         return made
     _check_reward_options(name, found, options, given=2)
     return functools.partial(found, **options) if options else found
@@ -74,11 +74,11 @@ def score_images(
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as numbers "
-                             f"({str(error)[:80]}); allowed is one number an image.") from None
+            raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
+                             f"numbers ({str(error)[:80]}); allowed is one number an image.") from None
         if scores.shape != (len(given),):
-            raise InputError(f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} images; "
-                             f"allowed is one score an image, shape ({len(given)},).")
+            raise InputError(f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} "
+                             f"images; allowed is one score an image, shape ({len(given)},).")
         if not torch.isfinite(scores).all():
             bad = int((~torch.isfinite(scores)).nonzero()[0])
             raise InputError(f"reward: {name} returned {scores[bad].item()} for the prompt {given[bad]!r}; "
