@@ -2,19 +2,18 @@
 
 import errno
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
 import papermill
 import pytest
+import strangers
 import synthetic
-from commands import call, environment
+from commands import call
 from PIL import Image
 from report_functions import functions_of_report
+from strangers import write_stranger
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
@@ -23,74 +22,16 @@ from chunk_grpo.reporting.figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
 
-WATCH = """import os, sys
-
-def watch(event, words):
-    if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        say("run", [words[0], *(words[1] if isinstance(words[1], (list, tuple)) else [words[1]])])
-    elif event == "socket.connect":
-        say("connect", words[1])
-    elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
-        say("ask", words[0])
-    elif event == "open" and isinstance(words[0], (str, bytes)):
-        say("open", os.path.realpath(os.fsdecode(words[0])))
-    elif event == "import":
-        say("import", words[0])
-
-def say(*line):
-    os.write(log, (repr(line) + "\\n").encode())
-
-log = os.open(os.environ["WATCH_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-sys.addaudithook(watch)
-"""
-EVIL = """import pathlib
-pathlib.Path(__file__).with_name("ran").touch()
-def f(images, prompts):
-    return [0.0] * len(prompts)
-"""
-
 
 @pytest.fixture
 def stranger(tmp_path):
     "A run folder that asks for everything: code in the folder, an environment, an address with a secret."
-    run = synthetic.write(tmp_path / "run")
-    note = read_json(run / "run.json")
-    options = {"evil:f": {"environment": str(run / "env")},
-               "pocket-clip": {"url": "http://203.0.113.7:9", "token_variable": "A_SECRET", "retries": 0, "timeout": 1}}
-    note["settings"] |= {"reward": {"pocket-clip": 1.0, "evil:f": 1.0}, "eval_rewards": [], "reward_options": options,
-                         "model": str(tmp_path / "outside"), "prompts": str(tmp_path / "outside" / "secret.txt"),
-                         "eval_prompts": str(tmp_path / "outside" / "secret.txt")}
-    write_json(run / "run.json", note)
-    (run / "env" / "bin").mkdir(parents=True)
-    for name in ("python", "python3"):
-        (run / "env" / "bin" / name).write_text(f"#!/bin/sh\ntouch {run}/ran\n")
-        (run / "env" / "bin" / name).chmod(0o755)
-    for name in ("evil", "pandas", "ipykernel_launcher", "papermill", "matplotlib", "sitecustomize", "chunk_grpo"):
-        (run / f"{name}.py").write_text(EVIL)
-    (run / "final").mkdir(exist_ok=True)
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret.txt").write_text("a secret")
-    (tmp_path / "outside" / "model_index.json").write_text("{}")
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "outside" / "secret.png")
-    (tmp_path / "watch").mkdir()
-    (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH)
-    return run
+    return write_stranger(tmp_path)
 
 
-COMMAND_LINE = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
-
-
-def watched(run: Path, *words, program: str = COMMAND_LINE, **more):
+def watched(run: Path, *words, **more):
     "Run the command line in the run folder with everything watched; what it did, and how it ended."
-    watch = run.parent / "watch"
-    log = watch / "log"
-    log.write_text("")
-    path = os.pathsep.join(map(str, (watch, Path(reports.__file__).parents[2], Path(__file__).parent)))
-    own = {"A_SECRET": "s3cret", "WATCH_LOG": log, "CHUNK_GRPO_CACHE": run.parent / "cache", **more}
-    env = environment(**own) | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-P", "-c", program, *map(str, words)], cwd=run, env=env,
-                          capture_output=True, text=True, timeout=600)
-    return done, [eval(line) for line in log.read_text().splitlines()]
+    return strangers.watched(run.parent, *words, cwd=run, **more)
 
 
 def check(run: Path, events: list) -> None:

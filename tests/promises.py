@@ -1,0 +1,94 @@
+"""What every command reads, writes, runs and contacts; `python tests/promises.py` keeps the table of the book."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from commands import run
+from strangers import watched, write_stranger
+
+KEPT = Path(__file__).parents[1] / "runs" / "results" / "promises.json"
+TINY = ("like: pocket/tiny\niterations: 1\nsteps: 4\nchunks: '3'\neval_rewards: []\neval_count: 2\nhybrid_split: 2\n"
+        "eval_steps: 2\nprompts: {0}\neval_prompts: {0}\n")
+ON_A_RUN = {  # command -> its words, beside a run in the folder `run` and settings in tiny.yaml
+    "plan": ["plan", "--run", "run", "--rate", "1"], "report": ["report", "run"], "watch": ["watch", "run"],
+    "lab": ["lab", "run", "--", "--version"], "evaluate": ["evaluate", "run"], "compare": ["compare", "run"],
+    "profile": ["profile", "--run", "run", "--prompts", "1", "--images", "1"], "verify": ["verify", "run"],
+    "sample": ["sample", "run", "a red star"], "export": ["export", "run", "made"],
+    "train --resume": ["train", "tiny.yaml", "--out", "run", "--resume"]}
+ALONE = {"presets": ["presets"], "methods": ["methods"], "doctor": ["doctor"],
+         "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"]}
+
+
+SYSTEM = ("uname", "fc-list", "node")  # what libraries ask the machine
+LIBRARIES = re.compile(r"home/(\.cache|\.config|\.local/share)/(matplotlib|fontconfig|jupyter)"
+                       r"|home/\.(ipython|jupyter)")
+
+
+def stamps(folder: Path) -> dict[str, tuple]:
+    "Every file below a folder, with what changes where it is written."
+    found = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+    return {str(file.relative_to(folder)): (file.lstat().st_ino, file.lstat().st_mtime_ns) for file in found}
+
+
+def shortened(name: str) -> str:
+    "A file's name for the table: folders of images and weights stand for what is in them."
+    parts = name.split("/")
+    if parts[0] == "cache":
+        return "the cache"
+    kept = parts if parts[0] == "home" else parts[:2] if parts[0] in ("run", "new") else parts[:1]
+    return re.sub(r"\d{3,}", "N", "/".join(kept)) + ("/" if len(parts) > len(kept) else "")
+
+
+def program(words: list) -> str:
+    "A started program by its name, with the module where it is Python's."
+    said = [str(word) for word in words]
+    module = said[said.index("-m") + 1] if "-m" in said[:4] else ""
+    return " ".join(filter(None, [re.sub(r"[\d.]+$", "", Path(said[1] if len(said) > 1 else said[0]).name), module]))
+
+
+def promise(folder: Path, whose: str, command: str, words: list) -> dict:
+    "A row: how the command ended, and what it read of the run, wrote, ran and contacted."
+    work, before = folder, stamps(folder)
+    done, events = watched(folder, *words, cwd=work, HOME=folder / "home", TMPDIR=folder / "temporary")
+    after, here = stamps(folder), f"{work.resolve()}/"
+    opened = {e[1].removeprefix(here) for e in events if e[0] == "open" and e[1].startswith(f"{here}run/")}
+    wrote = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    wrote = {shortened(name) for name in wrote
+             if not name.startswith(("watch/", "temporary/")) and not LIBRARIES.match(name)}
+    hosts = {str(e[1]) for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost", "")}
+    hosts |= {e[1][0] for e in events if e[0] == "connect" and isinstance(e[1], tuple)} - {"127.0.0.1", "::1"}
+    left = [name for name in after if name.startswith("temporary/") and name not in before]
+    return {"command": command, "run": whose, "exit": done.returncode,
+            "reads": sorted({shortened(name) for name in opened if name in before} - wrote), "writes": sorted(wrote),
+            "runs": sorted({program(e[1]) for e in events if e[0] == "run"} - {*SYSTEM}), "contacts": sorted(hosts),
+            "left in the temporary folder": len(left)}
+
+
+def promises() -> list[dict]:
+    "All rows: on one's own run, on a stranger's, and without a run."
+    rows = []
+    for whose, commands in (("none", ALONE), ("one's own", ON_A_RUN), ("a stranger's", ON_A_RUN)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name).resolve()
+            for place in ("temporary", "cache", "home"):
+                (folder / place).mkdir()
+            (folder / "two.txt").write_text("a red star\na blue ring\n")
+            (folder / "tiny.yaml").write_text(TINY.format(folder / "two.txt"))
+            if whose == "one's own":
+                run("train", folder / "tiny.yaml", "--out", folder / "run", "--no-report",
+                    CHUNK_GRPO_CACHE=folder / "cache")
+            elif whose != "none":
+                write_stranger(folder)
+            rows += [promise(folder, whose, command, words) for command, words in commands.items()]
+    return rows
+
+
+if __name__ == "__main__":
+    made = promises()
+    KEPT.write_text(json.dumps(made, indent=1) + "\n")
+    print(*made, sep="\n")
+    sys.exit(0)
