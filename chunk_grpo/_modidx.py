@@ -1161,6 +1161,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'chunk_grpo/reporting/figures.py'),
                                               'chunk_grpo.reporting.figures.plot_progress': ( '12_reporting/figures.html#plot_progress',
                                                                                               'chunk_grpo/reporting/figures.py'),
+                                              'chunk_grpo.reporting.figures.read_image': ( '12_reporting/figures.html#read_image',
+                                                                                           'chunk_grpo/reporting/figures.py'),
                                               'chunk_grpo.reporting.figures.short_name': ( '12_reporting/figures.html#short_name',
                                                                                            'chunk_grpo/reporting/figures.py'),
                                               'chunk_grpo.reporting.figures.watch_run': ( '12_reporting/figures.html#watch_run',

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import zlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from matplotlib.text import Text
 from PIL import Image
 from report_functions import functions_of_report
 
+from chunk_grpo import InputError
 from chunk_grpo.cli import evaluation as commands
 from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
@@ -101,6 +103,22 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
         3)) is None and train.plot_method_metrics(pd.DataFrame(bare)) is None
     assert figures.plot_progress(bare,
         run_folder.read_run_settings(run)) and train.plot_gradient_norm(pd.DataFrame(bare)) is None
+
+
+@pytest.mark.parametrize("harm", ["half", "empty", "text", "missing", "folder", "huge"])
+def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
+    file = tmp_path / "00000_0.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(file)
+    whole = file.read_bytes()
+    size = (60_000).to_bytes(4, "big") * 2 + whole[24:29]
+    huge = whole[:16] + size + zlib.crc32(b"IHDR" + size).to_bytes(4, "big") + whole[33:]
+    file.unlink()
+    if harm == "folder":
+        file.mkdir()
+    elif harm != "missing":
+        file.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "text": b"red", "huge": huge}[harm])
+    with pytest.raises(InputError, match="a run must hold its images whole; .*00000_0.png cannot be read"):
+        figures.plot_image_grid([[file]], ["a red star"], ["base"])
 
 
 def test_a_run_on_two_rewards_shows_both():

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
-           'plot_profile', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas', 'plot_categories',
-           'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_profile', 'read_image', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas',
+           'plot_categories', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
+from .. import InputError
 from ..core.settings import Settings, reward_weights, training_method
 from ..core.statistics import NORMAL_QUANTILE
 from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
@@ -153,6 +154,15 @@ def plot_profile(
 _INCHES = {"text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
 
 
+def read_image(file: Path) -> PIL.Image.Image:
+    "An image of a run, in memory; InputError where it is missing, damaged or far too large."
+    try:
+        with PIL.Image.open(file) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        raise InputError(f"a run must hold its images whole; {file} cannot be read ({error})") from None
+
+
 @with_house_style
 def plot_image_grid(
     images: Sequence[Sequence[PIL.Image.Image | Path]],  # rows of images, or of files
@@ -174,7 +184,7 @@ def plot_image_grid(
         for c, image in enumerate(row):
             place = left + p["text"] + c * (side + p["gap"])
             axis = figure.add_axes((place / width, 1 - (top + side) / height, side / width, side / height))
-            image = image if isinstance(image, PIL.Image.Image) else PIL.Image.open(image)
+            image = image if isinstance(image, PIL.Image.Image) else read_image(image)
             axis.imshow(image, interpolation="nearest" if image.width <= 128 else "antialiased")
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
@@ -214,8 +224,7 @@ def checker_notes(
     out = []
     for cell in (cell for row in _choose_rows(scores, count)[1] for cell in row):
         if cell.scores.get("pocket-geneval") == 0:
-            with PIL.Image.open(file_of_run(folder, cell.file)) as image:
-                (seen,) = detect_shapes(images_to_numpy([image]))
+            (seen,) = detect_shapes(images_to_numpy([read_image(file_of_run(folder, cell.file))]))
             out.append(f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_things(seen)}")
     return out
 
