@@ -121,6 +121,23 @@ def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
         figures.plot_image_grid([[file]], ["a red star"], ["base"])
 
 
+@pytest.mark.parametrize(("name", "edit", "words"), [
+    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-geneval"]["plain-base"].pop("lo"), "lo"),
+    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"]["plain"].update(hi="x"), "hi"),
+    ("profile.json", lambda x: x.update(eta="x"), "eta"),
+    ("metrics.jsonl", lambda x: x.update({"reward_pocket-clip": [1]}), "reward_pocket-clip"),
+    ("metrics.jsonl", lambda x: x.update({"eval_pocket-clip": "high"}), "eval_pocket-clip")])
+def test_numbers_of_a_run_that_are_none_are_one_sentence(tmp_path, name, edit, words):
+    run = synthetic.write(tmp_path / "run")
+    first, *rest = (run / name).read_text().splitlines() if name.endswith("l") else [(run / name).read_text()]
+    edit(content := json.loads(first))
+    (run / name).write_text("\n".join([json.dumps(content), *rest]) + "\n")
+    with pytest.raises(InputError, match=f"is damaged: .*{words}"):
+        run_folder.read_evaluation_summary(run)
+        run_folder.read_run_profile(run)
+        run_folder.read_metrics(run)
+
+
 def test_a_run_on_two_rewards_shows_both():
     figure = train.plot_reward(metrics(), {"a": 1.0, "b": 0.5})
     total, a, b = figure.axes

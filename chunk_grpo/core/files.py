@@ -227,6 +227,7 @@ class RunProfile(TypedDict, total=False):
     "profile.json: how far each transition moves the base's latents."
     chunks: Required[str]
     mean: Required[list[float]]
+    eta: float
     latent_numel: Count  # numbers in the latents of one image
 
 
@@ -243,8 +244,8 @@ class CheckpointState(TypedDict):
 class _ScoreInterval(TypedDict, total=False):
     "A mean with its interval; None where one prompt gives none."
     mean: Required[float]
-    lo: float | None
-    hi: float | None
+    lo: Required[float | None]
+    hi: Required[float | None]
 
 
 @_CONFIG

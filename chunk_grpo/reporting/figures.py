@@ -243,7 +243,8 @@ def plot_deltas(
         for y, arm in enumerate(arms):
             value = row[f"{arm}-base"]
             shade = colour if arm == "plain" else METHOD_COLOURS.get(arm, METHOD_COLOURS["hybrid"])
-            error = None if value["lo"] is None else [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]]
+            known = None not in (value["lo"], value["hi"])
+            error = [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]] if known else None
             axis.errorbar(value["mean"], y, xerr=error, fmt="o", color=shade, capsize=3, markersize=6)
             axis.annotate(f"{value['mean']:+.3f}", (value["mean"], y), xytext=(0, 7), textcoords="offset points",
                           ha="center", fontsize=8, color=shade)

@@ -93,7 +93,13 @@ def read_run_settings(
 
 def read_metrics_lines(run: str | Path) -> list[dict]:
     "The lines of metrics, iteration 0 first; those that are there while a run is going on."
-    return read_json_lines(file_of_run(run, "metrics.jsonl"), MetricsLine)
+    lines = read_json_lines(file := file_of_run(run, "metrics.jsonl"), MetricsLine)
+    for number, line in enumerate(lines, 1):
+        for name, x in line.items():  # a method's own may be anything; scores are numbers
+            if name.startswith(("reward_", "eval_")) and not isinstance(x, (int, float, type(None))):
+                raise InputError(f"run: line {number} of {file} is damaged: `{name}` must be a number; got "
+                                 f"{str(x)[:40]!r}")
+    return lines
 
 
 def read_metrics(run: str | Path) -> pd.DataFrame:
