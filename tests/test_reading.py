@@ -124,7 +124,13 @@ def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
 @pytest.mark.parametrize(("name", "edit", "words"), [
     ("evaluation/summary.json", lambda x: x["rewards"]["pocket-geneval"]["plain-base"].pop("lo"), "lo"),
     ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"]["plain"].update(hi="x"), "hi"),
+    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"].pop("base"), "base"),
+    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"].update(plain=None), "plain"),
     ("profile.json", lambda x: x.update(eta="x"), "eta"),
+    ("profile.json", lambda x: x.update(chunks="x"), "chunks"),
+    ("metrics.jsonl", lambda x: x.update(advantage_std_zero_groups="x"), "advantage_std_zero_groups"),
+    ("metrics.jsonl", lambda x: x.update(ratio_max_dev=[1.0]), "ratio_max_dev"),
+    ("metrics.jsonl", lambda x: x.update(ratio_dev="x"), "ratio_dev"),
     ("metrics.jsonl", lambda x: x.update({"reward_pocket-clip": [1]}), "reward_pocket-clip"),
     ("metrics.jsonl", lambda x: x.update({"eval_pocket-clip": "high"}), "eval_pocket-clip")])
 def test_numbers_of_a_run_that_are_none_are_one_sentence(tmp_path, name, edit, words):

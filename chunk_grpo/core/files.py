@@ -217,6 +217,11 @@ class MetricsLine(TypedDict, total=False):
     reward_se: float | None
     grad_norm: float | None
     skipped_updates: Count
+    advantage_std_zero_groups: Count
+    images: Count
+    transitions_trained: Count
+    ratio_max_dev: float | None
+    ratio_dev: list[float | None]
     clip_fraction: list[float | None]
     seconds: dict[str, float]
     seconds_total: _Amount | None
@@ -225,7 +230,7 @@ class MetricsLine(TypedDict, total=False):
 @_CONFIG
 class RunProfile(TypedDict, total=False):
     "profile.json: how far each transition moves the base's latents."
-    chunks: Required[str]
+    chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]  # sizes
     mean: Required[list[float]]
     eta: float
     latent_numel: Count  # numbers in the latents of one image
@@ -251,6 +256,8 @@ class _ScoreInterval(TypedDict, total=False):
 @_CONFIG
 class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
     "One reward of an evaluation: an interval for each arm and difference, and details beside them."
+    base: Required[_ScoreInterval]
+    plain: _ScoreInterval
     categories: dict[str, dict[str, float]] | None
     overall: dict[str, float] | None
     preserved: dict[str, dict] | None
