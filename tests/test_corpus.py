@@ -62,6 +62,7 @@ def faults(case: corpus.Case, home: Path, work: Path) -> str:
     wrong += [why for why in [is_plain(error)] if why and code] + ["something on stdout"] * bool(said and code)
     after = snapshot(home, work)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    changed = {name for name in changed if "__pycache__" not in name and name != str(work / "code")}  # Python's own
     if case.late:  # the store keeps the prompts' states, and the run stays noted as one's own
         changed = {name for name in changed if not Path(name).is_relative_to(home) and name != str(work)}
     wrong += [f"{os.path.relpath(name, work)} was changed" for name in sorted(changed)[-1:]]
