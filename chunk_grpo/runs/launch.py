@@ -35,7 +35,6 @@ from ..core.machine import Terminated, TrainingFailed, die_with_parent, raise_on
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
 from .run_folder import read_run_info, read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
-from ..training.methods import load_method
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
@@ -263,7 +262,6 @@ def train(
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if not node_rank:
-        load_method(s)  # a user's code is refused before there is a folder
         run = create_run(s, out, resume, total, nodes)
         if on_made:
             on_made(run)

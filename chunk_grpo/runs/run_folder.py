@@ -200,7 +200,9 @@ def create_run(
     check_processes(s, processes)
     if not done:
         from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
+        from chunk_grpo.training.methods import load_method
 
+        load_method(s)  # which asks a user's code
         check_disk_space(s, out)
     hashes = content_hashes(s)
     open_prompt_cache()
