@@ -74,6 +74,8 @@ def score_images(
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
         except (TypeError, ValueError, RuntimeError) as error:
+            if isinstance(returned, Tensor):  # a fault of its device, not of the reward
+                raise
             raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
                              f"numbers ({str(error)[:80]}); allowed is one number an image.") from None
         if scores.shape != (len(given),):
