@@ -462,7 +462,9 @@ AXES = {  # setting -> texts that say no choice on its axis
 PAIRS = [  # choices that do not go together
     "sharing=group shared_noise=true", "sharing=seeds:2 shared_noise=true", "credit_of=depth", "credit_of=leaves",
     "credit_of=depth sharing=group shared_noise=false", "credit_of=gain chunks=profile",
-    "credit_of=gain chunks=adaptive:2",
+    "credit_of=gain chunks=adaptive:2", "credit_of=all-gains chunks=profile", "completion_steps=2", "lora_alpha=4",
+    "anchor_share=0.5", "noise_spread=0.3 shared_noise=false", "method=neighbor noise_spread=0",
+    "method=tmpo chunks=steps", "method=neighbor updates_per_iteration=3",
     "profile_every=2", "merge=window window=frozen:4 chunks=profile", "merge=entropy:2 window=frozen:4",
     "merge=entropy:2",
     "merge=window window=frozen:4 chunk_weighting=profile chunks=whole", "anchor_every=2",

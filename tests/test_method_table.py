@@ -298,6 +298,60 @@ def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypat
         assert 0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0, name
 
 
+def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
+    "Neighbor: the likeliest next state is the path's own; a step along the gradient raises the chance of the best."
+    method = method_of("neighbor", shared_noise=True)
+    rows = policy.encode(["a red star"])
+    paths = sample_trajectories(policy, rows, torch.zeros(4, dtype=torch.long), KEYS[:4], method.sampler(0), 4, True,
+                                spread=0.3)
+    context, image, index = ReplayContext(policy, rows, paths), torch.arange(4), torch.full((4,), 4)
+    (chances, own), _ = method.replay(context, image, index)
+    assert (chances.argmax(1) == image).all() and (own == image).all()
+    torch.testing.assert_close(chances.exp().sum(1), torch.ones(4))
+    work = build_update_batch(torch.tensor([2, 0, 3, 1]), torch.full((4, 1), 4), Chunks.steps(6), 64, None,
+                              method.places(paths.sampler))
+    policy.transformer.zero_grad()
+    accumulate_gradients(context, work, torch.tensor([-1.0, 3.0, -1.0, -1.0]), method)
+    kept = [p.detach().clone() for p in policy.trained]
+    with torch.no_grad():
+        for p in policy.trained:
+            p -= 1e-3 * p.grad / max(p.grad.norm(), 1e-12)
+        (after, _), _ = method.replay(context, image, index)
+        for p, before in zip(policy.trained, kept, strict=True):
+            p.copy_(before)
+    others = torch.tensor([0, 2, 3])
+    assert (after[others, 1] > chances[others, 1]).all()
+
+
+def test_matched_chances_pull_by_what_they_differ():
+    "TMPO's slope is the wanted chance less that of the paths, times their transitions; none where rewards are alike."
+    method, n = method_of("tmpo"), 6
+    density = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    group = torch.tensor([0, 5] * 4)
+    worth = method.objective(density, torch.where(group == 0, ADVANTAGE, 0.7), group)
+    (slope,) = torch.autograd.grad(worth.sum(), density)
+    mine = group == 0
+    wanted = ADVANTAGE[mine].softmax(0) - (n * density[mine]).softmax(0)
+    torch.testing.assert_close(slope[mine], 4 * n * wanted, rtol=1e-4, atol=1e-5)
+    assert not slope[~mine].any() and worth[mine].sum() < 0
+
+
+def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tmp_path):
+    "Half of the images by pocket-clip against pocket-geneval; with a share of 1 nothing else is scored."
+    base = {**SMALL, "method": "gardo", "eval_rewards": ("pocket-clip", "pocket-geneval"), "anchor_every": 0,
+            "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1, "threads": 1, "updates_per_iteration": 1}
+    s = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    drawn = iteration.sample_groups(state)
+    assert set(drawn.scores) == {"pocket-clip"} and drawn.context.anchored.sum() >= 4
+    assert not drawn.context.anchored.all()
+    with torch.no_grad():
+        for p in state.policy.trained:
+            p += 0.01
+    _, away = state.method.replay(drawn.context, torch.arange(8), torch.full((8,), 2))
+    assert ((away > 0) == drawn.context.anchored).all()
+
+
 WRONG = [
     ("steps", {"window": "frozen:7"}, "window"), ("steps", {"window": "sliding:2"}, "window"),
     ("steps", {"window": "progressive:2"}, "window"), ("steps", {"window": "random:0"}, "window"),
@@ -320,6 +374,12 @@ WRONG = [
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "2,2"}, "chunks"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "profile"}, "merge"),
     ("steps", {"profile_every": 5}, "profile_every"), ("steps", {"anchor_every": 5}, "anchor_every"),
+    ("neighbor", {}, "noise_spread"), ("neighbor", {"shared_noise": True, "window": "frozen:2"}, "window"),
+    ("neighbor", {"shared_noise": True, "noise_spread": 0.0}, "shared_noise"), ("tmpo", {"chunks": "2,4"}, "chunks"),
+    ("neighbor", {"shared_noise": True, "surrogate": "dppo:1"}, "surrogate"),
+    ("gardo", {"kl": 0.0, "anchor_every": 0}, "anchor_share"), ("steps", {"completion_steps": 3}, "completion_steps"),
+    ("steps", {"noise_spread": 0.3}, "noise_spread"), ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
+    ("stepwise", {"chunks": "adaptive"}, "chunks"),
     ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
 
 
@@ -355,6 +415,7 @@ TINY = ["iterations=2", "steps=17", "prompts_per_iteration=2", "shared_noise=fal
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_goes_on_bit_for_bit_and_two_processes_draw_the_same(name, tmp_path):
     words = ["train", "pocket/tiny", *TINY, *["images_per_prompt=8"] * ("tree" not in name and name != "branch"),
+             *["shared_noise=true"] * (name == "neighbor"),
              "clip_range=0.1"]  # wide: one item that rounding pushes over the edge would change the norm by 3 percent
     run(*words, f"method={name}", "--out", tmp_path / "whole", "--no-report")
     run(*words, "iterations=1", f"method={name}", "--out", tmp_path / "cut", "--no-report")

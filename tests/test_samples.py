@@ -29,7 +29,8 @@ PROMPTS = ["a photo of a red star", "a drawing of two circles", "a green square"
 
 def perturbed(s):
     "A policy whose trained weights are not the base's."
-    policy = trainable.load_trainable_policy(s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank)
+    policy = trainable.load_trainable_policy(s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank,
+                                             lora_alpha=s.lora_alpha)
     with torch.no_grad():
         for i, p in enumerate(policy.trained):
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -47,12 +48,12 @@ def make(folder, **changes):
     return run
 
 
-@pytest.fixture(scope="module", params=[4, 0], ids=["lora", "full"])
+@pytest.fixture(scope="module", params=[{"lora_rank": 4, "lora_alpha": 8}, {"lora_rank": 0}], ids=["lora", "full"])
 def run(request, tmp_path_factory):
     "A run of either kind."
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield make(tmp_path_factory.mktemp("made"), lora_rank=request.param)
+        yield make(tmp_path_factory.mktemp("made"), **request.param)
 
 
 @pytest.fixture(scope="module")

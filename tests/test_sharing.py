@@ -7,6 +7,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
 from chunk_grpo.models import trainable
+from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.training import iteration
 from chunk_grpo.training.methods import load_method
 from chunk_grpo.training.rollout import sample_sde, sample_trajectories
@@ -108,9 +109,30 @@ def test_from_one_noise_the_gain_of_the_whole_path_is_the_images_credit(tmp_path
     torch.testing.assert_close(drawn.advantage[:, 0], expected, rtol=0, atol=1e-3)
 
 
+def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
+    "All that a group gained has mean 0; completed in one step the gains are those of one-step previews."
+    state, drawn = groups(tmp_path, chunks="1,4", credit_of="all-gains", completion_steps=1, train_chunks="all",
+                          advantage_clamp=100.0)
+    of_chunks = drawn.advantage[:, :2].reshape(-1, 8)
+    torch.testing.assert_close(of_chunks.mean(1), torch.zeros(len(of_chunks)), rtol=0, atol=1e-5)
+    assert drawn.advantage[:, 0].reshape(-1, 4).mean(1).abs().max() > 1e-3
+    paths = drawn.context.trajectories
+    rows = drawn.context.rows(torch.arange(len(paths.keys)))
+    seen = paths.latents[:, 1] - paths.sampler.sigmas[1] * state.policy.velocity(
+        paths.latents[:, 1], paths.sampler.sigmas[1].expand(len(paths.keys)), rows)
+    images, prompts = decode_latents(state.policy, seen.detach(), 4), [state.prompts[key[2]] for key in paths.keys]
+    after = torch.as_tensor(state.rewards["pocket-clip"](images, prompts))
+    ((_, first), (_, _)) = reversed(iteration.chunk_gains(state, drawn.context, drawn.scores))
+    ((_, second), (_, _)) = iteration.chunk_gains(state, drawn.context, drawn.scores)
+    torch.testing.assert_close(second["pocket-clip"], drawn.scores["pocket-clip"] - after, rtol=0, atol=1e-4)
+    assert first["pocket-clip"].shape == after.shape
+
+
 def test_a_plan_counts_completions():
     "Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."
     s = load_settings("pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"})
     plain = load_method(load_settings(s, {"credit_of": "image"})).counts()
     counts, images = load_method(s).counts(), s.prompts_per_iteration * s.images_per_prompt
     assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (11 * images, 2 * images)
+    few = load_method(load_settings(s, {"completion_steps": 2})).counts()
+    assert (few.rollout - plain.rollout, few.scored) == (4 * images, counts.scored)

@@ -66,6 +66,9 @@ class _DrawingSettings(BaseModel):
         "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.")
     shared_noise: bool = setting(True, "", _DANCE,
         "One initial noise for all images of an iteration, instead of one for each image.")
+    noise_spread: float = setting(0.0, "fraction", "0: the paper; more: Neighbor GRPO",
+        "Share s of an image's own draw in its initial noise, beside sqrt(1 - s^2) of the shared one; 0: none.",
+        ge=0, le=1)
     sharing: str = setting("own", "", "own: the paper; others: TempFlow-GRPO, BranchGRPO",
         'What the images of a group share: "own" nothing, "group" the initial noise, "seeds:NOISES" so many of these, '
         '"tree:CHILDREN@TRANSITIONS" the path up to each split (notebook method/sharing).')
@@ -137,17 +140,25 @@ class _OptimizerSettings(BaseModel):
         '"epg", "pepg", "par", or a function as file.py:function.', min_length=1)
     credit: Literal["group", "batch", "none", "sum", "gdpo", "wins"] = setting("group", "", "paper, equation 4",
         "How scores become advantages (notebook method/credit).")
-    credit_of: Literal["image", "gain", "depth", "leaves"] = setting("image", "", "gain: DenseGRPO; depth: BranchGRPO",
-        "What an advantage is given to: an image, a chunk by what it gains, or a tree's edges by depth or by leaves.")
+    credit_of: Literal["image", "gain", "all-gains", "depth", "leaves"] = setting("image", "",
+        "gain: DenseGRPO; all-gains: Stepwise-Flow-GRPO; depth: BranchGRPO",
+        "What an advantage is given to: an image; a chunk by what it gains, compared with the same chunk of its group "
+        "or with all; or a tree's edges by depth or by leaves.")
+    completion_steps: int = setting(0, "transitions", "0: DenseGRPO; few: Stepwise-Flow-GRPO",
+        "Steps of the ODE that completes a state to find a chunk's gain; 0: all that are left.", ge=0)
     advantage_clamp: float = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: float = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
     kl: float = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
     anchor: Literal["transition", "velocity"] = setting("transition", "", "transition: paper, equation 13",
         "That distance: the KL divergence of transitions, or the mean square between velocities.")
+    anchor_share: float = setting(1.0, "fraction", "1: the paper; less: GARDO",
+        "Part of the images that the distance counts for: those whose reward outruns those of `eval_rewards`; 1: all.",
+        gt=0, le=1)
     anchor_every: int = setting(0, "iterations", "0: the paper; others: GARDO",
         "Iterations after which the present weights become what the distance is taken to; 0: the base stays.", ge=0)
     ema: float = setting(0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1)
     lora_rank: int = setting(0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0)
+    lora_alpha: int = setting(0, "", OURS, "The adapter counts `lora_alpha` / `lora_rank` times; 0: once.", ge=0)
     lora_targets: Names = setting((), "", OURS,
         "Layers that get an adapter, by the end of their name; empty: the family's attentions and feed-forward layers.")
     gradient_checkpointing: bool = setting(True, "", _DANCE,
@@ -331,7 +342,9 @@ def _check_memory(s: "Settings") -> None:
     if s.sharding != "none":
         _require(not s.lora_rank, "sharding", f"be none with an adapter (`lora_rank` {s.lora_rank})", repr(s.sharding))
         _require(s.optimizer == "adamw", "optimizer", f"be adamw where `sharding` is {s.sharding}", repr(s.optimizer))
+    _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
     _require(not s.anchor_every or s.kl, "anchor_every", "be 0 without a KL term (`kl` 0)", s.anchor_every)
+    _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
     _require(not (s.drop_flat_groups and s.kl), "drop_flat_groups", f"be false with a KL term (`kl` {s.kl:g}), which "
              "flat groups have too", "true")
 
@@ -364,11 +377,16 @@ def _check_method(s: "Settings") -> None:
              repr(s.method[:80]) + (f", did you mean {near[0]}?" if near else ""))
     drawn = sharing.Sharing.parse(s.sharing)
     drawn.table(s.images_per_prompt, s.steps)
+    _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
+             s.noise_spread)
     _require(drawn.kind == "own" or not s.shared_noise, "sharing", "be own where `shared_noise` is true", s.sharing)
-    _require(s.credit_of in ("image", "gain") or drawn.kind == "tree", "credit_of", "be image or gain unless `sharing` "
-             "is a tree", s.credit_of)
-    _require(s.credit_of != "gain" or s.chunk_rule.kind == "fixed", "chunks", "be sizes where `credit_of` is gain, or "
+    gains = s.credit_of in ("gain", "all-gains")
+    _require(s.credit_of == "image" or gains or drawn.kind == "tree", "credit_of", "be image, gain or all-gains unless "
+             "`sharing` is a tree", s.credit_of)
+    _require(not gains or s.chunk_rule.kind == "fixed", "chunks", f"be sizes where `credit_of` is {s.credit_of}, or "
              "steps, whole, equal:SIZE", s.chunks)
+    _require(gains or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or all-gains",
+             s.completion_steps)
     _require(s.profile_every == 0 or s.chunk_rule.kind != "fixed" or s.chunk_weighting == "profile", "profile_every",
              "be 0 unless `chunks` or `chunk_weighting` go by the profile", s.profile_every)
     _check_merge(s)

@@ -17,9 +17,11 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none")]
     noise = ", ".join(parts) if method.density else "ODE"
     grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
-    anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0)]
+    anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0),
+              *[f"for {s.anchor_share:g} of images"] * (s.anchor_share < 1)]
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
-    return {"noise": noise, "start": "one noise" if s.shared_noise else s.sharing,
+    start = "one noise" + f", spread {s.noise_spread:g}" * (s.noise_spread > 0) if s.shared_noise else s.sharing
+    return {"noise": noise, "start": start,
             "credit": s.credit if s.credit_of == "image" else f"{s.credit}, {s.credit_of}",
             "likelihood": transition if method.density else "flow matching",
             "grouping": ", ".join(grouping) if method.density else "levels",

@@ -69,6 +69,7 @@ def freeze_unread(
 def make_trainable(
     policy: Policy, lora_rank: int = 0,  # changed in place; 0: full fine-tuning
     lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: those of the family
+    lora_alpha: int = 0,  # the adapter counts lora_alpha / lora_rank; 0: once
     gradient_checkpointing: bool = False,  # recompute blocks in the backward: less memory, about a third more time
     seed: int = 0,  # of the adapter's initial values
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
@@ -87,8 +88,8 @@ def make_trainable(
         targets = _find_lora_targets(net, lora_targets, policy.lora_targets)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = LoraConfig(r=lora_rank, target_modules=targets, lora_alpha=lora_rank, init_lora_weights="gaussian")
-            net.add_adapter(config)
+            net.add_adapter(LoraConfig(r=lora_rank, lora_alpha=lora_alpha or lora_rank, target_modules=targets,
+                                       init_lora_weights="gaussian"))
         freeze_unread(net, policy.unread)
         trained = [p for p in net.parameters() if p.requires_grad]
         for p in trained:
@@ -140,7 +141,11 @@ def save_trained_weights(policy: Policy, folder: Path) -> None:  # policy: train
     "Write the trained weights in diffusers' own layout: an adapter or a whole transformer (not one in parts)."
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
-        import_class(policy.pipeline).save_lora_weights(str(folder), transformer_lora_layers=layers)
+        config = policy.transformer.peft_config["default"].to_dict()
+        config["target_modules"] = sorted(config["target_modules"])  # in an order of its own a set differs by process
+        about = config if config["lora_alpha"] != config["r"] else None  # else diffusers takes the rank
+        import_class(policy.pipeline).save_lora_weights(str(folder), transformer_lora_layers=layers,
+                                                        transformer_lora_adapter_metadata=about)
     else:
         policy.transformer.save_pretrained(str(folder))
     for file in Path(folder).glob("*.safetensors"):  # which are made for their owner alone
@@ -245,7 +250,7 @@ def compile_blocks(policy: Policy) -> None:  # changed in place, before a traine
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
 def load_trainable_policy(
     model: str, *, lora_rank: int = 0,  # "pocket", a folder or a hub id; 0: all weights
-    lora_targets: tuple[str, ...] = (),  # empty: those of the family
+    lora_targets: tuple[str, ...] = (), lora_alpha: int = 0,  # empty: those of the family; 0: the rank
     gradient_checkpointing: bool = False, seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
@@ -263,7 +268,8 @@ def load_trainable_policy(
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)
-    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), gradient_checkpointing, seed, sharding, frozen)
+    how = lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed, sharding, frozen
+    out.trained = make_trainable(out, *how)
     return out
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7

@@ -78,8 +78,8 @@ def describe_weights(folder: Path) -> str:
     return "final" if folder.name == "final" else f"the checkpoint after iteration {int(folder.name)}"
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #10e90cd7
-_POLICY_FIELDS = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets", "vae_tiling",
-                  "attention")  # settings that a policy is loaded with
+_POLICY_FIELDS = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets", "lora_alpha",
+                  "vae_tiling", "attention")  # settings that a policy is loaded with
 
 
 def load_trained_policy(

@@ -82,6 +82,7 @@ class ReplayContext:
     conditioning: dict[str, Tensor]  # rows, one a prompt
     trajectories: Trajectories
     copies: Mapping[str, list[Tensor]] = field(default_factory=dict)  # name -> weights in the order of `policy.trained`
+    anchored: Tensor | None = None  # (B,) bool: the images that the anchor counts for; None: all
 
     def rows(self, image: Tensor) -> dict[str, Tensor]:
         "The conditioning of images (m,), a row each."
@@ -222,9 +223,10 @@ class _Accounts:
         again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped  # passes without graph
         extra = len(self.reads) + (s.kl > 0) + (1 + len(self.reads)) * again
         counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
-        if s.credit_of == "gain":  # each chunk's first state is completed, and scored
+        if s.credit_of in ("gain", "all-gains"):  # each chunk's first state is completed, and scored
             starts = [int(self.places(self.sampler(0))[part][0]) for part in self.chunks(torch.ones(places)).slices]
-            images, more = s.prompts_per_iteration * s.images_per_prompt, sum(s.steps - start for start in starts)
+            images = s.prompts_per_iteration * s.images_per_prompt
+            more = sum(min(s.steps - start, s.completion_steps or s.steps) for start in starts)
             scored = counts.scored + images * len(starts)
             counts = replace(counts, rollout=counts.rollout + images * more, scored=scored)
         sampler = self.sampler(0)
@@ -244,7 +246,7 @@ class _Accounts:
             if self.ratio and self.density and not set(places.tolist()) <= set(sampler.stochastic.tolist()):
                 raise InputError(f"`method` must take ratios of transitions with noise; {self.s.method} takes those of "
                                  f"deterministic ones {where}")
-            if self.s.shared_noise and not len(sampler.stochastic):
+            if self.s.shared_noise and not self.s.noise_spread and not len(sampler.stochastic):
                 raise InputError(f"`shared_noise` must be false with the ODE of {self.s.method}, or all images of a "
                                  "prompt are the same")
             if self.s.chunk_rule.kind == "fixed":
@@ -285,9 +287,11 @@ class Method(_Selection, _Accounts):
         if not anchored:
             return evidence, None
         if self.s.anchor == "velocity" or not self.density:
-            return evidence, (v - others[held]).square().flatten(1).mean(1)
-        (mean, std), (base, _) = (sampler.mean_std(one, x, index) for one in (v, others[held]))
-        return evidence, sampler.kl(mean, base, std)
+            penalty = (v - others[held]).square().flatten(1).mean(1)
+        else:
+            (mean, std), (base, _) = (sampler.mean_std(one, x, index) for one in (v, others[held]))
+            penalty = sampler.kl(mean, base, std)
+        return evidence, penalty if context.anchored is None else penalty * context.anchored[image].to(penalty)
 
     def states(self, context: ReplayContext, image: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         "Latents (m, S, C) whose velocity is asked for, and what it is judged by: here x_i and x_{i+1}."

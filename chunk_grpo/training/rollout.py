@@ -9,6 +9,7 @@ __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'st
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -58,13 +59,15 @@ def initial_noise(
     policy: Policy, keys: list[tuple[int, int, int, int]],  # of the images
     shared: bool = False,  # one draw an iteration, shared by all its images
     table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
+    spread: float = 0.0,  # share of its own draw that each image adds to the shared one
 ) -> Tensor:  # (B, S, C) float32 on the CPU
     "The latents at sigma 1 of every image."
     keys = keys if table is None else [(*key[:3], int(table[0, key[3]])) for key in keys]
-    if shared:
-        key = (keys[0][0], keys[0][1], -1, -1)
-        return policy.noise(make_generator(*key)).expand(len(keys), -1, -1)
-    return torch.stack([policy.noise(make_generator(*key)) for key in keys])
+    if shared and not spread:
+        return policy.noise(make_generator(*keys[0][:2], -1, -1)).expand(len(keys), -1, -1)
+    own = torch.stack([policy.noise(make_generator(*key)) for key in keys])
+    common = initial_noise(policy, keys, True) if shared else own
+    return math.sqrt(1 - spread**2) * common + spread * own if shared else own
 
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
@@ -107,9 +110,11 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None) -> Iterator[tuple]:
+def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None,
+                spread=0.0) -> Iterator[tuple]:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
-    start, first = initial_noise(policy, keys, shared, table).to(policy.device), []
+    start, first = initial_noise(policy, keys, shared, table, spread).to(policy.device), []
+    shared = shared and not spread
     prompts = len(next(iter(conditioning.values()))) if shared else 0
     for low in range(0, prompts, batch):  # one forward a prompt
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
@@ -133,10 +138,11 @@ def sample_trajectories(
     store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
     table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
+    spread: float = 0.0,  # of `initial_noise`
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     parts = []
-    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table):
+    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table, spread):
         parts.append((latents.cpu() if host else latents, logp))
         ready(latents[:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
