@@ -16,11 +16,16 @@ TINY = ("like: pocket/tiny\niterations: 1\nsteps: 4\nchunks: '3'\neval_rewards: 
 ON_A_RUN = {  # command -> its words, beside a run in the folder `run` and settings in tiny.yaml
     "plan": ["plan", "--run", "run", "--rate", "1"], "report": ["report", "run"], "watch": ["watch", "run"],
     "lab": ["lab", "run", "--", "--version"], "evaluate": ["evaluate", "run"], "compare": ["compare", "run"],
+    "tables": ["tables", "run", "--prompts", "two.txt"],
     "profile": ["profile", "--run", "run", "--prompts", "1", "--images", "1"], "verify": ["verify", "run"],
     "sample": ["sample", "run", "a red star"], "export": ["export", "run", "made"],
     "train --resume": ["train", "tiny.yaml", "--out", "run", "--resume"]}
 ALONE = {"presets": ["presets"], "methods": ["methods"], "doctor": ["doctor"],
-         "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"]}
+         "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"],
+         "speed": ["speed", "--prompts", "1", "--images", "2", "--steps", "3", "--repeats", "1", "--out", "speed.json"],
+         "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"]}
+STUDY = ("title: two seeds\nquestion: is it fast?\nseeds: 2\nreference: steps\n"
+         "arms: {steps: {chunks: steps}, whole: {chunks: whole}}\nevaluation: {eval_images: 1}\n")
 
 
 SYSTEM = ("uname", "fc-list", "node")  # what libraries ask the machine
@@ -78,6 +83,10 @@ def promises() -> list[dict]:
                 (folder / place).mkdir()
             (folder / "two.txt").write_text("a red star\na blue ring\n")
             (folder / "tiny.yaml").write_text(TINY.format(folder / "two.txt"))
+            if whose == "none":
+                (folder / "study").mkdir()
+                (folder / "study" / "study.yaml").write_text(STUDY)
+                (folder / "study" / "base.yaml").write_text(TINY.format(folder / "two.txt"))
             if whose == "one's own":
                 run("train", folder / "tiny.yaml", "--out", folder / "run", "--no-report",
                     CHUNK_GRPO_CACHE=folder / "cache")
