@@ -299,8 +299,8 @@ def run_benchmark(
         if processes > 1:
             order = {"run": str(folder), "task": [name, source and str(source), samples], "out": str(out),
                      "changes": changes}
-            words = ["chunk_grpo.evaluation.benchmarks:draw_benchmark", json.dumps(order)]
-            share_out("benchmark", "chunk_grpo.runs.drawing", words, processes)
+            draw = "chunk_grpo.evaluation.benchmarks:draw_benchmark"
+            share_out("benchmark", ["chunk_grpo.runs.drawing", draw, json.dumps(order)], processes)
         else:
             draw_benchmark(folder, (name, source, samples), out, changes, say=say)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)

@@ -42,7 +42,7 @@ def choose_arms(
     names: Sequence[str] = (),  # of arms; none: those that are drawn along the ODE
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
     "The arms of these names; InputError for one that there is not."
-    known = evaluating.evaluation_arms(s)
+    known = evaluating.ode_arms(s) | run_images.AS_TRAINED_ARMS
     named = ["plain" if name == "trained" else name for name in names]
     for name in named:
         if name == "hybrid" and name not in known:
@@ -131,9 +131,9 @@ def sample_run(
                 said = now
         if folder:
             told = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
-            write_json(folder / "samples.json", {
-                "run": run.name, "weights": run_images.describe_weights(weights), "steps": s.eval_steps,
-                "resolution": s.eval_resolution, "images": told})
+            which = "final" if weights.name == "final" else f"the checkpoint after iteration {int(weights.name)}"
+            write_json(folder / "samples.json", {"run": run.name, "weights": which, "steps": s.eval_steps,
+                                                 "resolution": s.eval_resolution, "images": told})
             (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
     return images
 
