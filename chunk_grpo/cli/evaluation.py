@@ -230,14 +230,14 @@ def serve_reward(
     max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
 ):
     "Serve a reward over HTTP until it is stopped."
-    if token and not os.environ.get(token):
+    secret = os.environ.get(token) if token else None
+    if token and not secret:
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
     from chunk_grpo.core import validation
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
     pairs = (text.partition("=") for text in options or ())
     given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
-    secret = os.environ.get(token) if token else None
     try:
         limits = server.ServerLimits(max_images, max_bytes)
         server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits)

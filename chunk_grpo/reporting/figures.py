@@ -6,7 +6,7 @@
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
            'plot_profile', 'read_image', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas',
-           'plot_categories', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -94,10 +94,7 @@ def display_figure(figure: Figure, caption: str, dpi: int = 160) -> None:  # one
 # %% ../../nbs/12_reporting/00_figures.ipynb #44ba3dc6
 def metric_series(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteration; empty where there is no such column
     "The values of a column that are there."
-    if name not in metrics:
-        return pd.Series(dtype=float)
-    rows = metrics.dropna(subset=[name])
-    return pd.Series(rows[name].to_numpy(float), index=rows.iteration.to_numpy())
+    return metrics.set_index("iteration").get(name, pd.Series(dtype=float)).dropna().astype(float)
 
 
 def draw_mean(
@@ -278,13 +275,6 @@ def plot_categories(
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
-def chunk_column_array(
-    metrics: pd.DataFrame, column: str,  # a list a row, a number for each chunk
-) -> np.ndarray:  # (iterations, K), nan where a chunk was not drawn
-    "A per-chunk column as an array."
-    return np.array([[np.nan if v is None else v for v in row] for row in metrics[column].dropna()], dtype=float)
-
-
 @with_house_style
 def plot_progress(
     lines: Sequence[Mapping], s: Settings,  # of the metrics, as far as they are; of the run
@@ -300,8 +290,9 @@ def plot_progress(
     clips = "clip_fraction" in metrics and metrics.clip_fraction.notna().any()
     right = metric_series(metrics, "grad_norm")
     if clips:
-        rows = metrics.dropna(subset=["clip_fraction"])
-        right = pd.Series(100 * np.nanmean(chunk_column_array(rows, "clip_fraction"), axis=1), rows.iteration)
+        rows = metrics.dropna(subset=["clip_fraction"])  # a list a row, a number for each chunk that was drawn
+        clipped = np.array(rows.clip_fraction.tolist(), dtype=float)
+        right = pd.Series(100 * np.nanmean(clipped, axis=1), rows.iteration)
     axes[1].plot(right.index, right, color=colour)
     axes[1].set_ylabel("ratios clipped (%)" if clips else "norm of the gradient")
     done, total = int(metrics.iteration.max()), s.iterations

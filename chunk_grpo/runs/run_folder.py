@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import pandas as pd
 
-# %% ../../nbs/09_runs/00_run_folder.ipynb #e1400002
 from .. import InputError, __version__
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,

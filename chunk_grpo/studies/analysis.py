@@ -10,7 +10,6 @@ __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,18 +39,12 @@ def describe_study(
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
-@cache
-def _read_rows(file: Path, modified: int) -> list[dict]:
-    return read_json_lines(file)
-
-
 def load_study_rows(
     name: str, folder: Path | None = None,  # of the study; of the kept rows; None: `STUDY_ROWS_FOLDER`
 ) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
-    order, found = list(describe_study(name)["arms"]), _read_rows(file,
-        file.stat().st_mtime_ns if file.is_file() else 0)
+    order, found = list(describe_study(name)["arms"]), read_json_lines(file)
     keys = [(row["arm"], row["seed"]) for row in found]
     for arm, seed in keys:
         if keys.count((arm, seed)) > 1:
