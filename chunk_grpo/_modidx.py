@@ -1167,8 +1167,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'chunk_grpo/reporting/publish.py'),
                                               'chunk_grpo.reporting.publish._contact_sheet': ( '12_reporting/publish.html#_contact_sheet',
                                                                                                'chunk_grpo/reporting/publish.py'),
-                                              'chunk_grpo.reporting.publish._copy_pipeline': ( '12_reporting/publish.html#_copy_pipeline',
-                                                                                               'chunk_grpo/reporting/publish.py'),
                                               'chunk_grpo.reporting.publish._held_out_prompts': ( '12_reporting/publish.html#_held_out_prompts',
                                                                                                   'chunk_grpo/reporting/publish.py'),
                                               'chunk_grpo.reporting.publish._is_hub_id': ( '12_reporting/publish.html#_is_hub_id',

@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from PIL import Image, UnidentifiedImageError
 
 from .. import InputError
-from ..core.files import append_json_line, drop_partial_line, read_json_lines
+from ..core.files import append_json_line, drop_partial_line, read_json_lines, sha256_of
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #cc601065
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, d
     "What each answer belongs to, by id; InputError where an image is missing or an id comes twice."
     if missing := [q.image for q in questions if not Path(q.image).is_file()]:
         raise InputError(f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}")
-    images = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in {q.image for q in questions}}
+    images = {path: sha256_of(path) for path in {q.image for q in questions}}
     found = {q.id: {"prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(), "image_sha256": images[q.image],
                     "asked": judge.body()} for q in questions}
     if len(found) < len(questions):
@@ -206,7 +206,7 @@ def ask_judge(
     "Ask what is not answered yet, and keep every answer; InputError where the judge cannot be asked."
     client, known, file = _open_client(judge, http), _identities(judge, questions), Path(file)
     answers: dict[str, list[dict]] = {name: [] for name in known}
-    stop, one_writes, failed = Event(), Lock(), []
+    stop, one_writes = Event(), Lock()
 
     def settled(name: str) -> bool:
         return len(answers[name]) >= judge.tries or any(r["parsed"] is not None or r["refused"] for r in answers[name])
@@ -214,11 +214,7 @@ def ask_judge(
     def settle(question: ImageQuestion) -> None:
         while not settled(question.id) and not stop.is_set():
             start = time.monotonic()
-            try:
-                reply = _send_question(client, judge, question, stop)
-            except InputError as error:
-                failed.append(error)
-                return stop.set()
+            reply = _send_question(client, judge, question, stop)
             seconds, parsed = round(time.monotonic() - start, 3), None if reply["refused"] else parse(reply["text"])
             record = {"id": question.id} | known[question.id] | reply | {"parsed": parsed, "seconds": seconds}
             with one_writes:
@@ -242,13 +238,10 @@ def ask_judge(
         try:
             for number, future in enumerate(as_completed(todo), 1 + len(questions) - len(todo)):
                 future.result()
-                if not failed:
-                    say(f"{number} of {len(questions)} questions answered")
-        finally:  # also on an interrupt: no thread goes on pausing, and what is under way is kept
+                say(f"{number} of {len(questions)} questions answered")
+        finally:  # at a failure or an interrupt no thread goes on pausing, and what is under way is kept
             stop.set()
             pool.shutdown(cancel_futures=True)
-    if failed:
-        raise failed[0]
     best = {name: next((r for r in records if r["parsed"] is not None), records[-1])
             for name, records in answers.items()}
     judges = Counter(r["judge"] or "unnamed" for r in best.values())

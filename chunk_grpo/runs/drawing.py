@@ -139,12 +139,10 @@ def progress_watcher(s: setting.Settings, parts: list[tuple[str, int, int]], fol
     said = [began, first]
 
     def look() -> None:
-        now = time.monotonic()
-        if now - said[0] >= every or not said[1] >= images:
-            done, spent = work(read_parts(folder))
-            if done > said[1] and (now - said[0] >= every or done == images):
-                say(f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}")
-                said[:] = now, done
+        (done, spent), now = work(read_parts(folder)), time.monotonic()
+        if done > said[1] and (now - said[0] >= every or done == images):
+            say(f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}")
+            said[:] = now, done
 
     if first:
         say(f"evaluation: goes on, {first:,} of {images:,} images are there")
