@@ -7,8 +7,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.doctor': ( '14_cli/evaluation.html#doctor',
                                                                                  'chunk_grpo/cli/evaluation.py'),
-                                           'chunk_grpo.cli.evaluation.doctor_rows': ( '14_cli/evaluation.html#doctor_rows',
-                                                                                      'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.ends_if_interrupted': ( '14_cli/evaluation.html#ends_if_interrupted',
                                                                                               'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.evaluate': ( '14_cli/evaluation.html#evaluate',

@@ -128,7 +128,6 @@ def draw_held_out(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None
 @with_house_style
 def plot_profile(
     measured: Mapping,  # mean, std (T,), and chunks such as "2,3,4,7", or ""
-    colour: str = METHOD_COLOURS["base"],
 ) -> Figure:
     "The relative distance of every transition, mean and spread, with the chunks as shaded blocks."
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
@@ -141,14 +140,14 @@ def plot_profile(
             axis.annotate(words, ((a + b) / 2, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
                           fontsize=8)
     steps = np.arange(len(mean))
-    axis.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
+    axis.fill_between(steps, mean - std, mean + std, color=METHOD_COLOURS["base"], alpha=0.25, linewidth=0)
     axis.plot(steps, mean, color="black", marker="o", markersize=3.5)
     axis.set(xlabel="transition, from noise to image", ylabel=f"relative {measured.get('kind', 'l1')} distance",
              xlim=(-0.5, len(mean) - 0.5), ylim=(0, 1.15 * float((mean + std).max())))
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
-_INCHES = {"text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
+_INCHES = {"side": 0.95, "text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
 
 
 def read_image(file: Path) -> PIL.Image.Image:
@@ -166,10 +165,9 @@ def plot_image_grid(
     prompts: Sequence[str],  # one a row
     columns: Sequence[str],  # names of the arms
     below: Sequence[Sequence[str]] | None = None, blocks: int = 1,  # a short text under each image; set side by side
-    side: float = 0.95,  # of an image, inches
 ) -> Figure:
     "Images side by side: a prompt a row, an arm a column."
-    p, lines = _INCHES, -(-len(prompts) // blocks)
+    p, side, lines = _INCHES, _INCHES["side"], -(-len(prompts) // blocks)
     pitch, wide = side + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (side + p["gap"])
     head = p["head"] + p["line"] * max((name.count("\n") for name in columns), default=0)
     width, height = blocks * wide + (blocks - 1) * p["between"], head + lines * pitch

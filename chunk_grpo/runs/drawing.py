@@ -9,8 +9,8 @@ __all__ = ['score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder
 # %% ../../nbs/09_runs/03_drawing.ipynb #3768da28
 import contextlib
 import hashlib
-import importlib
 import json
+import pkgutil
 import shutil
 import sys
 import time
@@ -168,9 +168,8 @@ def move_into_place(folder: Path, place: Path) -> None:
 # %% ../../nbs/09_runs/03_drawing.ipynb #ab35c264
 def main(arguments: Sequence[str]) -> int:  # exit status
     "One process' share of a drawing: module:function, its keywords as JSON, its number, how many."
-    module, _, name = arguments[0].partition(":")
     try:
-        draw = getattr(importlib.import_module(module), name)
+        draw = pkgutil.resolve_name(arguments[0])
         draw(**json.loads(arguments[1]), share=(int(arguments[2]), int(arguments[3])))
     except InputError as error:
         print(error, file=sys.stderr)

@@ -96,13 +96,13 @@ def pivot_by_seed(
 
 def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: base, plain, hybrid, split-05 ...
     "The mean over prompts; InputError where the arm or the reward was not evaluated."
-    found = row["scores"].get(arm)
-    if found is None or reward not in found:
-        allowed = row["scores"] if found is None else found
-        field, came = ("arm", arm) if found is None else ("reward", reward)
-        raise InputError(f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was evaluated "
-                         f"on: {', '.join(allowed)}.")
-    return sum(found[reward]) / len(found[reward])
+    found = row["scores"]
+    for field, came in {"arm": arm, "reward": reward}.items():
+        if came not in found:
+            raise InputError(f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was "
+                             f"evaluated on: {', '.join(found)}.")
+        found = found[came]
+    return sum(found) / len(found)
 
 
 def gains_by_seed(
@@ -208,11 +208,10 @@ def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
 @with_house_style
 def plot_forest(
     rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that the others are compared with
-    arm: str = "plain",  # of the evaluation
 ) -> Figure:
     "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
-    found = paired_intervals(rows, reward, reference, arm)
-    seeds = paired_differences(gains_by_seed(rows, reward, arm), reference)
+    found = paired_intervals(rows, reward, reference)
+    seeds = paired_differences(gains_by_seed(rows, reward), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
     axis = axes[0, 0]
     for y, name in enumerate(found.index[::-1]):
