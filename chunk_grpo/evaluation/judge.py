@@ -206,7 +206,7 @@ def ask_judge(
     "Ask what is not answered yet, and keep every answer; InputError where the judge cannot be asked."
     client, known, file = _open_client(judge, http), _identities(judge, questions), Path(file)
     answers: dict[str, list[dict]] = {name: [] for name in known}
-    stop, one_writes = Event(), Lock()
+    stop, one_writes, failed = Event(), Lock(), []
 
     def settled(name: str) -> bool:
         return len(answers[name]) >= judge.tries or any(r["parsed"] is not None or r["refused"] for r in answers[name])
@@ -214,7 +214,11 @@ def ask_judge(
     def settle(question: ImageQuestion) -> None:
         while not settled(question.id) and not stop.is_set():
             start = time.monotonic()
-            reply = _send_question(client, judge, question, stop)
+            try:
+                reply = _send_question(client, judge, question, stop)
+            except InputError as error:
+                failed.append(error)
+                return stop.set()
             seconds, parsed = round(time.monotonic() - start, 3), None if reply["refused"] else parse(reply["text"])
             record = {"id": question.id} | known[question.id] | reply | {"parsed": parsed, "seconds": seconds}
             with one_writes:
@@ -238,10 +242,13 @@ def ask_judge(
         try:
             for number, future in enumerate(as_completed(todo), 1 + len(questions) - len(todo)):
                 future.result()
-                say(f"{number} of {len(questions)} questions answered")
-        finally:  # at a failure or an interrupt no thread goes on pausing, and what is under way is kept
+                if not failed:
+                    say(f"{number} of {len(questions)} questions answered")
+        finally:  # also on an interrupt: no thread goes on pausing, and what is under way is kept
             stop.set()
             pool.shutdown(cancel_futures=True)
+    if failed:
+        raise failed[0]
     best = {name: next((r for r in records if r["parsed"] is not None), records[-1])
             for name, records in answers.items()}
     judges = Counter(r["judge"] or "unnamed" for r in best.values())

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -136,21 +137,23 @@ def run_programs(
 ) -> tuple[int, str]:  # exit code and last words of the first that failed; else 0
     "Run programs beside each other to their end; where one fails, or `watch` raises, the others are ended."
     with contextlib.ExitStack() as stack:
-        errors, children = [stack.enter_context(tempfile.TemporaryFile()) for _ in orders], []
-        stack.callback(lambda: [terminate_process_group(child) for child in children])
-        for (words, own), file in zip(orders, errors, strict=True):
-            children.append(subprocess.Popen([sys.executable, "-P", "-m", *words], env=own, stderr=file, **options,
-                                             start_new_session=True, preexec_fn=die_with_parent(os.getpid())))
-        while True:
-            codes = [child.poll() for child in children]
-            for file, code in zip(errors, codes, strict=True):
-                if code:
-                    file.seek(0)
-                    return code, file.read().decode(errors="replace").strip().rpartition("\n")[2]
-            watch()
-            if None not in codes:
-                return 0, ""
+        running: dict[subprocess.Popen, IO[bytes]] = {}  # and what it says on its error stream
+        stack.callback(lambda: [terminate_process_group(child) for child in running])
+        for words, own in orders:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            running[subprocess.Popen([sys.executable, "-P", "-m", *words], env=own, stderr=said, **options,
+                                     start_new_session=True, preexec_fn=die_with_parent(os.getpid()))] = said
+        while running:
             time.sleep(0.2)
+            for child in [child for child in running if child.poll() is not None]:
+                terminate_process_group(child)  # what it has started and left
+                said = running.pop(child)
+                if child.returncode:
+                    said.seek(0)
+                    lines = said.read().decode(errors="replace").strip().splitlines()
+                    return child.returncode, lines[-1] if lines else ""
+            watch()
+    return 0, ""
 
 
 def share_out(
