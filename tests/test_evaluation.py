@@ -198,7 +198,7 @@ def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run,
 
 def test_a_part_that_was_cut_off_is_drawn_again(run):
     s = evaluate.evaluation_settings(run, ())
-    arms, prompts = evaluate.evaluation_arms(s), evaluate.read_prompts(s.eval_prompts)
+    arms, prompts = evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS, evaluate.read_prompts(s.eval_prompts)
     folder = evaluate.begun_folder(run, s, arms, prompts)
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')

@@ -110,7 +110,7 @@ def test_images_beside_the_run_are_not_shown(stranger, far):
     else:
         lines[0]["file"] = str(secret) if far == "absolute" else far
         (stranger / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    scores = run_folder.read_evaluation_scores(stranger)
+    scores = pd.DataFrame(run_folder.read_evaluation_records(stranger))
     with pytest.raises(InputError, match="the run must hold its own files"):
         figures.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
 
@@ -127,7 +127,7 @@ def test_links_out_of_a_run_are_refused(stranger, name):
         run_folder.read_metrics(stranger)
         run_folder.read_run_profile(stranger)
         run_folder.read_evaluation_summary(stranger)
-        run_folder.read_evaluation_scores(stranger)
+        run_folder.read_evaluation_records(stranger)
 
 
 def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, monkeypatch):

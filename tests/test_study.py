@@ -199,7 +199,7 @@ def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
     home, out = small_study.write(tmp_path / "small"), tmp_path / "out"
     study_until(home, out, 1)
     first = plans(out)[0]
-    assert first["commit"] == design.plan_commit(home)[0] and first["sha256"] == design.plan_hash(home)
+    assert first == design.plan_record(home)
     (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
     small_study.commit(home)
     with pytest.raises(InputError, match="must stay as it was when its first trial began; steps-0 began with"):

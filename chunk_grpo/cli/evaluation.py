@@ -6,7 +6,7 @@
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'DrawersOption', 'print_rows',
            'split_commas', 'parse_numbers', 'printable', 'ends_if_interrupted', 'examples', 'print_json',
            'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'foreign_demands', 'check_trust', 'evaluate',
-           'reward_env', 'serve_reward', 'doctor_rows', 'doctor']
+           'reward_env', 'serve_reward', 'doctor']
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
@@ -230,14 +230,14 @@ def serve_reward(
     max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
 ):
     "Serve a reward over HTTP until it is stopped."
-    if token and not os.environ.get(token):
+    secret = os.environ.get(token) if token else None
+    if token and not secret:
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
     from chunk_grpo.core import validation
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
     pairs = (text.partition("=") for text in options or ())
     given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
-    secret = os.environ.get(token) if token else None
     try:
         limits = server.ServerLimits(max_images, max_bytes)
         server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits)
@@ -259,8 +259,9 @@ def _reward_note(needs: dict[str, str]) -> str:
     return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
 
 
-def doctor_rows() -> dict[str, list[tuple[str, str]]]:  # part -> rows of name and text
-    "Versions, devices, places, and what is missing."
+@evaluation_app.command(epilog=examples("doctor", "doctor --json"))
+def doctor(as_json: JsonOption = False):
+    "Say versions, devices, weights, and what is missing."
     import torch  # these here, since they take seconds
 
     import chunk_grpo
@@ -292,14 +293,8 @@ def doctor_rows() -> dict[str, list[tuple[str, str]]]:  # part -> rows of name a
     known += [(f"prompts {name}", text) for name, text in needs["prompts"].items()]
     known += [("prompts GenEval", f"MIT, shipped: {GENEVAL_METADATA_FILE}")]
     known += [(f"benchmark {name}", text) for name, text in needs["benchmarks"].items()]
-    return {"versions": versions, "devices": devices, "places": places, "rewards and benchmarks": known,
-            "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")]}
-
-
-@evaluation_app.command(epilog=examples("doctor", "doctor --json"))
-def doctor(as_json: JsonOption = False):
-    "Say versions, devices, weights, and what is missing."
-    found = doctor_rows()
+    found = {"versions": versions, "devices": devices, "places": places, "rewards and benchmarks": known,
+             "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")]}
     if as_json:
         return print_json({part: dict(rows) for part, rows in found.items()})
     for rows in found.values():

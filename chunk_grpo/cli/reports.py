@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -63,11 +64,11 @@ def lab(
     folder: Annotated[Path, typer.Option(help="Where the notebook is to lie.")] = Path(),
 ):
     "Open a run's widgets in JupyterLab."
-    from chunk_grpo.reporting.widgets import open_lab, write_lab_notebook  # these here, since they import torch
+    from chunk_grpo.reporting.widgets import lab_command, write_lab_notebook  # these here, since they import torch
 
     file = write_lab_notebook(run, folder)
     typer.echo(f"notebook: {file}")
-    raise typer.Exit(open_lab(file, options or ()))
+    raise typer.Exit(subprocess.run(lab_command(file, options or ())).returncode)
 
 # %% ../../nbs/14_cli/01_reports.ipynb #187520a3
 def output_file(option: str, text: str) -> Path:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
            'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
-           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvalSample', 'EvaluationPart',
-           'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log',
-           'sha256_of', 'hash_files']
+           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'write_json',
+           'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of',
+           'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -183,7 +183,6 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 _Amount = Annotated[float, Field(ge=0)]
 
 
-@_CONFIG
 class _RunMachine(TypedDict):
     gpus: list[str]
     cores: Count
@@ -245,7 +244,6 @@ class CheckpointState(TypedDict):
     ema_step: Count
 
 # %% ../../nbs/02_core/01_files.ipynb #4e42dbd2
-@_CONFIG
 class _ScoreInterval(TypedDict, total=False):
     "A mean with its interval; None where one prompt gives none."
     mean: Required[float]
@@ -253,7 +251,6 @@ class _ScoreInterval(TypedDict, total=False):
     hi: Required[float | None]
 
 
-@_CONFIG
 class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
     "One reward of an evaluation: an interval for each arm and difference, and details beside them."
     base: Required[_ScoreInterval]
@@ -285,15 +282,6 @@ class ImageScores(TypedDict, total=False):
     scores: Required[dict[str, float]]
     category: dict[str, str | None]
     objects: dict[str, list[int]]
-
-
-@_CONFIG
-class EvalSample(TypedDict):
-    "A line of samples/*/manifest.jsonl."
-    file: str  # beside the manifest
-    prompt_index: Count
-    image_index: Count
-    prompt: str
 
 
 @_CONFIG

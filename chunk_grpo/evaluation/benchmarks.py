@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
@@ -59,6 +58,10 @@ class BenchmarkTask:
     def places(self) -> list[tuple[int, int]]:
         "Prompt and number of every image."
         return [(p, n) for p in range(len(self.prompts)) for n in range(self.samples)]
+
+    def missing(self, folder: Path, share: tuple[int, int] = (0, 1)) -> list[tuple[int, int]]:
+        "The images, of a process' share, that are not in the folder of their arm."
+        return [x for x in self.places()[share[0] :: share[1]] if not (Path(folder) / self.file(*x)).is_file()]
 
 
 def load_benchmark_task(
@@ -108,12 +111,6 @@ def prepare_benchmark(
                              f"remove the folder to draw them again")
     return s, arms
 
-
-def _missing_images(out: Path, what: BenchmarkTask, arm: str, share: tuple[int, int] = (0, 1)) -> list[tuple[int, int]]:
-    "The images of an arm that this process has still to draw."
-    mine = what.places()[share[0] :: share[1]]
-    return [place for place in mine if not (Path(out) / arm / what.file(*place)).is_file()]
-
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #ff30d0dc
 def draw_benchmark(
     run: Path, task: Sequence, out: Path, changes: Mapping | Sequence[str] = (),  # task: for `load_benchmark_task`
@@ -125,7 +122,7 @@ def draw_benchmark(
     with drawing_threads(s.threads):
         model = load_trained_policy(run, s)
         for arm, split in arms.items():
-            places, size, began = _missing_images(out, what, arm, share), 4 * s.rollout_batch, time.monotonic()
+            places, size, began = what.missing(Path(out) / arm, share), 4 * s.rollout_batch, time.monotonic()
             for low in range(0, len(places), size):
                 part = places[low : low + size]
                 images = sample_arm_images(model, s, list(what.prompts), part, arm, split)
@@ -239,7 +236,7 @@ def score_benchmark(
     tools = tools or {}
     _check_scoring_tools(what, tools, scorers)
     for arm, folder in arms.items():
-        if gone := [place for place in what.places() if not (Path(folder) / what.file(*place)).is_file()]:
+        if gone := what.missing(folder):
             raise InputError(f"`images`: {folder} lacks {len(gone)} of {len(what.places())} images of {arm}, first "
                              f"{what.file(*gone[0])}")
     answers = Path(out) / "judge"  # not beside the arms: there its scores.jsonl would read as an evaluation's
@@ -295,12 +292,12 @@ def run_benchmark(
         detector.load_detector(tools["detector"])
         detector.load_colour_classifier(tools.get("clip") or detector.GENEVAL_CLIP_ID)
     s, arms = prepare_benchmark(folder, what, out, changes)
-    if any(_missing_images(out, what, arm) for arm in arms):
+    if any(what.missing(out / arm) for arm in arms):
         if processes > 1:
             order = {"run": str(folder), "task": [name, source and str(source), samples], "out": str(out),
                      "changes": changes}
-            words = ["chunk_grpo.evaluation.benchmarks:draw_benchmark", json.dumps(order)]
-            share_out("benchmark", "chunk_grpo.runs.drawing", words, processes)
+            draw = "chunk_grpo.evaluation.benchmarks:draw_benchmark"
+            share_out("benchmark", ["chunk_grpo.runs.drawing", draw, json.dumps(order)], processes)
         else:
             draw_benchmark(folder, (name, source, samples), out, changes, say=say)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)

@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from PIL import Image, UnidentifiedImageError
 
 from .. import InputError
-from ..core.files import append_json_line, drop_partial_line, read_json_lines
+from ..core.files import append_json_line, drop_partial_line, read_json_lines, sha256_of
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #cc601065
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, d
     "What each answer belongs to, by id; InputError where an image is missing or an id comes twice."
     if missing := [q.image for q in questions if not Path(q.image).is_file()]:
         raise InputError(f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}")
-    images = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in {q.image for q in questions}}
+    images = {path: sha256_of(path) for path in {q.image for q in questions}}
     found = {q.id: {"prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(), "image_sha256": images[q.image],
                     "asked": judge.body()} for q in questions}
     if len(found) < len(questions):

@@ -18,7 +18,6 @@ from typing import Annotated, NamedTuple
 import httpx
 import numpy as np
 import pandas as pd
-from PIL import Image
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from .. import InputError

@@ -6,7 +6,7 @@
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
            'plot_profile', 'read_image', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas',
-           'plot_categories', 'chunk_column_array', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -94,10 +94,7 @@ def display_figure(figure: Figure, caption: str, dpi: int = 160) -> None:  # one
 # %% ../../nbs/12_reporting/00_figures.ipynb #44ba3dc6
 def metric_series(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteration; empty where there is no such column
     "The values of a column that are there."
-    if name not in metrics:
-        return pd.Series(dtype=float)
-    rows = metrics.dropna(subset=[name])
-    return pd.Series(rows[name].to_numpy(float), index=rows.iteration.to_numpy())
+    return metrics.set_index("iteration").get(name, pd.Series(dtype=float)).dropna().astype(float)
 
 
 def draw_mean(
@@ -131,7 +128,6 @@ def draw_held_out(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None
 @with_house_style
 def plot_profile(
     measured: Mapping,  # mean, std (T,), and chunks such as "2,3,4,7", or ""
-    colour: str = METHOD_COLOURS["base"],
 ) -> Figure:
     "The relative distance of every transition, mean and spread, with the chunks as shaded blocks."
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
@@ -144,14 +140,14 @@ def plot_profile(
             axis.annotate(words, ((a + b) / 2, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
                           fontsize=8)
     steps = np.arange(len(mean))
-    axis.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
+    axis.fill_between(steps, mean - std, mean + std, color=METHOD_COLOURS["base"], alpha=0.25, linewidth=0)
     axis.plot(steps, mean, color="black", marker="o", markersize=3.5)
     axis.set(xlabel="transition, from noise to image", ylabel=f"relative {measured.get('kind', 'l1')} distance",
              xlim=(-0.5, len(mean) - 0.5), ylim=(0, 1.15 * float((mean + std).max())))
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
-_INCHES = {"text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
+_INCHES = {"side": 0.95, "text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
 
 
 def read_image(file: Path) -> PIL.Image.Image:
@@ -169,10 +165,9 @@ def plot_image_grid(
     prompts: Sequence[str],  # one a row
     columns: Sequence[str],  # names of the arms
     below: Sequence[Sequence[str]] | None = None, blocks: int = 1,  # a short text under each image; set side by side
-    side: float = 0.95,  # of an image, inches
 ) -> Figure:
     "Images side by side: a prompt a row, an arm a column."
-    p, lines = _INCHES, -(-len(prompts) // blocks)
+    p, side, lines = _INCHES, _INCHES["side"], -(-len(prompts) // blocks)
     pitch, wide = side + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (side + p["gap"])
     head = p["head"] + p["line"] * max((name.count("\n") for name in columns), default=0)
     width, height = blocks * wide + (blocks - 1) * p["between"], head + lines * pitch
@@ -278,13 +273,6 @@ def plot_categories(
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
-def chunk_column_array(
-    metrics: pd.DataFrame, column: str,  # a list a row, a number for each chunk
-) -> np.ndarray:  # (iterations, K), nan where a chunk was not drawn
-    "A per-chunk column as an array."
-    return np.array([[np.nan if v is None else v for v in row] for row in metrics[column].dropna()], dtype=float)
-
-
 @with_house_style
 def plot_progress(
     lines: Sequence[Mapping], s: Settings,  # of the metrics, as far as they are; of the run
@@ -300,8 +288,9 @@ def plot_progress(
     clips = "clip_fraction" in metrics and metrics.clip_fraction.notna().any()
     right = metric_series(metrics, "grad_norm")
     if clips:
-        rows = metrics.dropna(subset=["clip_fraction"])
-        right = pd.Series(100 * np.nanmean(chunk_column_array(rows, "clip_fraction"), axis=1), rows.iteration)
+        rows = metrics.dropna(subset=["clip_fraction"])  # a list a row, a number for each chunk that was drawn
+        clipped = np.array(rows.clip_fraction.tolist(), dtype=float)
+        right = pd.Series(100 * np.nanmean(clipped, axis=1), rows.iteration)
     axes[1].plot(right.index, right, color=colour)
     axes[1].set_ylabel("ratios clipped (%)" if clips else "norm of the gradient")
     done, total = int(metrics.iteration.max()), s.iterations

@@ -42,7 +42,7 @@ def choose_arms(
     names: Sequence[str] = (),  # of arms; none: those that are drawn along the ODE
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
     "The arms of these names; InputError for one that there is not."
-    known = evaluating.evaluation_arms(s)
+    known = evaluating.ode_arms(s) | run_images.AS_TRAINED_ARMS
     named = ["plain" if name == "trained" else name for name in names]
     for name in named:
         if name == "hybrid" and name not in known:
@@ -131,9 +131,9 @@ def sample_run(
                 said = now
         if folder:
             told = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
-            write_json(folder / "samples.json", {
-                "run": run.name, "weights": run_images.describe_weights(weights), "steps": s.eval_steps,
-                "resolution": s.eval_resolution, "images": told})
+            which = "final" if weights.name == "final" else f"the checkpoint after iteration {int(weights.name)}"
+            write_json(folder / "samples.json", {"run": run.name, "weights": which, "steps": s.eval_steps,
+                                                 "resolution": s.eval_resolution, "images": told})
             (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
     return images
 
@@ -227,16 +227,6 @@ def model_card(
         as_trained=tables.as_trained_note(summary) if summary else "") + "\n"
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b77461c3
-def _copy_pipeline(base: Path, out: Path) -> None:
-    "Copy a pipeline without its transformer."
-    index = inputs.read_model_json(base, "model_index.json")
-    shutil.copyfile(base / "model_index.json", out / "model_index.json")
-    parts = [part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]]
-    for part in parts:
-        if part != "transformer" and (base / part).is_dir():
-            shutil.copytree(base / part, out / part, ignore=shutil.ignore_patterns(*inputs.OTHER_FILES))
-
-
 def export_run(
     run: Path | str, folder: Path | str,  # a run's folder, finished or with a checkpoint; to be made
     trust: bool = False,  # copy the model of a run from elsewhere, and quote its prompts
@@ -254,8 +244,13 @@ def export_run(
     card, base = model_card(run, s, weights, out.name, trust), inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
-        if not s.lora_rank:
-            _copy_pipeline(base, temporary)
+        if not s.lora_rank:  # the pipeline without its transformer
+            shutil.copyfile(base / "model_index.json", temporary / "model_index.json")
+            parts = inputs.read_model_json(base, "model_index.json").items()
+            for part in [part for part, what in parts if isinstance(what, list) and what[1:] and what[1]]:
+                if part != "transformer" and (base / part).is_dir():
+                    others = shutil.ignore_patterns(*inputs.OTHER_FILES)
+                    shutil.copytree(base / part, temporary / part, ignore=others)
         inside = temporary if s.lora_rank else temporary / "transformer"
         if weights.name == "final":
             inside.mkdir(exist_ok=True)

@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['TRAJECTORY_VIEWS', 'move_boundary', 'chunk_weight_rows', 'SnapshotBox', 'gallery_html', 'chunk_editor',
-           'trajectory_scrubber', 'write_lab_notebook', 'lab_command', 'open_lab']
+           'trajectory_scrubber', 'write_lab_notebook', 'lab_command']
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #41644253
 import base64
 import html as markup
 import io
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -246,9 +244,3 @@ def lab_command(file: Path, options: Sequence[str] = ()) -> list[str]:  # option
     "The command that opens JupyterLab on a notebook, and imports nothing from the working folder to start."
     place = [f"--ServerApp.root_dir={file.resolve().parent}", f"--LabApp.default_url=/lab/tree/{quote(file.name)}"]
     return [sys.executable, "-P", "-m", "jupyterlab", *place, *options]
-
-
-def open_lab(file: Path, options: Sequence[str] = ()) -> int:  # exit code of JupyterLab
-    "Open JupyterLab on a notebook, until it ends."
-    quiet = {"TRANSFORMERS_VERBOSITY": "error"}  # no warnings of libraries between the widgets
-    return subprocess.run(lab_command(file, options), env=quiet | os.environ).returncode

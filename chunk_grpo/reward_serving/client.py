@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from torch import Tensor
 
 from .. import InputError
@@ -56,16 +56,15 @@ def call_with_retries(
     retries: int, pause: float,  # tries after the first, and seconds before the first of these
 ):
     "What `ask` gives; RewardUnavailable after the last try."
-    def wait(state):
-        return min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
-
+    retrying = Retrying(
+        retry=retry_if_exception_type(TransientError), stop=stop_after_attempt(retries + 1), reraise=True,
+        wait=lambda state: min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5),
+        sleep=lambda seconds: time.sleep(seconds))
     try:
-        return Retrying(retry=retry_if_exception_type(TransientError), stop=stop_after_attempt(retries + 1),
-                        wait=wait, sleep=lambda seconds: time.sleep(seconds))(ask)
-    except RetryError as error:
-        last = error.last_attempt.exception()
-    raise RewardUnavailable(f"reward: {what} stayed away after {retries + 1} tries (the last: {last}); the run can be "
-                            "resumed when it works again.")
+        return retrying(ask)
+    except TransientError as error:
+        raise RewardUnavailable(f"reward: {what} stayed away after {retries + 1} tries (the last: {error}); the run "
+                                "can be resumed when it works again.") from None
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #e362956c
 _MAX_ANSWER_BYTES = 4_000_000  # scores take far less

@@ -29,20 +29,13 @@ from pydantic import Field
 from torch import Tensor
 import chunk_grpo
 from .. import InputError
+from ..core.machine import terminate_process_group
 from . import client
 from .client import TransientError
 from ..rewards import rewards
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
-_SERVER_FILE = Path(chunk_grpo.__file__).parent / "reward_serving" / "server.py"
-
-
-def _kill(child: subprocess.Popen | None) -> None:
-    "End a child and what it started."
-    if child is not None:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # it leads a session of its own
-        child.wait()
+ENVIRONMENTS_DIR = Path(chunk_grpo.__file__).parent / "reward_serving"  # lists of packages, and the server's file
 
 
 def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
@@ -53,10 +46,10 @@ def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
                 "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
     ready, told = os.pipe()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # that `cuda` means there
-    order = json.dumps([server.loader, server.options, server.name, os.getpid(), told, gpu])
-    child = subprocess.Popen([server.python or sys.executable, _SERVER_FILE, order], stdin=subprocess.DEVNULL, stdout=2,
-                             pass_fds=[told], env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token},
-                             start_new_session=True)
+    words = json.dumps([server.loader, server.options, server.name, os.getpid(), told, gpu])
+    order = [server.python or sys.executable, ENVIRONMENTS_DIR / "server.py", words]
+    child = subprocess.Popen(order, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[told],
+                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token}, start_new_session=True)
     os.close(told)
     try:
         with os.fdopen(ready, "rb") as pipe:
@@ -68,7 +61,7 @@ def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
             raise InputError(f"reward: the worker of {server.name} cannot load it: {said['failed']}")
         return child, f"http://127.0.0.1:{said['port']}"
     except BaseException:
-        _kill(child)
+        terminate_process_group(child, 0)
         raise
 
 
@@ -79,7 +72,6 @@ def _end_of(child: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         return "it closed its connection"
     return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"
-
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #d3879c83
 class LocalPatience(client.Patience):
@@ -116,7 +108,8 @@ class LocalServer:
     def close(self) -> None:
         "End the child and what it started; a later call would start another."
         child, self.child = self.child, None
-        _kill(child)
+        if child is not None:
+            terminate_process_group(child, 0)
 
     def _with_child(self, path: str, body: bytes | None) -> dict:
         with self.lock:
@@ -144,9 +137,6 @@ class LocalServer:
             raise said from None
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #90d7fbb2
-ENVIRONMENTS_DIR = Path(chunk_grpo.__file__).parent / "reward_serving"
-
-
 def _read_requirements(name: str, folder: Path) -> tuple[list[str], list[str]]:
     "What pip installs, and what it installs without its dependencies; InputError where there is no list."
     known = sorted(path.stem for path in folder.glob("*.txt"))

@@ -145,7 +145,7 @@ def create_scoring_app(
 ) -> FastAPI:
     "The application that scores."
     app, scorer = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), ThreadPoolExecutor(1)
-    inside, most = {"requests": 0, "bytes": 0}, {"requests": limits.waiting + 1, "bytes": 4 * limits.bytes}
+    inside: list[int] = []  # bytes of each request that waits or is scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
     about = {"name": name, "protocol": PROTOCOL_VERSION, "device": str(device), "versions": scorer_versions(),
              **{f"max_{key}": value for key, value in asdict(limits).items()}}
@@ -157,14 +157,13 @@ def create_scoring_app(
 
     @contextlib.contextmanager
     def place(size: int) -> Iterator[None]:
-        for key, count in {"requests": 1, "bytes": size}.items():
-            if inside[key] + count > most[key]:
-                raise HTTPException(503, f"server: {inside['requests']} requests wait already; ask again later")
-        inside["requests"], inside["bytes"] = inside["requests"] + 1, inside["bytes"] + size
+        if len(inside) > limits.waiting or sum(inside) + size > 4 * limits.bytes:
+            raise HTTPException(503, f"server: {len(inside)} requests wait already; ask again later")
+        inside.append(size)
         try:
             yield
         finally:
-            inside["requests"], inside["bytes"] = inside["requests"] - 1, inside["bytes"] - size
+            inside.remove(size)
 
     def answer(body: bytes) -> dict:
         try:
@@ -179,7 +178,7 @@ def create_scoring_app(
     @app.get("/health")
     async def health(request: Request) -> dict:
         check_token(request)
-        return about | {"waiting": max(0, inside["requests"] - 1)}
+        return about | {"waiting": max(0, len(inside) - 1)}
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:

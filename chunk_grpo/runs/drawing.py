@@ -9,8 +9,8 @@ __all__ = ['score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder
 # %% ../../nbs/09_runs/03_drawing.ipynb #3768da28
 import contextlib
 import hashlib
-import importlib
 import json
+import pkgutil
 import shutil
 import sys
 import time
@@ -139,12 +139,10 @@ def progress_watcher(s: setting.Settings, parts: list[tuple[str, int, int]], fol
     said = [began, first]
 
     def look() -> None:
-        now = time.monotonic()
-        if now - said[0] >= every or not said[1] >= images:
-            done, spent = work(read_parts(folder))
-            if done > said[1] and (now - said[0] >= every or done == images):
-                say(f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}")
-                said[:] = now, done
+        (done, spent), now = work(read_parts(folder)), time.monotonic()
+        if done > said[1] and (now - said[0] >= every or done == images):
+            say(f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}")
+            said[:] = now, done
 
     if first:
         say(f"evaluation: goes on, {first:,} of {images:,} images are there")
@@ -170,9 +168,8 @@ def move_into_place(folder: Path, place: Path) -> None:
 # %% ../../nbs/09_runs/03_drawing.ipynb #ab35c264
 def main(arguments: Sequence[str]) -> int:  # exit status
     "One process' share of a drawing: module:function, its keywords as JSON, its number, how many."
-    module, _, name = arguments[0].partition(":")
     try:
-        draw = getattr(importlib.import_module(module), name)
+        draw = pkgutil.resolve_name(arguments[0])
         draw(**json.loads(arguments[1]), share=(int(arguments[2]), int(arguments[3])))
     except InputError as error:
         print(error, file=sys.stderr)

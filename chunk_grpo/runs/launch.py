@@ -29,7 +29,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
 from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
-from ..core.files import write_json
 from ..core.settings import Settings, check_processes
 from ..core.machine import Terminated, TrainingFailed, die_with_parent, raise_on_sigterm
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'read_evaluation_scores', 'next_run_folder', 'check_new_folder', 'is_own_run',
-           'has_final_weights', 'create_run']
+           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'is_own_run', 'has_final_weights',
+           'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import pandas as pd
 
-# %% ../../nbs/09_runs/00_run_folder.ipynb #e1400002
 from .. import InputError, __version__
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
@@ -121,16 +119,9 @@ def read_evaluation_summary(run: str | Path) -> dict | None:
     return read_json(file, EvaluationSummary) if file.is_file() else None
 
 
-def read_evaluation_records(
-    run: str | Path,
-) -> list[dict]:  # a record an image: arm, prompt_index, image_index, prompt, file, scores, category
+def read_evaluation_records(run: str | Path) -> list[dict]:  # arm, prompt_index, image_index, prompt, file, scores ...
     "The scores of a run's evaluation, image by image."
     return read_json_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
-
-
-def read_evaluation_scores(run: str | Path) -> pd.DataFrame:
-    "The records of a run's evaluation as a table, a row an image."
-    return pd.DataFrame(read_evaluation_records(run))
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #a3f482c7
 def next_run_folder(name: str) -> Path:

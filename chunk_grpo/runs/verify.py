@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from .. import InputError

@@ -10,7 +10,6 @@ __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,18 +39,12 @@ def describe_study(
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
-@cache
-def _read_rows(file: Path, modified: int) -> list[dict]:
-    return read_json_lines(file)
-
-
 def load_study_rows(
     name: str, folder: Path | None = None,  # of the study; of the kept rows; None: `STUDY_ROWS_FOLDER`
 ) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
-    order, found = list(describe_study(name)["arms"]), _read_rows(file,
-        file.stat().st_mtime_ns if file.is_file() else 0)
+    order, found = list(describe_study(name)["arms"]), read_json_lines(file)
     keys = [(row["arm"], row["seed"]) for row in found]
     for arm, seed in keys:
         if keys.count((arm, seed)) > 1:
@@ -103,13 +96,13 @@ def pivot_by_seed(
 
 def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: base, plain, hybrid, split-05 ...
     "The mean over prompts; InputError where the arm or the reward was not evaluated."
-    found = row["scores"].get(arm)
-    if found is None or reward not in found:
-        allowed = row["scores"] if found is None else found
-        field, came = ("arm", arm) if found is None else ("reward", reward)
-        raise InputError(f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was evaluated "
-                         f"on: {', '.join(allowed)}.")
-    return sum(found[reward]) / len(found[reward])
+    found = row["scores"]
+    for field, came in {"arm": arm, "reward": reward}.items():
+        if came not in found:
+            raise InputError(f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was "
+                             f"evaluated on: {', '.join(found)}.")
+        found = found[came]
+    return sum(found) / len(found)
 
 
 def gains_by_seed(
@@ -215,11 +208,10 @@ def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
 @with_house_style
 def plot_forest(
     rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that the others are compared with
-    arm: str = "plain",  # of the evaluation
 ) -> Figure:
     "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
-    found = paired_intervals(rows, reward, reference, arm)
-    seeds = paired_differences(gains_by_seed(rows, reward, arm), reference)
+    found = paired_intervals(rows, reward, reference)
+    seeds = paired_differences(gains_by_seed(rows, reward), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
     axis = axes[0, 0]
     for y, name in enumerate(found.index[::-1]):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'Trial', 'list_studies', 'find_study_folder', 'load_study', 'read_tuned',
-           'expand_trials', 'plan_hash', 'plan_commit', 'plan_record', 'check_rows', 'find_finished_row']
+           'expand_trials', 'plan_record', 'check_rows', 'find_finished_row']
 
 # %% ../../nbs/13_studies/00_design.ipynb #a5dca7bb
 import hashlib
@@ -179,41 +179,31 @@ def expand_trials(
             for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
-def plan_hash(home: Path) -> str:  # home: the study's folder
-    "The hash of a plan: study.yaml, base.yaml, and tuned.yaml where it is there."
-    files = [home / name for name in ("study.yaml", "base.yaml", TUNED_FILE)]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
-
-
-def plan_commit(
-    home: Path,  # the study's folder
-) -> tuple[str | None, str]:  # commit that holds the plan, or why there is none
-    "Where version control has a plan."
-    def git(*words):
-        return subprocess.run(["git", "-C", os.path.realpath(home), *words], capture_output=True, text=True,
-            check=False)
-
-    names = [name for name in ("study.yaml", "base.yaml", TUNED_FILE) if (home / name).is_file()]
-    inside = shutil.which("git") is not None and git("rev-parse", "--is-inside-work-tree").returncode == 0
-    if not inside or git("check-ignore", "-q", "study.yaml").returncode == 0:
-        shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
-        return (f"chunk-grpo {__version__}", "") if shipped else (None, "lies in no git repository")
-    if git("ls-files", "--error-unmatch", *names).returncode:
-        return None, "is not committed"
-    if git("status", "--porcelain", "--", *names).stdout.strip():
-        return None, "was changed since its commit"
-    return git("log", "-1", "--format=%H", "--", *names).stdout.strip(), ""
-
-
 def plan_record(
     home: Path, unplanned: bool = False,  # the study's folder; whether it may begin without a committed plan
 ) -> dict:  # sha256, commit, unplanned, peeks
     "What the rows of a study say of its plan; InputError where it is not committed and need be."
-    commit, why = plan_commit(home)
+    def git(*words):
+        return subprocess.run(["git", "-C", os.path.realpath(home), *words], capture_output=True, text=True,
+            check=False)
+
+    files = [file for file in (home / "study.yaml", home / "base.yaml", home / TUNED_FILE) if file.is_file()]
+    names, commit, why = [file.name for file in files], None, ""
+    inside = shutil.which("git") is not None and git("rev-parse", "--is-inside-work-tree").returncode == 0
+    if not inside or git("check-ignore", "-q", "study.yaml").returncode == 0:
+        shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
+        commit, why = f"chunk-grpo {__version__}" if shipped else None, "lies in no git repository"
+    elif git("ls-files", "--error-unmatch", *names).returncode:
+        why = "is not committed"
+    elif git("status", "--porcelain", "--", *names).stdout.strip():
+        why = "was changed since its commit"
+    else:
+        commit = git("log", "-1", "--format=%H", "--", *names).stdout.strip()
     if commit is None and not unplanned:
         raise InputError(f"the plan of a study must be committed before its first trial; {home / 'study.yaml'} {why}: "
                          "commit it, or give --unplanned, which marks the rows for ever")
-    return {"sha256": plan_hash(home), "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
+    sha256 = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    return {"sha256": sha256, "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
 def _trial_key(settings: dict, evaluation: dict, splits: int) -> tuple:  # equal for trials that give the same numbers

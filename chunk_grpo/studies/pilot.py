@@ -19,7 +19,7 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..core.validation import dump_yaml
 from .analysis import gains_by_seed, paired_differences
-from .design import TUNED_FILE, Study, expand_trials, find_study_folder, load_study, read_tuned
+from .design import TUNED_FILE, Study, find_study_folder, load_study, read_tuned
 from .study import run_study
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #ad6dbb29
@@ -66,10 +66,10 @@ def at_edge(study: Study, point: Mapping) -> list[str]:  # settings whose value 
 
 
 def choose_settings(
-    study: Study, rows: Sequence[Mapping], evaluated: str = "plain",  # of the trying; arm of the evaluation
+    study: Study, rows: Sequence[Mapping],  # of the trying
 ) -> dict[str, dict]:  # arm -> settings, gain, edge, points
     "The best point of every arm by its mean gain over seeds."
-    out, gains = {arm: {"points": []} for arm in study.arms}, gains_by_seed(rows, study.outcome, evaluated)
+    out, gains = {arm: {"points": []} for arm in study.arms}, gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study).items():
         found = {"gain": round(float(gains[name].mean()), 5), "gains": [round(x, 5) for x in gains[name].dropna()]}
         out[arm]["points"].append(point | found)
@@ -137,10 +137,9 @@ def seeds_needed(
 # %% ../../nbs/13_studies/05_pilot.ipynb #116c2610
 def pilot_spread(
     rows: Sequence[Mapping], outcome: str, reference: str,  # of pilot runs; reward; arm
-    evaluated: str = "plain",  # arm of the evaluation
 ) -> pd.DataFrame:  # a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
     "How much the paired differences of pilot runs vary."
-    gains = gains_by_seed(rows, outcome, evaluated)
+    gains = gains_by_seed(rows, outcome)
     if reference not in gains or gains[reference].count() < 2:
         raise InputError(f"`reference` must be an arm with at least two pilot runs; got {reference!r}")
     apart, unit = paired_differences(gains, reference), abs(gains[reference].mean())

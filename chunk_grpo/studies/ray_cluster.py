@@ -23,9 +23,7 @@ from . import study
 from .design import Trial
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #3f333092
-def check_ray_address(
-    address: str, patience: float = 5.0,  # auto, local, HOST:PORT or ray://HOST:PORT; seconds to wait for an answer
-) -> None:
+def check_ray_address(address: str) -> None:  # auto, local, HOST:PORT or ray://HOST:PORT
     "InputError where an address is none, or nobody answers there."
     if address == "auto":  # the cluster that this host belongs to, or the one the environment names
         address = os.environ.get("RAY_ADDRESS", "local")
@@ -35,7 +33,7 @@ def check_ray_address(
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InputError(f"`--ray` must be auto, local, HOST:PORT or ray://HOST:PORT; got {address!r}")
     try:
-        socket.create_connection((host, int(port)), patience).close()
+        socket.create_connection((host, int(port)), 5).close()
     except OSError as error:
         raise InputError(f"`--ray` must be the address of a Ray cluster; {address} does not answer ({error})") from None
 

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,15 +28,15 @@ from filelock import FileLock, Timeout
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, read_json, read_json_lines, write_json
-from ..core.machine import die_with_parent, raise_on_sigterm, terminate_process_group
+from ..core.machine import raise_on_sigterm
 from ..evaluation import evaluate
 from ..runs import launch, run_folder
+from ..runs.run_images import run_programs
 from .design import Trial, check_rows, expand_trials, find_finished_row, find_study_folder
 from .design import plan_record
 
 # %% ../../nbs/13_studies/01_study.ipynb #27e9d7c2
-_SCALAR_METRICS = ("grad_norm", "reward_mean", "ratio_max_dev")
-_CHUNK_METRICS = ("ratio_dev", "clip_fraction")
+_CURVES = ("grad_norm", "reward_mean", "ratio_max_dev", "ratio_dev", "clip_fraction")  # the last two by chunk
 
 
 def _round(value: float | list | None) -> float | None:
@@ -54,7 +53,7 @@ def metric_curves(
     "The metrics of a run by name."
     trained = [line for line in lines if "reward_mean" in line]
     held = [line for line in lines if any(name.startswith("eval_") for name in line)]
-    names = {name: name for name in (*_SCALAR_METRICS, *_CHUNK_METRICS)}
+    names = {name: name for name in _CURVES}
     names |= {name.removeprefix("reward_"): name for name in (trained[-1] if trained else {})
               if name.startswith("reward_") and name not in ("reward_mean", "reward_std", "reward_se")}
     on = {name: [_round(line.get(field)) for line in trained] for name, field in names.items()}
@@ -116,16 +115,13 @@ def source_run(trial: Trial, out: Path) -> Path | None:  # the study's folder; r
     return source if source.is_dir() and not (out / trial.name).exists() else None
 
 
-def prepare_trial(
-    trial: Trial, out: Path,  # the study's folder
-    patience: float = 20.0,  # seconds for a process of an earlier call, which may still hold the folder
-) -> Path:  # the trial's folder
+def prepare_trial(trial: Trial, out: Path) -> Path:  # the study's folder -> the trial's
     "Make or take up the run folder of a trial; InputError where it does not allow it."
     run, source = out / trial.name, source_run(trial, out)
     if source:
         with atomic_write(run) as copy:
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.log", "row.json"))
-    until = time.time() + patience
+    until = time.time() + 20  # for a process of an earlier call, which may still hold the folder
     while run_folder.is_training(run) and time.time() < until:
         time.sleep(0.2)
     run_folder.create_run(trial.settings, run, resume=(run / "run.json").is_file())
@@ -142,24 +138,19 @@ def run_trial(
 ) -> tuple[dict, float]:  # its row, and the seconds it took
     "Run what is left of a trial in a process of its own; InputError or TrainingFailed with its last words."
     run, began = prepare_trial(trial, out), time.time()
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen([sys.executable, "-P", "-m", "chunk_grpo.studies.study", str(run)], stderr=errors,
-                                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ | own,
-                                 start_new_session=True, preexec_fn=die_with_parent(os.getpid()))
-        try:
-            while child.poll() is None and not (stop and stop.is_set()):
-                time.sleep(0.2)
-        finally:
-            terminate_process_group(child)
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-    code = child.returncode
+
+    def watch() -> None:
+        if stop and stop.is_set():
+            raise launch.TrainingFailed(f"the trial {run} was ended")
+
+    order = ["chunk_grpo.studies.study", str(run)], os.environ | own
+    code, said = run_programs([order], watch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     if code == 0:
         return read_json(run / "row.json"), time.time() - began
     if code == 2 and said:
-        raise InputError(said[-1])
+        raise InputError(said)
     why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    raise launch.TrainingFailed(said[-1] if said and code == 1 else f"the trial {run} stopped: {why}")
+    raise launch.TrainingFailed(said if said and code == 1 else f"the trial {run} stopped: {why}")
 
 # %% ../../nbs/13_studies/01_study.ipynb #6c883ade
 class LocalPool:
@@ -195,40 +186,29 @@ def gain_line(row: dict) -> str:  # row: of a finished trial
     return "  ".join(f"{name} {gain:+.3f}" for name, gain in gains.items())
 
 
-def _read_peeks(out: Path) -> list[int]:
-    "How many trials of the plan were finished at each look at outcomes before its last trial."
-    return read_json(out / "peeks.json")["finished"] if (out / "peeks.json").is_file() else []
-
-
-def _with_peeks(row: dict, seen: list[int]) -> dict:
-    "A row that says when somebody looked; rows from before plans were recorded stay as they are."
-    plan = row.get("plan")
-    return row if not plan or not seen else row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *seen})}}
-
-
-def _write_results(study) -> None:
+def _write_results(study) -> dict[str, dict]:  # name of a trial -> its row
     "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
-    seen = _read_peeks(study.out)
+    rows = {trial.name: study.rows[trial.name] for trial in study.plan if trial.name in study.rows}
+    for name, row in rows.items():
+        if study.peeks and (plan := row.get("plan")):  # rows from before plans were recorded stay as they are
+            rows[name] = row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *study.peeks})}}
     with atomic_write(study.out / "results.jsonl") as file:
         file.touch()
-        for trial in study.plan:
-            if trial.name in study.rows:
-                append_json_line(file, _with_peeks(study.rows[trial.name], seen))
+        for row in rows.values():
+            append_json_line(file, row)
+    return rows
 
 
 def _show_outcomes(study) -> None:
     "Print the gains of all rows once the plan is through; a look before that is written down first."
     finished, whole = len(study.rows), len(study.rows) == len(study.plan)
-    if not finished or not (whole or study.peek):
-        return
     if not whole:
-        write_json(study.out / "peeks.json", {"finished": sorted({*_read_peeks(study.out), finished})})
-        _write_results(study)
+        study.peeks = sorted({*study.peeks, finished})
+        write_json(study.out / "peeks.json", {"finished": study.peeks})
     study.say(f"{finished} of {len(study.plan)} trials of the plan are finished"
              + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
-    for trial in study.plan:
-        if trial.name in study.rows:
-            study.say(f"  {trial.name}  {gain_line(study.rows[trial.name])}")
+    for name, row in _write_results(study).items():
+        study.say(f"  {name}  {gain_line(row)}")
 
 # %% ../../nbs/13_studies/01_study.ipynb #66305d17
 def _count_finished_iterations(run: Path) -> int:
@@ -261,9 +241,10 @@ def _status(study) -> str:
 class _Progress:
     "A call of `run_study` between its first trial and its last."
 
-    def __init__(self, out, every_trial, requested, known, say, pool, peek):
-        self.out, self.plan, self.requested, self.known = out, every_trial, requested, known
-        self.say, self.pool, self.peek = say, pool, peek
+    def __init__(self, out, every_trial, requested, known, say, pool):
+        self.out, self.plan, self.requested, self.say, self.pool = out, every_trial, requested, say, pool
+        looks = out / "peeks.json"  # how many trials were finished at each look at outcomes before the last trial
+        self.peeks = read_json(looks)["finished"] if looks.is_file() else []
         self.rows = {t.name: row for t in every_trial if (row := find_finished_row(t, out, known))}
         self.running: dict[Future, tuple[int, Trial, int]] = {}  # slot, trial, iterations finished before
         self.failed: dict[str, str] = {}  # name of a trial -> reason
@@ -281,16 +262,6 @@ class _Progress:
     def counted(self) -> str:
         return f"{len(self.requested) - len(self.unfinished())} of {len(self.requested)}"
 
-    def begin(self, processes: int) -> None:
-        "Fill free slots; a row may have come in the meantime from another study."
-        for slot in sorted(set(range(processes)) - {slot for slot, _, _ in self.running.values()}):
-            for trial in self.waiting()[:1]:
-                if row := find_finished_row(trial, self.out, self.known):
-                    self.rows[trial.name] = row
-                    continue
-                before = _count_finished_iterations(source_run(trial, self.out) or self.out / trial.name)
-                self.running[self.pool.submit(trial, self.out, slot)] = slot, trial, before
-
     def collect(self, future: Future) -> None:
         "Note how a trial ended, and say it."
         _, trial, before = self.running.pop(future)
@@ -307,11 +278,12 @@ class _Progress:
         "Run trials until nothing is left that could begin."
         last = time.time()
         while self.running or self.waiting():
-            self.begin(processes)
-            if self.running:
-                ended, _ = concurrent.futures.wait(self.running, 0.5, concurrent.futures.FIRST_COMPLETED)
-                for future in ended:
-                    self.collect(future)
+            free = sorted(set(range(processes)) - {slot for slot, _, _ in self.running.values()})
+            for slot, trial in zip(free, self.waiting(), strict=False):
+                before = _count_finished_iterations(source_run(trial, self.out) or self.out / trial.name)
+                self.running[self.pool.submit(trial, self.out, slot)] = slot, trial, before
+            for future in concurrent.futures.wait(self.running, 0.5, concurrent.futures.FIRST_COMPLETED).done:
+                self.collect(future)
             if time.time() - last > every:
                 last = time.time()
                 self.say(_status(self))
@@ -360,7 +332,7 @@ def run_study(
                                  f"{plan['sha256'][:8]}: give another --out, or --unplanned")
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
-        study = _Progress(out, expand_trials(source), requested, known, say, pool, peek)
+        study = _Progress(out, expand_trials(source), requested, known, say, pool)
         _write_results(study)
         unfinished = study.unfinished()
         room = pool.room(out, unfinished)
@@ -371,8 +343,10 @@ def run_study(
             name, why = next(iter(study.failed.items()))
             raise launch.TrainingFailed(f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: "
                                         f"{why}")
-        _show_outcomes(study)
-        return [_with_peeks(study.rows[t.name], _read_peeks(out)) for t in requested]
+        if peek or len(study.rows) == len(study.plan):
+            _show_outcomes(study)
+        rows = _write_results(study)
+        return [rows[trial.name] for trial in requested]
 
 # %% ../../nbs/13_studies/01_study.ipynb #6d720d2c
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook
