@@ -7,6 +7,7 @@ loads the weights with diffusers and transformers, and needs none of it.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,8 @@ from chunk_grpo import InputError
 from chunk_grpo.pocket import IMAGE_SIZE, MAX_TOKENS, pocket_model_path
 from chunk_grpo.pocket.clip import tokenize_captions
 from chunk_grpo.pocket.world import (
+    _PLACES,
+    _RADIUS,
     CAPTION_PREFIXES,
     COUNT_WORDS,
     POCKET_CATEGORIES,
@@ -39,7 +42,8 @@ from chunk_grpo.pocket.world import (
     SHAPE_PLURALS,
     SHAPES,
     Scene,
-    empty_places,
+    SceneObject,
+    _apart,
     matches_caption,
     parse_caption,
     render_scene,
@@ -166,6 +170,15 @@ def new_clip(
         image_size=IMAGE_SIZE, patch_size=8,
     )
     return CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=64))
+
+
+def empty_places(
+    things: Sequence[SceneObject], # of a scene
+) -> list[tuple[float, float]]: # centres
+    "Places of the grid at which an object of their size keeps clear of all of them."
+    radius = things[0].radius if things else _RADIUS
+    every = product(_PLACES, _PLACES)
+    return [place for place in every if _apart([*things, SceneObject("", "", *place, radius)])]
 
 
 def make_flawed_scene(

@@ -20,7 +20,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints, sigmas
 from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
-from ..training.rollout import initial_noise, step_noise
+from ..training.rollout import sample_trajectories
 
 DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
 
@@ -28,18 +28,13 @@ DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each o
 @torch.no_grad()
 def _sample_with_predictions(
     policy: Policy, rows: dict[str, Tensor],  # conditioning, one row an image
-    keys: Sequence[tuple[int, int, int, int]], sampler: Sampler,  # keys of every image's noise, as in `rollout`
+    keys: list[tuple[int, int, int, int]], sampler: Sampler,  # keys of every image's noise, as in `rollout`
 ) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
     "Latents from noise to image, with the noise of `rollout`, and what they predict."
-    x, predicted = initial_noise(policy, keys).to(policy.device), []
-    noise = step_noise(keys, (len(sampler), *x.shape[1:]))
-    latents = [x]
-    for i, sigma in enumerate(sampler.sigmas[:-1]):
-        v = policy.velocity(x, sigma.expand(len(x)), rows)
-        predicted.append(predict_endpoints(x, v, sigma)[0])
-        x = sampler.step(v, x, i, noise[i].to(x.device))
-        latents.append(x)
-    return torch.stack(latents, dim=1), torch.stack([*predicted, x], dim=1)
+    path = sample_trajectories(policy, rows, torch.arange(len(keys)), keys, sampler, len(keys)).latents
+    predicted = [predict_endpoints(x, policy.velocity(x, sigma.expand(len(x)), rows), sigma)[0]
+                 for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True)]
+    return path, torch.stack([*predicted, path[:, -1]], dim=1)
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #97912e8a
 @dataclass(frozen=True)
@@ -82,13 +77,10 @@ def measure_distances(
     if not len(chosen) or images < 1:
         raise InputError(f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both.")
     keys = [(seed, 0, p, g) for p in chosen for g in range(images)]
-    row = torch.arange(len(chosen)).repeat_interleave(images)
-    conditioning, parts = policy.encode([prompts[p] for p in chosen]), []
-    for low in range(0, len(keys), batch):
-        rows = {k: v[row[low : low + batch]] for k, v in conditioning.items()}
-        path, _ = _sample_with_predictions(policy, rows, keys[low : low + batch], sampler)
-        parts.append({name: relative_distance(path, name).cpu().double() for name in DISTANCE_KINDS})
-    return {name: torch.cat([part[name] for part in parts]).reshape(len(chosen), images, -1) for name in DISTANCE_KINDS}
+    row, conditioning = torch.arange(len(keys)) // images, policy.encode([prompts[p] for p in chosen])
+    path = sample_trajectories(policy, conditioning, row, keys, sampler, batch).latents
+    return {name: relative_distance(path, name).cpu().double().reshape(len(chosen), images, -1)
+            for name in DISTANCE_KINDS}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a42a7e15
 def variance_shares(distance: Tensor) -> dict[str, float]:

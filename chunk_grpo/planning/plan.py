@@ -8,7 +8,7 @@ __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_mod
            'LiveBytesMode', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops',
            'training_memory', 'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes',
            'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
-           'describe_counts', 'describe_estimates', 'estimate_numbers', 'describe_measured']
+           'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
 import contextlib
@@ -109,11 +109,9 @@ def _blocks(net: nn.Module) -> list[nn.Module]:
 def _sizes(config: ModelConfig) -> dict[str, int]:
     "Parameters of the transformer, its largest block and the VAE; numbers of a prompt's token and its pooled state."
     policy = meta_policy(config, 64, 16)
-    count = {id(part): sum(p.numel() for p in part.parameters())
-             for part in (policy.transformer, policy.vae, *_blocks(policy.transformer))}
     net = policy.transformer.config
-    return {"transformer": count[id(policy.transformer)], "vae": count[id(policy.vae)],
-            "block": max(count[id(block)] for block in _blocks(policy.transformer)),
+    return {"transformer": policy.transformer.num_parameters(), "vae": policy.vae.num_parameters(),
+            "block": max(sum(p.numel() for p in block.parameters()) for block in _blocks(policy.transformer)),
             "token": net.get("joint_attention_dim") or net.get("cap_feat_dim"),
             "pooled": net.get("pooled_projection_dim") or 0}
 
@@ -288,20 +286,19 @@ class LiveBytesMode(TorchDispatchMode):
         self.now -= size
 
 # %% ../../nbs/06_planning/00_plan.ipynb #0cd2cd2a
-def _run_tile_once(run: Callable, live: LiveBytesMode) -> Callable:
+def _run_tile_once(run: Callable) -> Callable:
     "The same function of a tensor, which runs once for each shape; after that it only takes as much memory."
     seen = {}
 
     def again(x: Tensor, *args, **kwargs):
-        more, like = seen.get(x.shape, (0, None))
-        if like is not None:
-            live.peak = max(live.peak, live.now + more)
-            return tree_map(lambda empty: empty(), like)
-        before, most, live.peak = live.now, live.peak, live.now
-        out = run(x, *args, **kwargs)
-        like = tree_map(lambda y: functools.partial(torch.empty, y.shape, dtype=y.dtype, device="meta"), out)
-        seen[x.shape] = live.peak - before, like
-        live.peak = max(most, live.peak)
+        if x.shape in seen:
+            most, made = seen[x.shape]
+            torch.empty(most, dtype=torch.uint8, device="meta")  # for a moment
+            return tree_map(lambda empty: empty(), made)
+        with LiveBytesMode() as live:
+            out = run(x, *args, **kwargs)
+        made = tree_map(lambda y: functools.partial(torch.empty, y.shape, dtype=y.dtype, device="meta"), out)
+        seen[x.shape] = live.peak, made
         return out
 
     return again
@@ -314,8 +311,8 @@ def _peak_decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling:
     if tiling:
         policy.vae.enable_slicing()
         policy.vae.enable_tiling()
-        policy.vae._decode = _run_tile_once(policy.vae._decode, live)  # an image
-        policy.vae.decoder.forward = _run_tile_once(policy.vae.decoder.forward, live)  # a tile
+        policy.vae._decode = _run_tile_once(policy.vae._decode)  # an image
+        policy.vae.decoder.forward = _run_tile_once(policy.vae.decoder.forward)  # a tile
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
     with torch.device("meta"), _GpuFormats(torch.float32), live:  # no autocast here, only its attention
         policy.decode(latents)
@@ -494,21 +491,16 @@ def _encoded_prompts(s: Settings) -> int:
     return s.iterations * s.prompts_per_iteration + s.eval_count + (s.true_cfg_scale > 1)
 
 
-def run_disk_bytes(s: Settings, trained: int, held_out: int) -> dict[str, int]:  # weights, prompts
-    "About how much a run writes into its folder, its evaluation included."
+def run_disk_bytes(s: Settings, config: ModelConfig) -> dict[str, int]:  # part -> bytes
+    "About how much a run writes, its evaluation included, and the embeddings of its prompts."
+    held_out = _held_out_count(s) or _HELD_OUT_PROMPTS
+    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
     kept = s.keep_checkpoints + 1 + (s.iterations // s.keep_every if s.keep_every else 0)
     times, drawn = 2 + (s.iterations // s.eval_every if s.eval_every else 0), s.eval_images * held_out  # by each arm
     pixels = s.eval_resolution**2 * (8 * times + 3 * drawn) + s.resolution**2 * 2 * drawn
-    return {"checkpoints": trained * (12 + 4 * (s.ema > 0)) * kept, "trained weights": 4 * trained,
-            "images": 2 * pixels, "the rest": 10_000_000}
-
-
-def _all_disk_bytes(s: Settings, config: ModelConfig) -> dict[str, int]:  # part -> bytes
-    "The same for a model that is not here yet, and the embeddings of its prompts."
-    held_out = _held_out_count(s) or _HELD_OUT_PROMPTS
-    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
     embeds = (_encoded_prompts(s) + max(0, held_out - s.eval_count)) * prompt_embeds_bytes(config, s)
-    return run_disk_bytes(s, trained, held_out) | {"embeddings": embeds}
+    return {"checkpoints": trained * (12 + 4 * (s.ema > 0)) * kept, "trained weights": 4 * trained,
+            "images": 2 * pixels, "the rest": 10_000_000, "embeddings": embeds}
 
 
 def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[str, int]:
@@ -526,10 +518,10 @@ def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; o
     folder = locate_model(s.model)
     check_pipeline_folder(folder)
     config = read_model_config(folder)
-    files = run_disk_bytes(s, _count_trained_parameters(config, s.lora_rank, s.lora_targets), held_out)
+    *files, _ = run_disk_bytes(s, config).values()
     needed = (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)
     there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
-    return sum(files.values()), max(0, needed - there)
+    return sum(files), max(0, needed - there)
 
 
 def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be
@@ -664,48 +656,8 @@ def _describe_device(s: Settings, config: ModelConfig, name: str, share: float, 
         ("measured", f"not measured on {name}")]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
-def describe_estimates(
-    s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-    device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
-    share: float = ASSUMED_MFU,  # of the device's rate
-) -> list[tuple[str, str]]:  # rows of name and text
-    "Parameters, operations, memory, time and disk of a run: estimated, not measured."
-    config = find_model_config(s.model)
-    if config is None:
-        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
-    s, encoded = fit_update_batch(config, s), _encoded_prompts(s)
-    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    work, (once, times, last) = iteration_flops(s, config, counts), _evaluation_flops(s, config)
-    speed, iteration, note = rate * processes, sum(work.values()), " a prompt" * (_held_out_count(s) is None)
-    rows = [
-        ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
-        ("parameters", f"{count_parameters(config):,}, trained {trained:,}"),
-        ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
-        ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in work.items())),
-        ("arithmetic an evaluation", f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times"),
-        ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{note}")]
-    if s.update_memory:
-        rows.append(("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB"))
-    if device:
-        rows += _describe_device(s, config, device, share, processes, counts)
-    else:
-        held, run = training_memory(s, config, processes), iteration * s.iterations + once * times
-        parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
-        total = _amount(sum(held.values()), "B")
-        rows += [("memory a process", f"{total}: {parts}; encoders, decoding and rewards on top"),
-                 ("least time an iteration", f"{_duration(iteration / speed)} at {_amount(rate, 'FLOP')}/s a process"),
-                 ("least time of the run", f"{_duration(run / speed)} with evaluations; a run reaches a part of it"),
-                 ("least time to evaluate it", _duration(last / speed) + note)]
-    sizes_of = {"disk": _all_disk_bytes(s, config), "memory of the host": _host_memory(s, config, processes)}
-    for name, sizes in sizes_of.items():
-        text = ", ".join(f"{what} {n / 1e9:.3g} GB" for what, n in sizes.items() if n >= 1e8)
-        rows.append((name, f"{sum(sizes.values()) / 1e9:.3g} GB at most" + f": {text}" * bool(text)))
-    return rows
-
-# %% ../../nbs/06_planning/00_plan.ipynb #a9a0fbf4
 def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: IterationCounts | None = None) -> dict:
-    "The numbers of the tables: counts, operations, bytes and seconds; None where not known. `rate` is as there."
+    "The numbers of the tables: counts, operations, bytes and seconds at the rate of a process; None where not known."
     trained = counts.trained if counts else _images(s) * transitions_per_image(s)[1]
     out = {"iterations": s.iterations, "images_per_iteration": _images(s), "transitions_per_iteration": trained}
     config = find_model_config(s.model)
@@ -720,6 +672,44 @@ def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: Itera
                   "least_seconds": {name: n / speed for name, n in work.items()}}
 
 
+def describe_estimates(
+    s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
+    processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
+    share: float = ASSUMED_MFU,  # of the device's rate
+) -> list[tuple[str, str]]:  # rows of name and text
+    "Parameters, operations, memory, time and disk of a run: estimated, not measured."
+    config = find_model_config(s.model)
+    if config is None:
+        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
+    s, encoded, found = fit_update_batch(config, s), _encoded_prompts(s), estimate_numbers(s, rate, processes, counts)
+    (once, times, last), note = _evaluation_flops(s, config), " a prompt" * (_held_out_count(s) is None)
+    rows = [
+        ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
+        ("parameters", "{all:,}, trained {trained:,}".format(**found["parameters"])),
+        ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
+        ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in found["flops"].items())),
+        ("arithmetic an evaluation", f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times"),
+        ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{note}")]
+    if s.update_memory:
+        rows.append(("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB"))
+    if device:
+        rows += _describe_device(s, config, device, share, processes, counts)
+    else:
+        held, least = found["memory_bytes"], {name: _duration(x) for name, x in found["least_seconds"].items()}
+        parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
+        total = _amount(sum(held.values()), "B")
+        rows += [("memory a process", f"{total}: {parts}; encoders, decoding and rewards on top"),
+                 ("least time an iteration", f"{least['iteration']} at {_amount(rate, 'FLOP')}/s a process"),
+                 ("least time of the run", f"{least['run']} with evaluations; a run reaches a part of it"),
+                 ("least time to evaluate it", least["evaluation"] + note)]
+    sizes_of = {"disk": run_disk_bytes(s, config), "memory of the host": _host_memory(s, config, processes)}
+    for name, sizes in sizes_of.items():
+        text = ", ".join(f"{what} {n / 1e9:.3g} GB" for what, n in sizes.items() if n >= 1e8)
+        rows.append((name, f"{sum(sizes.values()) / 1e9:.3g} GB at most" + f": {text}" * bool(text)))
+    return rows
+
+# %% ../../nbs/06_planning/00_plan.ipynb #a9a0fbf4
 def describe_measured(s: Settings, lines: list[dict], rate: float, processes: int = 1) -> list[tuple[str, str]]:
     "Rows of the least time and the measured time of a run's phases, from the lines of its metrics."
     found, config = [line["seconds"] for line in lines if line.get("seconds")], find_model_config(s.model)

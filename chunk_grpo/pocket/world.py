@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
            'CaptionSpec', 'parse_caption', 'SceneObject', 'Scene', 'render_scene', 'spatial_relations',
-           'matches_caption', 'empty_places', 'sample_scene', 'sample_scene_image']
+           'matches_caption', 'sample_scene', 'sample_scene_image']
 
 # %% ../../nbs/01_pocket/01_world.ipynb #64df9a4b
 import re
@@ -188,15 +188,6 @@ def _spread(count: int, free: bool, rng: np.random.Generator) -> list[tuple[floa
         return [(*(float(c) for c in rng.uniform(r + 2, IMAGE_SIZE - r - 2, 2)), r) for r in radii]
     layouts = list(permutations(product(_PLACES, _PLACES), count))
     return [(*place, _RADIUS) for place in layouts[rng.integers(len(layouts))]]
-
-
-def empty_places(
-    things: Sequence[SceneObject], # of a scene
-) -> list[tuple[float, float]]: # centres
-    "Places of the grid at which an object of their size keeps clear of all of them."
-    radius = things[0].radius if things else _RADIUS
-    every = product(_PLACES, _PLACES)
-    return [place for place in every if _apart([*things, SceneObject("", "", *place, radius)])]
 
 
 def sample_scene(

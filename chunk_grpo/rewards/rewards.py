@@ -156,9 +156,4 @@ class StreamingScores:
     def scores(self) -> dict[str, Tensor]:  # raw scores (B,) by name
         "The scores of all images, which must have come; raises what scoring raised."
         assert self.sent == len(self.prompts), "images are missing"
-        try:
-            return {name: torch.cat([future.result() for future in parts]) for name, parts in self.futures.items()}
-        except BaseException:
-            for future in [future for parts in self.futures.values() for future in parts]:
-                future.cancel()
-            raise
+        return {name: torch.cat([future.result() for future in parts]) for name, parts in self.futures.items()}
