@@ -7,7 +7,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from commands import run
 from strangers import watched, write_stranger
 
 KEPT = Path(__file__).parents[1] / "runs" / "results" / "promises.json"
@@ -22,7 +21,7 @@ ON_A_RUN = {  # command -> its words, beside a run in the folder `run` and setti
     "train --resume": ["train", "tiny.yaml", "--out", "run", "--resume"]}
 ALONE = {"presets": ["presets"], "methods": ["methods"], "doctor": ["doctor"],
          "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"],
-         "speed": ["speed", "--prompts", "1", "--images", "2", "--steps", "3", "--repeats", "1", "--out", "speed.json"],
+         "speed": ["speed", "--prompts", "1", "--images", "2", "--repeats", "1", "--out", "speed.json"],
          "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"]}
 STUDY = ("title: two seeds\nquestion: is it fast?\nseeds: 2\nreference: steps\n"
          "arms: {steps: {chunks: steps}, whole: {chunks: whole}}\nevaluation: {eval_images: 1}\n")
@@ -88,8 +87,7 @@ def promises() -> list[dict]:
                 (folder / "study" / "study.yaml").write_text(STUDY)
                 (folder / "study" / "base.yaml").write_text(TINY.format(folder / "two.txt"))
             if whose == "one's own":
-                run("train", folder / "tiny.yaml", "--out", folder / "run", "--no-report",
-                    CHUNK_GRPO_CACHE=folder / "cache")
+                watched(folder, "train", "tiny.yaml", "--out", "run", "--no-report", cwd=folder, HOME=folder / "home")
             elif whose != "none":
                 write_stranger(folder)
             rows += [promise(folder, whose, command, words) for command, words in commands.items()]

@@ -53,10 +53,11 @@ def until_gone(out):
 def test_kills_change_nothing(home, through, cluster, tmp_path):
     out = tmp_path / "small"
     child = begin(home, out, "--ray", cluster)  # once the command itself, without warning
-    for arm in ("steps-0", "whole-0"):  # both at once, since the cluster has room
+    lent = {}
+    for arm in ("steps-0", "whole-0"):  # both at once, since the cluster has room; the first may end before the second
         wait_for(out / arm / "metrics.jsonl", 1, child)
-    lent = [process.environ()["CUDA_VISIBLE_DEVICES"] for process in trainers(out)]
-    assert len(lent) == len(set(lent)) == 2 and not (out / "longer-0").exists()
+        lent |= {process.pid: process.environ()["CUDA_VISIBLE_DEVICES"] for process in trainers(out)}
+    assert len(lent) == len(set(lent.values())) == 2 and not (out / "longer-0").exists()
     child.kill()
     child.communicate()
     until_gone(out)

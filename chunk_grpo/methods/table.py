@@ -13,7 +13,7 @@ from ..training.methods import load_method
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     "The settings' choice on every axis, in their own words."
-    method = load_method(s)
+    method, of = load_method(s), METHODS.get(s.method, {})
     parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none")]
     noise = ", ".join(parts) if method.density else "ODE"
     grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
@@ -23,9 +23,9 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     start = "one noise" + f", spread {s.noise_spread:g}" * (s.noise_spread > 0) if s.shared_noise else s.sharing
     return {"noise": noise, "start": start,
             "credit": s.credit if s.credit_of == "image" else f"{s.credit}, {s.credit_of}",
-            "likelihood": transition if method.density else "flow matching",
-            "grouping": ", ".join(grouping) if method.density else "levels",
-            "surrogate": METHODS.get(s.method, {}).get("surrogate", s.surrogate),
+            "likelihood": transition if method.density else of.get("likelihood", "flow matching"),
+            "grouping": ", ".join(grouping) if method.density or "likelihood" in of else "levels",
+            "surrogate": of.get("surrogate", s.surrogate),
             "where": f"{s.chunk_fraction:g}" + ("" if s.step_weights == "one" else f", {s.step_weights}"),
             "anchor": ", ".join(anchor) if s.kl else "none", "drawn by": method.sampled_by or "present"}
 

@@ -347,7 +347,8 @@ class IterationCounts:
 
 def iteration_counts(s: Settings) -> IterationCounts:
     "The counts of an iteration of Chunk-GRPO."
-    drawn = [s.prompts_per_iteration * (n * (s.steps - 1) + (1 if s.shared_noise else n)) if n else 0
+    first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
+    drawn = [s.prompts_per_iteration * (n * (s.steps - 1) + (1 if first else n)) if n else 0
              for n in (s.images_per_prompt, s.baseline_images)]
     trained, later = _images(s) * transitions_per_image(s)[1], 1 - 1 / s.updates_per_iteration
     largest = max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions  # of an unknown profile: all
