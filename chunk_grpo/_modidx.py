@@ -1971,6 +1971,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'chunk_grpo/training/methods.py'),
                                              'chunk_grpo.training.methods._chunk_means': ( '07_training/methods.html#_chunk_means',
                                                                                            'chunk_grpo/training/methods.py'),
+                                             'chunk_grpo.training.methods.anchor_penalty': ( '07_training/methods.html#anchor_penalty',
+                                                                                             'chunk_grpo/training/methods.py'),
                                              'chunk_grpo.training.methods.load_method': ( '07_training/methods.html#load_method',
                                                                                           'chunk_grpo/training/methods.py'),
                                              'chunk_grpo.training.methods.sample_chunks': ( '07_training/methods.html#sample_chunks',

@@ -244,6 +244,8 @@ def _check_counts(s: "Settings") -> None:
              "other iterations have no checkpoint", s.keep_every)
     _require(s.baseline_images <= images, "baseline_images", f"be at most `images_per_prompt` ({images}), whose noise "
              "the base's images share", s.baseline_images)
+    _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
+    _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
     _require(s.hybrid_split <= s.eval_steps, "hybrid_split", f"be at most `eval_steps` ({s.eval_steps})",
              s.hybrid_split)
 
@@ -342,9 +344,7 @@ def _check_memory(s: "Settings") -> None:
     if s.sharding != "none":
         _require(not s.lora_rank, "sharding", f"be none with an adapter (`lora_rank` {s.lora_rank})", repr(s.sharding))
         _require(s.optimizer == "adamw", "optimizer", f"be adamw where `sharding` is {s.sharding}", repr(s.optimizer))
-    _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
     _require(not s.anchor_every or s.kl, "anchor_every", "be 0 without a KL term (`kl` 0)", s.anchor_every)
-    _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
     _require(not (s.drop_flat_groups and s.kl), "drop_flat_groups", f"be false with a KL term (`kl` {s.kl:g}), which "
              "flat groups have too", "true")
 
