@@ -246,6 +246,10 @@ def _check_counts(s: "Settings") -> None:
              "the base's images share", s.baseline_images)
     _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
     _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
+    _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
+             s.noise_spread)
+    _require("gain" in s.credit_of or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or all-gains",
+             s.completion_steps)
     _require(s.hybrid_split <= s.eval_steps, "hybrid_split", f"be at most `eval_steps` ({s.eval_steps})",
              s.hybrid_split)
 
@@ -377,16 +381,12 @@ def _check_method(s: "Settings") -> None:
              repr(s.method[:80]) + (f", did you mean {near[0]}?" if near else ""))
     drawn = sharing.Sharing.parse(s.sharing)
     drawn.table(s.images_per_prompt, s.steps)
-    _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
-             s.noise_spread)
     _require(drawn.kind == "own" or not s.shared_noise, "sharing", "be own where `shared_noise` is true", s.sharing)
     gains = s.credit_of in ("gain", "all-gains")
     _require(s.credit_of == "image" or gains or drawn.kind == "tree", "credit_of", "be image, gain or all-gains unless "
              "`sharing` is a tree", s.credit_of)
     _require(not gains or s.chunk_rule.kind == "fixed", "chunks", f"be sizes where `credit_of` is {s.credit_of}, or "
              "steps, whole, equal:SIZE", s.chunks)
-    _require(gains or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or all-gains",
-             s.completion_steps)
     _require(s.profile_every == 0 or s.chunk_rule.kind != "fixed" or s.chunk_weighting == "profile", "profile_every",
              "be 0 unless `chunks` or `chunk_weighting` go by the profile", s.profile_every)
     _check_merge(s)
