@@ -248,8 +248,8 @@ def _check_counts(s: "Settings") -> None:
     _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
     _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
              s.noise_spread)
-    _require("gain" in s.credit_of or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or all-gains",
-             s.completion_steps)
+    _require("gain" in s.credit_of or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or "
+             "all-gains", s.completion_steps)
     _require(s.hybrid_split <= s.eval_steps, "hybrid_split", f"be at most `eval_steps` ({s.eval_steps})",
              s.hybrid_split)
 
