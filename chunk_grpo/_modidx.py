@@ -714,6 +714,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.Neighbor.evidence': ( '08_methods/groups.html#neighbor.evidence',
                                                                                             'chunk_grpo/methods/groups.py'),
+                                           'chunk_grpo.methods.groups.Neighbor.item_metrics': ( '08_methods/groups.html#neighbor.item_metrics',
+                                                                                                'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.Neighbor.objective': ( '08_methods/groups.html#neighbor.objective',
                                                                                              'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.Neighbor.places': ( '08_methods/groups.html#neighbor.places',

@@ -87,7 +87,9 @@ def promises() -> list[dict]:
                 (folder / "study" / "study.yaml").write_text(STUDY)
                 (folder / "study" / "base.yaml").write_text(TINY.format(folder / "two.txt"))
             if whose == "one's own":
-                watched(folder, "train", "tiny.yaml", "--out", "run", "--no-report", cwd=folder, HOME=folder / "home")
+                words = "train", "tiny.yaml", "--out", "run", "--no-report"
+                done, _ = watched(folder, *words, cwd=folder, HOME=folder / "home")
+                assert done.returncode == 0, done.stderr
             elif whose != "none":
                 write_stranger(folder)
             rows += [promise(folder, whose, command, words) for command, words in commands.items()]

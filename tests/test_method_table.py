@@ -321,6 +321,10 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
             p.copy_(before)
     others = torch.tensor([0, 2, 3])
     assert (after[others, 1] > chances[others, 1]).all()
+    moved = torch.cat([after - chances, own[:, None]], 1)
+    slope = torch.ones_like(moved)
+    said = method.item_metrics(moved, slope, torch.ones(4), torch.zeros(4))
+    torch.testing.assert_close((said["ratio"] - 1).abs(), (moved[:, :-1].exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7)
 
 
 def test_matched_chances_pull_by_what_they_differ():
@@ -328,10 +332,11 @@ def test_matched_chances_pull_by_what_they_differ():
     method, n = method_of("tmpo"), 6
     density = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     group = torch.tensor([0, 5] * 4)
-    worth = method.objective(density, torch.where(group == 0, ADVANTAGE, 0.7), group)
+    advantage = torch.tensor([1.0, 0.7, 0.0, 0.7, -1.5, 0.7, 0.5, 0.7])  # one image of the first group is at its mean
+    worth = method.objective(density, advantage, group)
     (slope,) = torch.autograd.grad(worth.sum(), density)
     mine = group == 0
-    wanted = ADVANTAGE[mine].softmax(0) - (n * density[mine]).softmax(0)
+    wanted = advantage[mine].softmax(0) - (n * density[mine]).softmax(0)
     torch.testing.assert_close(slope[mine], 4 * n * wanted, rtol=1e-4, atol=1e-5)
     assert not slope[~mine].any() and worth[mine].sum() < 0
 

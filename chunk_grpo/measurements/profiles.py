@@ -78,9 +78,12 @@ def measure_distances(
         raise InputError(f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both.")
     keys = [(seed, 0, p, g) for p in chosen for g in range(images)]
     row, conditioning = torch.arange(len(keys)) // images, policy.encode([prompts[p] for p in chosen])
-    path = sample_trajectories(policy, conditioning, row, keys, sampler, batch).latents
-    return {name: relative_distance(path, name).cpu().double().reshape(len(chosen), images, -1)
-            for name in DISTANCE_KINDS}
+    parts = []
+    for low in range(0, len(keys), batch):  # whole trajectories of one batch are in memory
+        part = slice(low, low + batch)
+        path = sample_trajectories(policy, conditioning, row[part], keys[part], sampler, batch).latents
+        parts.append({name: relative_distance(path, name).cpu().double() for name in DISTANCE_KINDS})
+    return {name: torch.cat([x[name] for x in parts]).reshape(len(chosen), images, -1) for name in DISTANCE_KINDS}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a42a7e15
 def variance_shares(distance: Tensor) -> dict[str, float]:

@@ -35,7 +35,8 @@ class Tmpo(Method):
         log_q = group_log_softmax(self.beta * advantage, of)
         log_p = group_log_softmax(len(self.places(self.sampler(0))) * statistic, of)
         told = size[of] * log_q.exp() * (log_p - log_q)  # its mean over images is that of minus L over groups
-        return torch.where(centred(advantage, of).abs() > 1e-6, told, 0 * told)
+        spread = torch.zeros(len(size)).to(advantage).index_add(0, of, centred(advantage, of).abs())
+        return torch.where(spread[of] > 1e-6, told, 0 * told)
 
     def check(self):
         if self.s.chunks != "whole" or self.s.updates_per_iteration > 1 or self.s.statistic != "ratio":
@@ -88,6 +89,10 @@ class Neighbor(Method):
         of_siblings = torch.zeros(len(names), self.s.images_per_prompt).to(advantage)
         of_siblings = of_siblings.index_put((of, statistic[:, -1].detach().round().long()), advantage)[of]
         return self.worth(statistic[:, :-1], of_siblings).mean(1)
+
+    def item_metrics(self, statistic, slope, advantage, worth):
+        farthest = statistic[:, :-1].abs().argmax(1, keepdim=True)  # of the siblings' ratios, the one that moved most
+        return super().item_metrics(statistic.gather(1, farthest), slope.gather(1, farthest), advantage, worth)
 
     def check(self):
         fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",

@@ -343,7 +343,7 @@ def run_study(
             name, why = next(iter(study.failed.items()))
             raise launch.TrainingFailed(f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: "
                                         f"{why}")
-        if peek or len(study.rows) == len(study.plan):
+        if study.rows and (peek or len(study.rows) == len(study.plan)):
             _show_outcomes(study)
         rows = _write_results(study)
         return [rows[trial.name] for trial in requested]

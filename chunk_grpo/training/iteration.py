@@ -242,8 +242,8 @@ def sample_groups(state: TrainingState) -> Rollout:
     "Draw and score a group of images for each of this process' prompts."
     s, method, seconds = state.s, state.method, defaultdict(float)
     beside = [name for name in s.eval_rewards if name not in state.reward_weights] if s.anchor_share < 1 else []
-    begun = _begin_groups(state, s.images_per_prompt, [*state.reward_weights, *beside])
-    (mine, keys, row, arriving), statistics = begun, []
+    mine, keys, row, arriving = _begin_groups(state, s.images_per_prompt, [*state.reward_weights, *beside])
+    statistics = []
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
 
     def ready(final: Tensor) -> None:
