@@ -1,5 +1,6 @@
 """Code of one's own that settings name: found where the user stands, never because a run's folder has it."""
 
+import gc
 import json
 import os
 import subprocess
@@ -7,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import call, environment
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import import_callable
+from chunk_grpo.rewards.rewards import score_images
 
 FEW = ["iterations=1", "eval_every=0", "eval_count=1", "eval_images=1", "prompts_per_iteration=1",
        "images_per_prompt=2", "updates_per_iteration=1", "eval_steps=2", "hybrid_split=1", "steps=3", "chunks=steps",
@@ -100,3 +103,14 @@ def test_what_no_file_has_is_refused():
         import_callable("nowhere.py:f")
     with pytest.raises(InputError, match="a function or class"):
         import_callable("math:pi")
+
+
+def test_an_async_reward_is_refused_in_one_sentence(recwarn):
+    "Beside it Python would print that nobody awaited the reward."
+    async def reward(images, prompts):
+        return [0.0]
+
+    with pytest.raises(InputError, match="later returned a coroutine that cannot be read as numbers"):
+        score_images("later", reward, torch.zeros(1, 3, 8, 8), ["a red star"])
+    gc.collect()
+    assert not [str(said.message) for said in recwarn]

@@ -53,7 +53,8 @@ class Neighbor(Method):
 
     def __init__(self, s):
         super().__init__(s)
-        self.parts = s.images_per_prompt + 1  # log-ratio of each sibling, and the place of the path among them
+        self.ratios = s.images_per_prompt  # of each sibling
+        self.parts = self.ratios + 1  # and the place of the path among them
 
     def sampler(self, iteration):
         return Sampler(self.sigmas, "ode")
@@ -89,10 +90,6 @@ class Neighbor(Method):
         of_siblings = torch.zeros(len(names), self.s.images_per_prompt).to(advantage)
         of_siblings = of_siblings.index_put((of, statistic[:, -1].detach().round().long()), advantage)[of]
         return self.worth(statistic[:, :-1], of_siblings).mean(1)
-
-    def item_metrics(self, statistic, slope, advantage, worth):
-        farthest = statistic[:, :-1].abs().argmax(1, keepdim=True)  # of the siblings' ratios, the one that moved most
-        return super().item_metrics(statistic.gather(1, farthest), slope.gather(1, farthest), advantage, worth)
 
     def check(self):
         fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",

@@ -76,6 +76,7 @@ def score_images(
         except (TypeError, ValueError, RuntimeError) as error:
             if isinstance(returned, Tensor):  # a fault of its device, not of the reward
                 raise
+            getattr(returned, "close", lambda: None)()  # a coroutine would complain that nobody awaits it
             raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
                              f"numbers ({str(error)[:80]}); allowed is one number an image.") from None
         if scores.shape != (len(given),):

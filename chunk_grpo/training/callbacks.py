@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import InputError
-from ..core.files import append_json_line, read_json_lines
+from ..core.files import append_json_line, read_json, read_json_lines, write_json
 from ..core.settings import ALARMS, Settings
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10003
@@ -90,7 +90,18 @@ class Logger(Callback):
         self.say = say
 
     def on_train_begin(self, state) -> None:
-        "Give the tracker the settings."
+        "Say what part of the model is trained, there and in run.json, with what; give the tracker the settings."
+        import torch  # these here: a report needs only the alarms
+
+        from chunk_grpo.models.trainable import trained_share
+
+        share, file = trained_share(state.policy), state.run / "run.json"
+        count = sum(p.numel() for p in state.policy.trained)
+        if state.accelerator.is_main_process and file.is_file():
+            used = {"threads": torch.get_num_threads(), "device": state.accelerator.device.type}
+            write_json(file, read_json(file) | {"trained_share": share} | used)
+        beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
+        self.say(f"training {beside} {share:.1%} of the model")
         if state.s.tracker != "none":
             dumped = state.s.model_dump(mode="json")
             plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in dumped.items()}
@@ -98,7 +109,7 @@ class Logger(Callback):
 
     def on_log(self, state, line: dict) -> None:
         "Append the line, hand its numbers on and print it."
-        from chunk_grpo.training.metrics import log_eval_samples, tracker_values  # a report needs only the alarms
+        from chunk_grpo.training.metrics import log_eval_samples, tracker_values
 
         if state.accelerator.is_main_process:
             append_json_line(state.run / "metrics.jsonl", line)

@@ -206,6 +206,7 @@ class _Accounts:
 
     s: Settings
     ratio: bool
+    ratios: int
     reads: tuple[str, ...]
     table: Tensor | None
 
@@ -213,8 +214,10 @@ class _Accounts:
         "Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."
         if not self.ratio:
             return {"loss": -worth}
-        log, slope = (x[:, 0] if x.ndim > 1 else x for x in (statistic, slope))
-        return {"ratio": log.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(log)}
+        if statistic.ndim > 1:  # of several ratios, the one that moved most
+            most = statistic[:, : self.ratios].abs().argmax(1, keepdim=True)
+            statistic, slope = (x.gather(1, most)[:, 0] for x in (statistic, slope))
+        return {"ratio": statistic.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(slope)}
 
     def metrics(self, items: dict[str, Tensor], chunk: Tensor, count: int) -> dict:
         "What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."
@@ -271,7 +274,7 @@ class Method(_Selection, _Accounts):
     ratio = True  # the statistic compares with the evidence before the first update: it is 0 before it
     density = True  # the evidence begins with the log-probability that the rollout had too
     grouped = False  # an item's worth depends on those of its group, which all have to be known first
-    parts = 0  # numbers that a transition's statistic has; 0: it is one
+    parts, ratios = 0, 1  # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
     copies: Mapping[str, Callable[[int], float]] = {}  # weights kept: name -> decay of the average after an iteration
     sampled_by: str | None = None  # the copy that draws; None: the present weights
     reads: tuple[str, ...] = ()  # copies whose velocity the evidence needs as well; "base" is one of them

@@ -178,17 +178,6 @@ def save_final_weights(state: TrainingState) -> None:
                     shutil.rmtree(state.run / name, ignore_errors=True)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
-def _note_trained_share(state: TrainingState) -> str:
-    "Write into `run.json`, where there is one, what part is trained, and with what; the same as a sentence."
-    share, file = trainable.trained_share(state.policy), state.run / "run.json"
-    if state.accelerator.is_main_process and file.is_file():
-        used = {"threads": torch.get_num_threads(), "device": state.accelerator.device.type}
-        write_json(file, read_json(file) | {"trained_share": share} | used)
-    count = sum(p.numel() for p in state.policy.trained)
-    beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
-    return f"training {beside} {share:.1%} of the model"
-
-
 def train_run(
     s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
     callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
@@ -209,7 +198,6 @@ def train_run(
         ending.callback(state.executor.shutdown, cancel_futures=True)  # before them
         load_policy_and_optimizer(state)
         resume(state, say)
-        say(_note_trained_share(state))
         announce("on_train_begin")
         base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
