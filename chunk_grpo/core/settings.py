@@ -12,6 +12,7 @@ __all__ = ['OURS', 'REWARD_LOADERS', 'ALARMS', 'METHODS', 'PRESETS_DIR', 'RESUME
 import difflib
 import importlib
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -62,6 +63,8 @@ class _DrawingSettings(BaseModel):
     sampler: Literal["flow", "dance", "cps"] = setting("flow", "", "paper, equation 7", "Kind of transition.",
         takes="one of flow, dance, cps; ode has no noise, so there is no density whose ratio could be trained")
     eta: float = setting(0.7, "", _TABLE_6, "Noise level of the sampler.", gt=0)
+    solver: Literal["euler", "dpm2"] = setting("euler", "", "euler: the paper; dpm2: MixGRPO-Flash, DiffusionNFT",
+        "Of training's transitions without noise: Euler's, or of second order from the second in a row on.")
     truncate_timesteps: bool = setting(False, "", "exact: the paper's text; truncated: its code",
         "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.")
     shared_noise: bool = setting(True, "", _DANCE,
@@ -98,9 +101,10 @@ class _ChunkSettings(BaseModel):
     window: str = setting("all", "", "all: the paper; windows: MixGRPO, Flow-GRPO-Fast",
         'Transitions that have noise and may be trained: "all" but the last, "frozen:WIDTH", "random:WIDTH", '
         '"early:WIDTH", "progressive:WIDTH:EVERY" or "exponential:WIDTH:EVERY"; the others are deterministic.')
-    merge: str = setting("none", "", "none: the paper; entropy: E-GRPO",
-        'What of a window is drawn as one large transition: "none", "window" all of it, or "entropy:POWER" as many '
-        "from a window of one on as have so much noise (notebook method/sharing).")
+    merge: str = setting("none", "", "none: the paper; entropy: E-GRPO; rest: MixGRPO-Flash",
+        'What is drawn as fewer, larger transitions: "none", "window" all of it as one, "entropy:POWER" from a window '
+        'of one on as many as have so much noise, "rest:SHARE" those after the window as a share of them (notebooks '
+        "method/sharing, method/windows).")
     chunk_fraction: float = setting(0.5, "fraction", _TABLE_6,
         "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).", gt=0, le=1)
     train_chunks: _SizesText = setting("all", "chunks", "all: the paper; one: its Figure 6",
@@ -360,9 +364,10 @@ def _method():
 
 
 def _check_merge(s: "Settings") -> None:
-    power = re.fullmatch(r"entropy:(\d+\.?\d*|\.\d+)", s.merge)
-    _require(s.merge in ("none", "window") or power and float(power[1]) > 0, "merge", "be none, window or "
-             "entropy:POWER with a number above 0", repr(s.merge[:80]))
+    said = re.fullmatch(r"(entropy|rest):(\d+\.?\d*|\.\d+)", s.merge)
+    power, most = said and said[1] == "entropy", {"rest": 1.0}.get(said[1] if said else "", math.inf)
+    _require(s.merge in ("none", "window") or said and 0 < float(said[2]) < most, "merge", "be none, window, "
+             "entropy:POWER with a number above 0, or rest:SHARE with one between 0 and 1", repr(s.merge[:80]))
     if s.merge == "none":
         return
     window = _method()[-1].Window.parse(s.window)
@@ -427,7 +432,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
     def transitions(self) -> int:
         "Transitions that may be trained: all but the last, or a window of these. InputError on a mistake in its text."
         window = _method()[-1].Window.parse(self.window)
-        return 1 if self.merge != "none" else len(window.places(self.steps - 1, 0))
+        return 1 if self.merge.startswith(("window", "entropy")) else len(window.places(self.steps - 1, 0))
 
     @property
     def chunk_rule(self) -> "ChunkRule":

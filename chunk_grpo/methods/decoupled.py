@@ -52,7 +52,7 @@ class Decoupled(Method):
     part = 1.0  # of the grid, from the noise, whose levels may be trained
 
     def sampler(self, iteration):
-        return Sampler(self.sigmas, "ode")
+        return Sampler(self.sigmas, "ode", solver=self.s.solver)
 
     def places(self, sampler):
         return torch.arange(max(1, int(self.part * len(sampler))))

@@ -57,7 +57,7 @@ class Neighbor(Method):
         self.parts = self.ratios + 1  # and the place of the path among them
 
     def sampler(self, iteration):
-        return Sampler(self.sigmas, "ode")
+        return Sampler(self.sigmas, "ode", solver=self.s.solver)
 
     def places(self, sampler):
         return torch.arange(len(sampler) - 1)

@@ -14,7 +14,8 @@ from ..training.methods import load_method
 def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     "The settings' choice on every axis, in their own words."
     method, of = load_method(s), METHODS.get(s.method, {})
-    parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none")]
+    parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none"),
+             *[s.solver] * (s.solver != "euler")]
     noise = ", ".join(parts) if method.density else "ODE"
     grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
     anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0),

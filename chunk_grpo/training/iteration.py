@@ -297,7 +297,7 @@ def measure_profile(state: TrainingState, paths: Trajectories) -> dict:  # of th
     distance, grid = every.cpu().double(), sampler.sigmas
     if len(sampler) < s.steps:  # a merged transition stands where it begins; those that it jumps over move nothing
         grid = state.method.sigmas
-        begin = torch.isin(grid[:-1], sampler.sigmas[:-1]).nonzero()[:, 0]
+        begin = torch.searchsorted(-grid, -sampler.sigmas[:-1], right=True) - 1
         distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(1, begin, distance)
     state.profile = distance.mean(0)
     return {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": grid.tolist(),

@@ -23,7 +23,7 @@ from ..method.dynamics import chunk_count, chunk_weights, chunks_from_profile
 from ..method.dynamics import sample_without_replacement, tempered_weights
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
-from ..method.sharing import Sharing, merged_length, rollout_forwards, shared_states
+from ..method.sharing import Sharing, merge_transitions, rollout_forwards, shared_states
 from ..method.surrogates import STEP_WEIGHTS, Surrogate, mean_shift, step_weights_by_name
 from ..method.surrogates import transition_statistic
 from ..method.windows import Window
@@ -143,15 +143,12 @@ class _Selection:
     def sampler(self, iteration: int) -> Sampler:
         "How the trajectories of an iteration are drawn."
         if self.window.kind == "all":
-            return Sampler(self.sigmas, self.s.sampler, self.s.eta)
+            return Sampler(self.sigmas, self.s.sampler, self.s.eta, self.s.solver)
         s, grid = self.s, self.sigmas
         eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
-        if s.merge != "none":  # one transition for several: those between are not drawn
-            first, power = int(eta.argmax()), s.merge.removeprefix("entropy:")
-            length = self.window.width if s.merge == "window" else merged_length(grid, first, float(power), s.eta)
-            kept = torch.tensor([i for i in range(len(grid)) if not first < i < first + length])
-            grid, eta = grid[kept], eta[kept[:-1]]
-        return Sampler(grid, s.sampler, eta)
+        if s.merge != "none":
+            grid, eta = merge_transitions(grid, eta, s.merge, s.shift)
+        return Sampler(grid, s.sampler, eta, s.solver)
 
     def places(self, sampler: Sampler) -> Tensor:
         "The transitions that may be trained, (n,) long and increasing."
@@ -206,7 +203,6 @@ class _Accounts:
 
     s: Settings
     ratio: bool
-    ratios: int
     reads: tuple[str, ...]
     table: Tensor | None
 
@@ -233,21 +229,22 @@ class _Accounts:
         s, places = self.s, len(self.places(self.sampler(0)))
         sizes = self.chunks(torch.ones(places)).sizes if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
         trained = s.prompts_per_iteration * s.images_per_prompt * transitions_per_image(s, sizes)[1]
-        passes = 1 if s.update_batch >= max(sizes or [places]) else 2  # without graph, before a later update
-        again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped  # passes without graph
+        passes = 1 + (s.update_batch < max(sizes or [places]))  # without graph, before a later update
+        again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped
         extra = len(self.reads) + (s.kl > 0) + (1 + len(self.reads)) * again
         counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
-        if s.credit_of in ("gain", "all-gains"):  # each chunk's first state is completed, and scored
+        if "gain" in s.credit_of:  # each chunk's first state is completed, and scored
             starts = [int(self.places(self.sampler(0))[part][0]) for part in self.chunks(torch.ones(places)).slices]
             images = s.prompts_per_iteration * s.images_per_prompt
             more = sum(min(s.steps - start, s.completion_steps or s.steps) for start in starts)
             scored = counts.scored + images * len(starts)
             counts = replace(counts, rollout=counts.rollout + images * more, scored=scored)
         sampler = self.sampler(0)
-        if self.table is None:
-            return replace(counts, rollout=counts.rollout * len(sampler) / s.steps) if s.merge != "none" else counts
-        states = shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
-        return replace(counts, rollout=s.prompts_per_iteration * rollout_forwards(states))
+        if self.table is not None:
+            states = shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
+            return replace(counts, rollout=s.prompts_per_iteration * rollout_forwards(states))
+        drawn = [len(self.sampler(i)) for i in range(1 if s.merge == "none" else min(s.iterations, 1000))]
+        return replace(counts, rollout=counts.rollout * sum(drawn) / len(drawn) / s.steps)
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..method.dynamics import relative_distance
 from ..method.sampler import Sampler
+from ..method.schedule import predict_endpoints
 from ..method.sharing import shared_states
 from ..models.policy import Policy, decode_latents, told_sigma
 from ..models.trainable import base_weights
@@ -92,6 +93,7 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
     noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:]), table), set(sampler.stochastic.tolist())
     states = None if table is None else shared_states(table, sampler.stochastic).tolist()
     path, logps = [latents.to(store)], [torch.zeros(len(keys), 0, device=latents.device)]
+    foretold = torch.zeros_like(latents, dtype=torch.float32)
     for i in range(len(sampler)):
         now = path[-1].float()
         told = told_sigma(policy, sampler.sigmas[i]).expand(len(keys))
@@ -104,6 +106,9 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
         else:
             v = first if i == 0 and first is not None else policy.velocity(now, told, rows)
         mean, std = sampler.mean_std(v, now, i)
+        if sampler.solver != "euler":
+            before, foretold = foretold, predict_endpoints(now, v.float(), sampler.sigmas[i])[0]
+            mean = mean + sampler.second_order[i].to(mean) * (foretold - before)
         path.append((mean + std * noise[i].to(mean.device, non_blocking=True)).to(store))
         if i in noisy:  # the others have no density
             logps.append(sampler.log_prob(path[-1].float(), mean, std)[:, None])
