@@ -136,3 +136,27 @@ def test_a_plan_counts_completions():
     assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (11 * images, 2 * images)
     few = load_method(load_settings(s, {"completion_steps": 2})).counts()
     assert (few.rollout - plain.rollout, few.scored) == (4 * images, counts.scored)
+
+
+def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
+    "G2RPO: the advantages of the images at stride 2 and 3 are added; a stride that jumps to the end is a preview."
+    more = {"steps": 7, "sharing": "group", "window": "frozen:1", "advantage_clamp": 100.0}
+    state, drawn = groups(tmp_path, **more, completion_strides="1,2,6")
+    _, plain = groups(tmp_path, **more)
+    paths, policy = drawn.context.trajectories, state.policy
+    sigmas, rows, after = paths.sampler.sigmas, drawn.context.rows(torch.arange(len(paths.keys))), paths.latents[:, 1]
+    total = plain.advantage
+    for levels in (sigmas[[1, 3, 5, 7]], sigmas[[1, 7]]):
+        x = after
+        for now, then in zip(levels[:-1], levels[1:], strict=True):
+            with torch.no_grad():
+                x = x + (then - now) * policy.velocity(x, now.expand(len(x)), rows)
+        images, prompts = decode_latents(policy, x, 4), [state.prompts[key[2]] for key in paths.keys]
+        scores = {name: torch.as_tensor(state.rewards[name](images, prompts)) for name in drawn.scores}
+        grouped = {name: x.reshape(-1, 4) for name, x in scores.items()}
+        total = total + state.method.advantages(grouped, state.reward_weights).flatten()
+    torch.testing.assert_close(drawn.advantage, total, rtol=0, atol=2e-2)
+    assert (drawn.advantage - plain.advantage).abs().max() > 0.1
+    counts, before = (load_method(load_settings(state.s, {"completion_strides": x})).counts() for x in ("1,2,6", "1"))
+    images = state.s.prompts_per_iteration * 4
+    assert (counts.rollout - before.rollout, counts.scored - before.scored) == (4 * images, 2 * images)

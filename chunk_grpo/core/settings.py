@@ -150,6 +150,8 @@ class _OptimizerSettings(BaseModel):
         "or with all; or a tree's edges by depth or by leaves.")
     completion_steps: int = setting(0, "transitions", "0: DenseGRPO; few: Stepwise-Flow-GRPO",
         "Steps of the ODE that completes a state to find a chunk's gain; 0: all that are left.", ge=0)
+    completion_strides: _SizesText = setting("1", "transitions", "1: the paper; 1,2: G2RPO",
+        "Strides of the ODE after a window: those of further images whose advantages are added; 1: the image's own.")
     advantage_clamp: float = setting(5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0)
     max_grad_norm: float = setting(0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0)
     kl: float = setting(0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0)
@@ -248,12 +250,6 @@ def _check_counts(s: "Settings") -> None:
              "other iterations have no checkpoint", s.keep_every)
     _require(s.baseline_images <= images, "baseline_images", f"be at most `images_per_prompt` ({images}), whose noise "
              "the base's images share", s.baseline_images)
-    _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
-    _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
-    _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
-             s.noise_spread)
-    _require("gain" in s.credit_of or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or "
-             "all-gains", s.completion_steps)
     _require(s.hybrid_split <= s.eval_steps, "hybrid_split", f"be at most `eval_steps` ({s.eval_steps})",
              s.hybrid_split)
 
@@ -347,16 +343,22 @@ def import_callable(
         raise InputError(f"{must}, a function or class of that module; got {path[:80]!r}")
     return getattr(found, name)
 
-# %% ../../nbs/02_core/04_settings.ipynb #097b4249
-def _check_memory(s: "Settings") -> None:
+# %% ../../nbs/02_core/04_settings.ipynb #fd295e10
+def _check_choices(s: "Settings") -> None:
     if s.sharding != "none":
         _require(not s.lora_rank, "sharding", f"be none with an adapter (`lora_rank` {s.lora_rank})", repr(s.sharding))
         _require(s.optimizer == "adamw", "optimizer", f"be adamw where `sharding` is {s.sharding}", repr(s.optimizer))
     _require(not s.anchor_every or s.kl, "anchor_every", "be 0 without a KL term (`kl` 0)", s.anchor_every)
     _require(not (s.drop_flat_groups and s.kl), "drop_flat_groups", f"be false with a KL term (`kl` {s.kl:g}), which "
              "flat groups have too", "true")
+    _require(s.lora_rank or not s.lora_alpha, "lora_alpha", "be 0 without an adapter (`lora_rank` 0)", s.lora_alpha)
+    _require(s.anchor_share == 1 or s.kl, "anchor_share", "be 1 without a KL term (`kl` 0)", s.anchor_share)
+    _require(s.shared_noise or not s.noise_spread, "noise_spread", "be 0 without a shared noise (`shared_noise` false)",
+             s.noise_spread)
+    _require("gain" in s.credit_of or not s.completion_steps, "completion_steps", "be 0 unless `credit_of` is gain or "
+             "all-gains", s.completion_steps)
 
-
+# %% ../../nbs/02_core/04_settings.ipynb #097b4249
 def _method():
     "The modules of the chapter `method` that settings ask; imported here, since they import torch."
     from chunk_grpo.method import chunks, dynamics, sampler, sharing, surrogates, windows
@@ -394,6 +396,11 @@ def _check_method(s: "Settings") -> None:
              "steps, whole, equal:SIZE", s.chunks)
     _require(s.profile_every == 0 or s.chunk_rule.kind != "fixed" or s.chunk_weighting == "profile", "profile_every",
              "be 0 unless `chunks` or `chunk_weighting` go by the profile", s.profile_every)
+    strides = re.fullmatch(r"1(,[1-9]\d{0,3})*", s.completion_strides) and [*map(int, s.completion_strides.split(","))]
+    _require(strides and strides == sorted(set(strides)), "completion_strides", "be 1, or 1 and larger ones such as "
+             "1,2", repr(s.completion_strides[:80]))
+    _require(strides == [1] or s.window != "all" and s.credit_of == "image", "completion_strides", "be 1 unless a "
+             "`window` is followed by the ODE and `credit_of` is image", s.completion_strides)
     _check_merge(s)
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
@@ -454,7 +461,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
     @model_validator(mode="after")
     def _check_rules(self):
-        for rule in (_check_counts, _check_rewards, _check_memory, _check_method):
+        for rule in (_check_counts, _check_rewards, _check_choices, _check_method):
             rule(self)
         return self
 

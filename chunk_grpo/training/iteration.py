@@ -154,22 +154,31 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
 @torch.no_grad()
+def _score_completions(
+    state: TrainingState, context: ReplayContext, start: int, grid: Tensor,  # transition; levels, from its own to 0
+) -> dict[str, Tensor]:  # raw, by reward trained on, (B,)
+    "Scores of the images that the ODE makes of the states before a transition."
+    s, paths = state.s, context.trajectories
+    prompts = [state.prompts[prompt] for _, _, prompt, _ in paths.keys]
+    latents = sample_ode(state.policy, context.rows(torch.arange(len(prompts))), paths.latents[:, start].float(), grid,
+                         s.rollout_batch)
+    images = decode_latents(state.policy, latents, s.rollout_batch)
+    return {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
+
+
 def chunk_gains(
     state: TrainingState, context: ReplayContext, scores: dict[str, Tensor],  # raw, of the images, by reward, (B,)
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:  # transitions (n,) and gains (B,) by reward of every chunk
     "How much the image that the ODE makes of a state gains by each chunk (DenseGRPO, 2601.20218)."
-    s, paths, policy = state.s, context.trajectories, state.policy
-    places, prompts = state.method.places(paths.sampler), [state.prompts[prompt] for _, _, prompt, _ in paths.keys]
-    rows, after, gains = context.rows(torch.arange(len(prompts))), scores, []
+    s, paths, after, gains = state.s, context.trajectories, scores, []
+    places = state.method.places(paths.sampler)
     for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):  # from the image back to the noise
         start = int(places[chunk][0])
-        now, rest = paths.latents[:, start].float(), paths.sampler.sigmas[start:]
+        rest = paths.sampler.sigmas[start:]
         if s.completion_steps:
             steps = min(s.completion_steps, len(rest) - 1)
             rest = rest[torch.linspace(0, len(rest) - 1, steps + 1).round().long()]
-        latents = sample_ode(policy, rows, now, rest, s.rollout_batch)
-        images = decode_latents(policy, latents, s.rollout_batch)
-        before = {name: score_images(name, state.rewards[name], images, prompts).to(after[name]) for name in scores}
+        before = {name: x.to(after[name]) for name, x in _score_completions(state, context, start, rest).items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
         after = before
     return gains
@@ -195,7 +204,12 @@ def compare_groups(
         return _of_all_groups(state, of, lambda every: method.advantages(every, state.reward_weights))
 
     if s.credit_of == "image":
-        return compared(scores)
+        of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
+        for stride in map(int, s.completion_strides.split(",")[1:]):  # the first is the rollout's own
+            grid = torch.cat([sampler.sigmas[start:-1:stride], sampler.sigmas[-1:]])
+            of_strides.append(compared(_score_completions(state, context, start, grid)))
+        added = torch.stack(of_strides).sum(0).clamp(-s.advantage_clamp, s.advantage_clamp)
+        return added if len(of_strides) > 1 else of_strides[0]
     if s.credit_of in ("depth", "leaves"):
         states = shared_states(method.table, sampler.stochastic)
         return edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
@@ -270,7 +284,8 @@ def sample_groups(state: TrainingState) -> Rollout:
         anchored = _of_all_groups(state, told, lambda every: outrun_images(
             every[""], [every[name] for name in beside], s.anchor_share))
     context = replace(before, trajectories=paths, anchored=anchored)
-    with count_seconds(seconds, "completions") if "gain" in s.credit_of else contextlib.nullcontext():
+    further = "gain" in s.credit_of or "," in s.completion_strides
+    with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
     return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
 

@@ -7,6 +7,7 @@ __all__ = ['sample_chunks', 'transition_weights', 'ReplayContext', 'anchor_penal
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000005
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -226,25 +227,25 @@ class _Accounts:
 
     def counts(self) -> IterationCounts:
         "What an iteration computes, for the plan."
-        s, places = self.s, len(self.places(self.sampler(0)))
-        sizes = self.chunks(torch.ones(places)).sizes if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
-        trained = s.prompts_per_iteration * s.images_per_prompt * transitions_per_image(s, sizes)[1]
-        passes = 1 + (s.update_batch < max(sizes or [places]))  # without graph, before a later update
-        again = self.ratio * (1 - 1 / s.updates_per_iteration) * passes + self.grouped
+        s, sampler, images = self.s, self.sampler(0), self.s.prompts_per_iteration * self.s.images_per_prompt
+        places = self.places(sampler)
+        chunks = self.chunks(torch.ones(len(places))) if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
+        trained = images * transitions_per_image(s, chunks and chunks.sizes)[1]
+        largest = max(chunks.sizes if chunks else [len(places)])  # in two passes where it is more than a batch
+        again = self.ratio * (1 - 1 / s.updates_per_iteration) * (1 + (largest > s.update_batch)) + self.grouped
         extra = len(self.reads) + (s.kl > 0) + (1 + len(self.reads)) * again
         counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
-        if "gain" in s.credit_of:  # each chunk's first state is completed, and scored
-            starts = [int(self.places(self.sampler(0))[part][0]) for part in self.chunks(torch.ones(places)).slices]
-            images = s.prompts_per_iteration * s.images_per_prompt
-            more = sum(min(s.steps - start, s.completion_steps or s.steps) for start in starts)
-            scored = counts.scored + images * len(starts)
-            counts = replace(counts, rollout=counts.rollout + images * more, scored=scored)
-        sampler = self.sampler(0)
         if self.table is not None:
             states = shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
-            return replace(counts, rollout=s.prompts_per_iteration * rollout_forwards(states))
-        drawn = [len(self.sampler(i)) for i in range(1 if s.merge == "none" else min(s.iterations, 1000))]
-        return replace(counts, rollout=counts.rollout * sum(drawn) / len(drawn) / s.steps)
+            rollout = s.prompts_per_iteration * rollout_forwards(states)
+        else:
+            drawn = [len(self.sampler(i)) for i in range(1 if s.merge == "none" else min(s.iterations, 1000))]
+            rollout = counts.rollout * sum(drawn) / len(drawn) / s.steps
+        strides, left = s.completion_strides.split(",")[1:], len(sampler) - 1 - int(places[-1])
+        more = [math.ceil(left / int(stride)) for stride in strides]  # forwards of images that are scored too
+        if chunks and "gain" in s.credit_of:
+            more = [min(s.steps - int(places[part][0]), s.completion_steps or s.steps) for part in chunks.slices]
+        return replace(counts, rollout=rollout + images * sum(more), scored=counts.scored + images * len(more))
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."
