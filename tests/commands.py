@@ -19,8 +19,8 @@ def environment(**more) -> dict[str, str]:
 
 
 def command(*words) -> list[str]:
-    "chunk-grpo with some words behind it."
-    return [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
+    "The installed chunk-grpo with some words behind it."
+    return [str(Path(sys.executable).with_name("chunk-grpo")), *map(str, words)]
 
 
 @functools.cache

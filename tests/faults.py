@@ -225,7 +225,7 @@ def program(words: list[str], environment: dict[str, str], folder: str, files: t
 
     subprocess.Popen = warm.Popen
     install(plan)
-    os._exit(warm.become("chunk_grpo.cli.main", words, environment))
+    os._exit(warm.become(warm.MAIN, words, environment, safe=True))
 
 
 def read_steps(log: Path) -> list[Step]:

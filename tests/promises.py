@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
-from strangers import watched, write_stranger
+from strangers import COMMAND_LINE, watched, write_stranger
 
 KEPT = Path(__file__).parents[1] / "runs" / "results" / "promises.json"
 TINY = ("like: pocket/tiny\niterations: 1\nsteps: 4\nchunks: '3'\neval_rewards: []\neval_count: 2\nhybrid_split: 2\n"
@@ -22,11 +23,27 @@ ON_A_RUN = {  # command -> its words, beside a run in the folder `run` and setti
 ALONE = {"presets": ["presets"], "methods": ["methods"], "doctor": ["doctor"],
          "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"],
          "speed": ["speed", "--prompts", "1", "--images", "2", "--repeats", "1", "--out", "speed.json"],
+         "serve-reward": ["serve-reward", "pocket-clip", "--port", "{port}"],
          "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"]}
 STUDY = ("title: two seeds\nquestion: is it fast?\nseeds: 2\nreference: steps\n"
          "arms: {steps: {chunks: steps}, whole: {chunks: whole}}\nevaluation: {eval_images: 1}\n")
 
 
+ASKED = f"""
+import os, signal, threading, time, urllib.request
+
+def ask():  # until it answers; then the server is stopped as by its user
+    while True:
+        time.sleep(0.2)
+        try:
+            urllib.request.urlopen("http://127.0.0.1:{{port}}/health", timeout=5).read()
+        except OSError:
+            continue
+        return os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=ask, daemon=True).start()
+{COMMAND_LINE}
+"""
 SYSTEM = ("uname", "fc-list", "node")  # what libraries ask the machine
 LIBRARIES = re.compile(r"home/(\.cache|\.config|\.local/share)/(matplotlib|fontconfig|jupyter)"
                        r"|home/\.(ipython|jupyter)")
@@ -57,7 +74,13 @@ def program(words: list) -> str:
 def promise(folder: Path, whose: str, command: str, words: list) -> dict:
     "A row: how the command ended, and what it read of the run, wrote, ran and contacted."
     work, before = folder, stamps(folder)
-    done, events = watched(folder, *words, cwd=work, HOME=folder / "home", TMPDIR=folder / "temporary")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"HOME": folder / "home", "TMPDIR": folder / "temporary"}
+    started = ASKED.replace("{port}", str(port)) if "{port}" in words else COMMAND_LINE
+    words = [word.replace("{port}", str(port)) for word in words]
+    done, events = watched(folder, *words, cwd=work, program=started, **places)
     after, here = stamps(folder), f"{work.resolve()}/"
     opened = {e[1].removeprefix(here) for e in events if e[0] == "open" and e[1].startswith(f"{here}run/")}
     wrote = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
@@ -66,38 +89,39 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
     hosts = {str(e[1]) for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost", "")}
     hosts |= {e[1][0] for e in events if e[0] == "connect" and isinstance(e[1], tuple)} - {"127.0.0.1", "::1"}
     left = [name for name in after if name.startswith("temporary/") and name not in before]
-    return {"command": command, "run": whose, "exit": done.returncode,
+    code = done.returncode if done.returncode >= 0 else 128 - done.returncode  # as a shell says it
+    return {"command": command, "run": whose, "exit": code,
             "reads": sorted({shortened(name) for name in opened if name in before} - wrote), "writes": sorted(wrote),
             "runs": sorted({program(e[1]) for e in events if e[0] == "run"} - {*SYSTEM}), "contacts": sorted(hosts),
             "left in the temporary folder": len(left)}
 
 
-def promises() -> list[dict]:
-    "All rows: on one's own run, on a stranger's, and without a run."
-    rows = []
-    for whose, commands in (("none", ALONE), ("one's own", ON_A_RUN), ("a stranger's", ON_A_RUN)):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name).resolve()
-            for place in ("temporary", "cache", "home"):
-                (folder / place).mkdir()
-            (folder / "two.txt").write_text("a red star\na blue ring\n")
-            (folder / "tiny.yaml").write_text(TINY.format(folder / "two.txt"))
-            if whose == "none":
-                (folder / "study").mkdir()
-                (folder / "study" / "study.yaml").write_text(STUDY)
-                (folder / "study" / "base.yaml").write_text(TINY.format(folder / "two.txt"))
-            if whose == "one's own":
-                words = "train", "tiny.yaml", "--out", "run", "--no-report"
-                done, _ = watched(folder, *words, cwd=folder, HOME=folder / "home")
-                assert done.returncode == 0, done.stderr
-            elif whose != "none":
-                write_stranger(folder)
-            rows += [promise(folder, whose, command, words) for command, words in commands.items()]
-    return rows
+WHOSE = {"none": ALONE, "one's own": ON_A_RUN, "a stranger's": ON_A_RUN}
+
+
+def promises(whose: str) -> list[dict]:
+    "The rows of a kind: without a run, on one's own run, or on a stranger's."
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        for place in ("temporary", "cache", "home"):
+            (folder / place).mkdir()
+        (folder / "two.txt").write_text("a red star\na blue ring\n")
+        (folder / "tiny.yaml").write_text(TINY.format(folder / "two.txt"))
+        if whose == "none":
+            (folder / "study").mkdir()
+            (folder / "study" / "study.yaml").write_text(STUDY)
+            (folder / "study" / "base.yaml").write_text(TINY.format(folder / "two.txt"))
+        elif whose == "one's own":
+            words = "train", "tiny.yaml", "--out", "run", "--no-report"
+            done, _ = watched(folder, *words, cwd=folder, HOME=folder / "home")
+            assert done.returncode == 0, done.stderr
+        else:
+            write_stranger(folder)
+        return [promise(folder, whose, command, words) for command, words in WHOSE[whose].items()]
 
 
 if __name__ == "__main__":
-    made = promises()
+    made = [row for whose in WHOSE for row in promises(whose)]
     KEPT.write_text(json.dumps(made, indent=1) + "\n")
     print(*made, sep="\n")
     sys.exit(0)

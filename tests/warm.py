@@ -27,6 +27,7 @@ PRELOADED = [
     "frozen"]
 FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.drawing")
 TESTS = os.path.dirname(os.path.abspath(__file__))
+MAIN = "chunk_grpo.cli.main"
 
 
 def server(environment: dict[str, str]):
@@ -136,14 +137,14 @@ class Popen(subprocess.Popen):
 
 
 def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str],
-            module: str = "chunk_grpo.cli.main") -> None:
+            module: str = MAIN) -> None:
     "What a process of the server does: the command line, or another module or file, in a folder; output in two files."
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     subprocess.Popen = Popen
-    os._exit(become(module, words, environment))
+    os._exit(become(module, words, environment, safe=module == MAIN))  # the installed script has not the folder
 
 
 _starting = threading.Lock()
@@ -173,7 +174,7 @@ class Started:
 
 
 def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float,
-         module: str = "chunk_grpo.cli.main"):
+         module: str = MAIN):
     "Run the command line, or another module or file, to its end in a process of the server; its exit code."
     child = context.Process(target=program, args=(words, environment, folder, files, module))
     start_process(child)
