@@ -20,10 +20,12 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
     anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0),
               *[f"for {s.anchor_share:g} of images"] * (s.anchor_share < 1)]
+    credit = [s.credit, *[s.credit_of] * (s.credit_of != "image"),
+              *[f"strides {s.completion_strides}"] * (s.completion_strides != "1")]
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
     start = "one noise" + f", spread {s.noise_spread:g}" * (s.noise_spread > 0) if s.shared_noise else s.sharing
     return {"noise": noise, "start": start,
-            "credit": s.credit if s.credit_of == "image" else f"{s.credit}, {s.credit_of}",
+            "credit": ", ".join(credit),
             "likelihood": transition if method.density else of.get("likelihood", "flow matching"),
             "grouping": ", ".join(grouping) if method.density or "likelihood" in of else "levels",
             "surrogate": of.get("surrogate", s.surrogate),
@@ -31,7 +33,7 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
             "anchor": ", ".join(anchor) if s.kl else "none", "drawn by": method.sampled_by or "present"}
 
 
-def method_row(name: str, base: str = "paper/chunk") -> dict:  # a preset or YAML file that the method is put beside
+def method_row(name: str, base: str | dict = "paper/chunk") -> dict:  # preset, YAML file or values it is put beside
     "A row of the table of methods: title, source, idea, choice on every axis, and the cost of an image in forwards."
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")
