@@ -139,7 +139,7 @@ def test_a_plan_counts_completions():
 
 
 def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
-    "G2RPO: the advantages of the images at stride 2 and 3 are added; a stride that jumps to the end is a preview."
+    "G2RPO: the advantages of the images at stride 2 and 6 are added; a stride that jumps to the end is a preview."
     more = {"steps": 7, "sharing": "group", "window": "frozen:1", "advantage_clamp": 100.0}
     state, drawn = groups(tmp_path, **more, completion_strides="1,2,6")
     _, plain = groups(tmp_path, **more)

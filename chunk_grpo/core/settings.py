@@ -12,7 +12,6 @@ __all__ = ['OURS', 'REWARD_LOADERS', 'ALARMS', 'METHODS', 'PRESETS_DIR', 'RESUME
 import difflib
 import importlib
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -366,9 +365,10 @@ def _method():
 
 
 def _check_merge(s: "Settings") -> None:
-    said = re.fullmatch(r"(entropy|rest):(\d+\.?\d*|\.\d+)", s.merge)
-    power, most = said and said[1] == "entropy", {"rest": 1.0}.get(said[1] if said else "", math.inf)
-    _require(s.merge in ("none", "window") or said and 0 < float(said[2]) < most, "merge", "be none, window, "
+    power = re.fullmatch(r"entropy:(\d+\.?\d*|\.\d+)", s.merge)
+    share = re.fullmatch(r"rest:(0?\.\d+)", s.merge)
+    number = float((power or share or ["", "0"])[1])
+    _require(s.merge in ("none", "window") or number > 0, "merge", "be none, window, "
              "entropy:POWER with a number above 0, or rest:SHARE with one between 0 and 1", repr(s.merge[:80]))
     if s.merge == "none":
         return

@@ -158,11 +158,10 @@ def _score_completions(
     state: TrainingState, context: ReplayContext, start: int, grid: Tensor,  # transition; levels, from its own to 0
 ) -> dict[str, Tensor]:  # raw, by reward trained on, (B,)
     "Scores of the images that the ODE makes of the states before a transition."
-    s, paths = state.s, context.trajectories
+    paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
     prompts = [state.prompts[prompt] for _, _, prompt, _ in paths.keys]
-    latents = sample_ode(state.policy, context.rows(torch.arange(len(prompts))), paths.latents[:, start].float(), grid,
-                         s.rollout_batch)
-    images = decode_latents(state.policy, latents, s.rollout_batch)
+    rows, now = context.rows(torch.arange(len(prompts))), paths.latents[:, start].float()
+    images = decode_latents(policy, sample_ode(policy, rows, now, grid, batch), batch)
     return {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
 
 
@@ -203,13 +202,14 @@ def compare_groups(
     def compared(of: dict[str, Tensor]) -> Tensor:
         return _of_all_groups(state, of, lambda every: method.advantages(every, state.reward_weights))
 
+    if s.credit_of == "image" and s.completion_strides == "1":
+        return compared(scores)
     if s.credit_of == "image":
         of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
         for stride in map(int, s.completion_strides.split(",")[1:]):  # the first is the rollout's own
             grid = torch.cat([sampler.sigmas[start:-1:stride], sampler.sigmas[-1:]])
             of_strides.append(compared(_score_completions(state, context, start, grid)))
-        added = torch.stack(of_strides).sum(0).clamp(-s.advantage_clamp, s.advantage_clamp)
-        return added if len(of_strides) > 1 else of_strides[0]
+        return torch.stack(of_strides).sum(0).clamp(-s.advantage_clamp, s.advantage_clamp)
     if s.credit_of in ("depth", "leaves"):
         states = shared_states(method.table, sampler.stochastic)
         return edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
