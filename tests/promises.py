@@ -1,14 +1,21 @@
 """What every command reads, writes, runs and contacts; `python tests/promises.py` keeps the table of the book."""
 
+import http.server
+import io
 import json
 import os
 import re
 import socket
 import sys
 import tempfile
+import threading
+import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 from strangers import COMMAND_LINE, watched, write_stranger
+
+from chunk_grpo.reward_serving.placement import ENVIRONMENTS_DIR
 
 KEPT = Path(__file__).parents[1] / "runs" / "results" / "promises.json"
 TINY = ("like: pocket/tiny\niterations: 1\nsteps: 4\nchunks: '3'\neval_rewards: []\neval_count: 2\nhybrid_split: 2\n"
@@ -24,6 +31,7 @@ ALONE = {"presets": ["presets"], "methods": ["methods"], "doctor": ["doctor"],
          "plan": ["plan", "tiny.yaml", "--rate", "1"], "train": ["train", "tiny.yaml", "--out", "new"],
          "speed": ["speed", "--prompts", "1", "--images", "2", "--repeats", "1", "--out", "speed.json"],
          "serve-reward": ["serve-reward", "pocket-clip", "--port", "{port}"],
+         "reward-env": ["reward-env", "hpsv3"],
          "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"]}
 STUDY = ("title: two seeds\nquestion: is it fast?\nseeds: 2\nreference: steps\n"
          "arms: {steps: {chunks: steps}, whole: {chunks: whole}}\nevaluation: {eval_images: 1}\n")
@@ -44,9 +52,50 @@ def ask():  # until it answers; then the server is stopped as by its user
 threading.Thread(target=ask, daemon=True).start()
 {COMMAND_LINE}
 """
-SYSTEM = ("uname", "fc-list", "node")  # what libraries ask the machine
+INDEX = "127.0.0.2"  # an address of this host that nothing else here listens at
+
+
+def empty_wheel(project: str, version: str) -> bytes:
+    "A package that holds nothing, as pip takes it."
+    place, packed = f"{project}-{version}.dist-info", io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as wheel:
+        wheel.writestr(f"{place}/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+        wheel.writestr(f"{place}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{place}/RECORD", "")
+    return packed.getvalue()
+
+
+@contextmanager
+def package_index():
+    "An index with an empty package for each line of hpsv3's list, at INDEX; its address."
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ENVIRONMENTS_DIR / "hpsv3.txt").read_text(), re.M))
+    pins = {re.sub(r"[-_.]+", "_", name).lower(): version for name, version in pins.items()}
+
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.strip("/").split("/")[-1]
+            project = name.split("-")[0].replace("-", "_") if name.endswith(".whl") else name.replace("-", "_")
+            file = f"{project}-{pins[project]}-py3-none-any.whl"
+            page = f'<html><body><a href="/files/{file}">{file}</a></body></html>'.encode()
+            body = empty_wheel(project, pins[project]) if name.endswith(".whl") else page
+            self.send_response(200)
+            self.send_header("Content-Type", "application/zip" if name.endswith(".whl") else "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words):
+            pass
+
+    with http.server.ThreadingHTTPServer((INDEX, 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{INDEX}:{server.server_port}/simple/"
+        server.shutdown()
+
+
+SYSTEM = ("uname", "fc-list", "node", "lsb_release", "rustc")  # what libraries ask the machine
 LIBRARIES = re.compile(r"home/(\.cache|\.config|\.local/share)/(matplotlib|fontconfig|jupyter)"
-                       r"|home/\.(ipython|jupyter)")
+                       r"|home/\.(ipython|jupyter|rustup)")
 
 
 def stamps(folder: Path) -> dict[str, tuple]:
@@ -60,6 +109,8 @@ def shortened(name: str) -> str:
     parts = name.split("/")
     if parts[0] == "cache":
         return "the cache"
+    if parts[:4] == ["home", ".cache", "chunk-grpo", "envs"]:
+        return "/".join(parts[:4]) + "/"
     kept = parts if parts[0] == "home" else parts[:2] if parts[0] in ("run", "new") else parts[:1]
     return re.sub(r"\d{3,}", "N", "/".join(kept)) + ("/" if len(parts) > len(kept) else "")
 
@@ -77,10 +128,12 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places = {"HOME": folder / "home", "TMPDIR": folder / "temporary"}
+    places = {"HOME": folder / "home", "TMPDIR": folder / "temporary", "PIP_CONFIG_FILE": os.devnull}
     started = ASKED.replace("{port}", str(port)) if "{port}" in words else COMMAND_LINE
     words = [word.replace("{port}", str(port)) for word in words]
-    done, events = watched(folder, *words, cwd=work, program=started, **places)
+    with package_index() as index:
+        places |= {"PIP_INDEX_URL": index, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
+        done, events = watched(folder, *words, cwd=work, program=started, **places)
     after, here = stamps(folder), f"{work.resolve()}/"
     opened = {e[1].removeprefix(here) for e in events if e[0] == "open" and e[1].startswith(f"{here}run/")}
     wrote = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
@@ -88,6 +141,7 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
              if not name.startswith(("watch/", "temporary/")) and not LIBRARIES.match(name)}
     hosts = {str(e[1]) for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost", "")}
     hosts |= {e[1][0] for e in events if e[0] == "connect" and isinstance(e[1], tuple)} - {"127.0.0.1", "::1"}
+    hosts = {"the index of pip" if host == INDEX else host for host in hosts}
     left = [name for name in after if name.startswith("temporary/") and name not in before]
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode  # as a shell says it
     return {"command": command, "run": whose, "exit": code,
