@@ -5,16 +5,19 @@
 # %% auto #0
 __all__ = ['OTHER_FILES', 'FAMILIES', 'MODEL_FOLDERS', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'check_network_weights',
-           'check_tokenizers', 'unknown_words', 'read_prompts', 'sample_prompt_indices', 'evenly_spaced_positions',
+           'unknown_words', 'check_text_parts', 'read_prompts', 'sample_prompt_indices', 'evenly_spaced_positions',
            'content_hashes']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import csv
 import hashlib
 import importlib
+import inspect
 import io
 import json
+import math
 import random
+import warnings
 from pathlib import Path
 
 from .. import InputError
@@ -135,7 +138,7 @@ def check_network_weights(folder: Path, part: str, kind: type) -> None:
 
     stored, config = read_tensor_shapes(folder, part), read_model_json(folder, f"{part}/config.json")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
             built = {name: tuple(x.shape) for name, x in kind.from_config(config).state_dict().items()}
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"model: {folder}/{part}/config.json describes no network ({error}).") from None
@@ -160,18 +163,18 @@ def _load_tokenizer(folder: Path, part: str):
         reason = str(error).strip().split("\n")[0][:120]
         raise InputError(f"model: the tokenizer in {folder}/{part} cannot be used "
                          f"({reason or type(error).__name__}).") from None
-    size = read_model_json(folder, f"{part.replace('tokenizer', 'text_encoder')}/config.json").get("vocab_size")
+    encoder = read_model_json(folder, f"{part.replace('tokenizer', 'text_encoder')}/config.json")
+    size = encoder.get("vocab_size")
     if len(ids) != 8 or (isinstance(size, int) and not 0 <= min(ids) <= max(ids) < size):
         raise InputError(f"model: the tokenizer in {folder}/{part} gives tokens that the text encoder, of {size}, does "
                          "not have.")
+    length, most = out.model_max_length, math.inf
+    if str(encoder.get("model_type")).startswith("clip"):  # what CLIP reads, other encoders are told by `max_tokens`
+        most = encoder.get("max_position_embeddings", 77)
+    if not (isinstance(length, int) and 1 <= length <= most):
+        raise InputError(f"model: the tokenizer in {folder}/{part} must have a `model_max_length` that is a whole "
+                         f"number from 1{f' to {most}' * (most < math.inf)}; got {length!r}.")
     return out
-
-
-def check_tokenizers(folder: Path) -> None:  # a pipeline's folder
-    "InputError where a tokenizer cannot be loaded, or does not belong to its text encoder."
-    for part, what in read_model_json(folder, "model_index.json").items():
-        if part.startswith("tokenizer") and isinstance(what, list) and what[1:] and what[1]:
-            _load_tokenizer(folder, part)
 
 
 def unknown_words(folder: Path, prompts: list[str]) -> list[str]:  # folder: a pipeline's folder; returns each once
@@ -179,6 +182,39 @@ def unknown_words(folder: Path, prompts: list[str]) -> list[str]:  # folder: a p
     known = _load_tokenizer(folder, "tokenizer")
     words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
     return [word for word in words if known.unk_token_id in known(word, add_special_tokens=False)["input_ids"]]
+
+# %% ../../nbs/03_models/00_inputs.ipynb #27062431
+def _check_text_encoder(folder: Path, part: str) -> None:
+    "InputError where a text encoder's configuration describes no network of the class that the pipeline names."
+    import torch
+    import transformers
+
+    config = read_model_json(folder, f"{part}/config.json")
+    try:
+        kind = getattr(transformers, read_model_json(folder, "model_index.json")[part][1])
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
+            built = kind(kind.config_class.from_dict(config))
+        if not all(x.numel() for x in built.parameters()):
+            raise ValueError("a weight of it has no number")
+    except Exception as error:  # transformers checks with exceptions of its own
+        raise InputError(f"model: {folder}/{part}/config.json describes no text encoder "
+                         f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
+
+
+def check_text_parts(folder: Path) -> None:  # a pipeline's folder
+    "InputError where the pipeline lacks a part, or a tokenizer or text encoder that cannot be used with the other."
+    index = read_model_json(folder, "model_index.json")
+    named = [part for part, what in index.items() if isinstance(what, list) and len(what) == 2 and all(what)]
+    wanted = inspect.signature(import_class(index["_class_name"])).parameters.values()
+    needed = sorted(one.name for one in wanted if one.default is one.empty)
+    if gone := [part for part in needed if part not in named]:
+        raise InputError(f"model: {folder}/model_index.json names no {gone[0]}; allowed is one with "
+                         f"{', '.join(needed)}.")
+    for part in sorted(named):  # encoders before their tokenizers
+        if part.startswith("tokenizer"):
+            _load_tokenizer(folder, part)
+        elif part.startswith("text_encoder"):
+            _check_text_encoder(folder, part)
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
 _PROMPT_FILES = {
@@ -263,6 +299,6 @@ def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
-    check_tokenizers(model)
+    check_text_parts(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}

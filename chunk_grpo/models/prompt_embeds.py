@@ -160,17 +160,19 @@ def lazy_prompt_encoder(
 
     @torch.no_grad()
     def fresh(group: list[str]) -> dict[str, Tensor]:
-        if not pipe:
-            parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
-            try:
-                made = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
-            except RuntimeError as error:
-                if "mismatched_sizes" not in str(error):
-                    raise
+        try:
+            if not pipe:
+                parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
+                pipe.append(import_class(policy.pipeline).from_pretrained(policy.folder, **parts).to(policy.device))
+            return policy.embed(pipe[0], list(group))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the machine, not of the model
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if "mismatched_sizes" in str(error):
                 raise InputError(f"`model` must have text encoders whose config.json fits their weights; one of those "
                                  f"in {policy.folder} is of another network") from None
-            pipe.append(made.to(policy.device))
-        return policy.embed(pipe[0], list(group))
+            raise InputError(f"`model` must have text encoders and tokenizers that encode the prompts; those in "
+                             f"{policy.folder} end with {type(error).__name__}: {str(error)[:200]!r}") from None
 
     yield fresh
     if pipe:
