@@ -268,6 +268,26 @@ def harm(file: Path, how: str) -> None:
         file.write_bytes(content)
 
 
+CHANGED = {  # file of a model -> changes that leave no model
+    "text_encoder/config.json": [{"hidden_size": 3}, {"hidden_size": "x"}, {"hidden_act": "x"}, {"hidden_size": 0},
+                                 {"intermediate_size": 0}, {"eos_token_id": "x"}, {"vocab_size": -1}],
+    "text_encoder_2/config.json": [{"num_layers": "x"}, {"d_model": 0}, {"d_kv": -4}, {"num_heads": None}, {"d_ff": []},
+                                   {"dense_act_fn": "x"}, {"feed_forward_proj": 3}, {"vocab_size": 3}],
+    "transformer/config.json": [{"num_layers": -1}, {"num_attention_heads": -1}, {"joint_attention_dim": 0},
+                                {"attention_head_dim": "x"}, {"in_channels": 0}, {"pooled_projection_dim": None}],
+    "vae/config.json": [{"act_fn": "x"}, {"block_out_channels": []}, {"down_block_types": ["x"]}, {"in_channels": 0},
+                        {"latent_channels": 3}, {"latent_channels": -1}, {"scaling_factor": "x"}, {"shift_factor": []},
+                        {"norm_num_groups": 0}, {"layers_per_block": "x"}],
+    "tokenizer/tokenizer_config.json": [
+        {"model_max_length": "x"}, {"model_max_length": 0}, {"model_max_length": -1}, {"model_max_length": 10**30},
+        {"pad_token": None}, {"padding_side": "middle"}],
+    "model_index.json": [
+        {"tokenizer": None}, {"tokenizer": "x"}, {"tokenizer_2": [None, None]}, {"text_encoder": ["os"]},
+        {"text_encoder": ["os", "system"]}, {"tokenizer": ["os", "system"]}, {"scheduler": None},
+        {"text_encoder_2": ["transformers", "Nothing"]}],
+}
+
+
 def model_cases(folder: Path) -> dict[str, Case]:
     "Folders of models each with a part that is missing or damaged."
     whole, out = folder / "model", {}
@@ -281,8 +301,7 @@ def model_cases(folder: Path) -> dict[str, Case]:
         for i, how in enumerate(HARM):
             if i % 2 == hash_of(part) % 2 and part != "model_index.json":
                 continue
-            if how in ("object",) and part.startswith(("scheduler", "text_encoder", "vae", "transformer")) \
-                    and part.endswith("json"):
+            if how == "object" and part.endswith("config.json"):
                 continue  # defaults of the library; the weights tell, and those are loaded later
             other = folder / "models" / f"{part.replace('/', '-')}-{how.replace(' ', '-')}"
             shutil.copytree(whole, other, copy_function=linked)
@@ -295,6 +314,14 @@ def model_cases(folder: Path) -> dict[str, Case]:
         (other / "model_index.json").unlink()
         write(other / "model_index.json", json.dumps(index | {key: value}))
         out[f"model class {value!r}"] = Case([*words, f"model={other}"])
+    for part, changes in CHANGED.items():
+        for i, change in enumerate(changes):
+            other = folder / "models" / f"{part.replace('/', '-')}-{i}"
+            shutil.copytree(whole, other, copy_function=linked)
+            content = json.loads((other / part).read_text())
+            (other / part).unlink()
+            write(other / part, json.dumps(content | change))
+            out[f"model {part} {change}"] = Case([*words, f"model={other}"])
     for name in ("nowhere", "a/b/c", "../..", "/dev/null", str(good), "--", "a b", "é/é", LONG, "./nowhere", "."):
         out[f"model {name[:20]}"] = Case([*words, f"model={name}"])
         out[f"model {name[:20]} and no folder named"] = Case([*words[:-2], f"model={name}"])

@@ -142,7 +142,10 @@ def test_credit_of_one_reward_is_the_groups_where_forms_say_so():
     group = credit_advantages(scores, {"r": 1.0}, "group")
     torch.testing.assert_close(credit_advantages(scores, {"r": 1.0}, "sum"), group)
     torch.testing.assert_close(credit_advantages(scores, {"r": 2.0}, "gdpo"), group / group.std())
-    for form in CREDIT_FORMS:
+    scaled = credit_advantages(scores, {"r": 1.0}, "scale")
+    torch.testing.assert_close(scaled, scores["r"] / scores["r"].std(1, keepdim=True))
+    assert not credit_advantages({"r": torch.full((1, 6), 0.3)}, {"r": 1.0}, "scale").any()
+    for form in {*CREDIT_FORMS} - {"scale"}:
         mean = credit_advantages(scores, {"r": 1.0}, form).mean(1)
         torch.testing.assert_close(mean, torch.zeros(3), rtol=0, atol=1e-5)
 
@@ -367,6 +370,47 @@ def test_matched_chances_pull_by_what_they_differ():
     assert not slope[~mine].any() and worth[mine].sum() < 0
 
 
+def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(policy):
+    "Self-OPD: the printed regression has the gradient of the weighted log-densities; a bad twin of the best is spared."
+    method = method_of("self-opd")
+    sampler = method.sampler(0)
+    place = int(sampler.stochastic)
+    rows, row = policy.encode(["a red star"]), torch.zeros(4, dtype=torch.long)
+    paths = sample_trajectories(policy, rows, row, KEYS[:4], sampler, 4, False, table=method.table)
+    paths.latents[3, place + 1] = paths.latents[1, place + 1]  # the last branch is the best one's twin
+    context, image, index = ReplayContext(policy, rows, paths), torch.tensor([2, 0, 3, 1]), torch.full((4,), place)
+    gains = torch.tensor([-1.0, 0.3, -2.0, 1.5])  # in the order of `image`
+    new, _ = method.replay(context, image, index)
+    worth = method.objective(method.statistic(new, new), gains, torch.zeros(4, dtype=torch.long))
+    used = worth / new[0]
+    torch.testing.assert_close(used[[1, 3]], gains[[1, 3]])
+    assert abs(used[2]) < 1e-5 and -0.6 < used[0] < -0.4
+    x, (_, b, std) = paths.latents[image, place], sampler.coefficients(place)
+    v, _ = context.velocities(x, image, index)
+    mean, _ = sampler.mean_std(v.detach(), x, place)
+    target = v.detach() + (paths.latents[image, place + 1] - mean) / b
+    loss = b**2 / (2 * std**2) * (used.detach() * (v - target).square().flatten(1).mean(1)).sum()
+    printed, ours = (torch.cat([g.flatten() for g in torch.autograd.grad(of, policy.trained, retain_graph=True)])
+                     for of in (loss, -worth.sum()))
+    torch.testing.assert_close(printed, ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max()))
+
+
+def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
+    "Self-OPD's baseline: forwards and scores are what the plan counts, and the branches of a group have one baseline."
+    more = {"images_per_prompt": 4, "rollout_batch": 8, "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1,
+            "threads": 1}
+    s = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
+    state, asked, scored = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), [], []
+    velocity, reward = state.policy.velocity, state.rewards["pocket-clip"]
+    state.policy.velocity = lambda x, *given: (asked.append(len(x)), velocity(x, *given))[1]
+    state.rewards["pocket-clip"] = lambda images, prompts: (scored.append(len(images)), reward(images, prompts))[1]
+    drawn, counts = iteration.sample_groups(state), state.method.counts()
+    assert sum(asked) == counts.rollout and sum(scored) == counts.scored == 8 + 2
+    gains = iteration.chunk_gains(state, drawn.context, drawn.scores)[0][1]["pocket-clip"]
+    baseline = (drawn.scores["pocket-clip"] - gains).reshape(2, 4)
+    torch.testing.assert_close(baseline, baseline[:, :1].expand(2, 4))
+
+
 def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tmp_path):
     "Half of the images by pocket-clip against pocket-geneval; with a share of 1 nothing else is scored."
     base = {**SMALL, "method": "gardo", "eval_rewards": ("pocket-clip", "pocket-geneval"), "anchor_every": 0,
@@ -410,7 +454,8 @@ WRONG = [
     ("neighbor", {"shared_noise": True, "surrogate": "dppo:1"}, "surrogate"),
     ("gardo", {"kl": 0.0, "anchor_every": 0}, "anchor_share"), ("steps", {"completion_steps": 3}, "completion_steps"),
     ("steps", {"noise_spread": 0.3}, "noise_spread"), ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
-    ("stepwise", {"chunks": "adaptive"}, "chunks"),
+    ("stepwise", {"chunks": "adaptive"}, "chunks"), ("self-opd", {"credit_of": "image"}, "credit_of"),
+    ("self-opd", {"window": "frozen:2"}, "window"), ("self-opd", {"sharing": "seeds:2"}, "sharing"),
     ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
 
 

@@ -193,7 +193,7 @@ def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_every_family_s_tokenizers_can_be_used(name, tmp_path):
-    inputs.check_text_parts(tiny_families.build(name, tmp_path / "model"))
+    inputs.check_parts(tiny_families.build(name, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"])

@@ -169,7 +169,8 @@ def plan(
 
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
-    counts = load_method(s).counts() if s.method != "chunk" or settings.named_code(s) else None
+    method = load_method(s)  # which refuses what training would
+    counts = method.counts() if s.method != "chunk" or settings.named_code(s) else None
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = planning.find_model_config(s.model) is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")

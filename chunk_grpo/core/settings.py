@@ -141,8 +141,8 @@ class _OptimizerSettings(BaseModel):
     surrogate: str = setting("clip", "", "clip: the paper, equation 13",
         'What is maximised of ratio and advantage: "clip", "asymmetric:LOW:HIGH", "dppo:DIVERGENCE", "hinge:MARGIN", '
         '"epg", "pepg", "par", or a function as file.py:function.', min_length=1)
-    credit: Literal["group", "batch", "none", "sum", "gdpo", "wins"] = setting("group", "", "paper, equation 4",
-        "How scores become advantages (notebook method/credit).")
+    credit: Literal["group", "batch", "none", "sum", "gdpo", "wins", "scale"] = setting("group", "",
+        "paper, equation 4", "How scores become advantages (notebook method/credit).")
     credit_of: Literal["image", "gain", "all-gains", "depth", "leaves"] = setting("image", "",
         "gain: DenseGRPO; all-gains: Stepwise-Flow-GRPO; depth: BranchGRPO",
         "What an advantage is given to: an image; a chunk by what it gains, compared with the same chunk of its group "

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OTHER_FILES', 'FAMILIES', 'MODEL_FOLDERS', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
-           'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'check_network_weights',
-           'unknown_words', 'check_text_parts', 'read_prompts', 'sample_prompt_indices', 'evenly_spaced_positions',
-           'content_hashes']
+           'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'build_meta_network',
+           'check_network_weights', 'unknown_words', 'check_parts', 'read_prompts', 'sample_prompt_indices',
+           'evenly_spaced_positions', 'content_hashes']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import csv
@@ -131,17 +131,29 @@ def find_family(pipeline: str) -> type:  # pipeline: a key of FAMILIES; returns 
     return import_class(f"chunk_grpo.{FAMILIES[pipeline]}")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
+def build_meta_network(kind: type, config: dict, file: str):  # class of diffusers; its configuration; where that is
+    "A network that has shapes and no memory; InputError where the configuration describes none."
+    import torch
+
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
+            built = kind.from_config(config)
+        if not all(x.numel() for x in built.parameters()):
+            raise ValueError("a weight of it has no number")
+        return built
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"model: {file} describes no network ({error}).") from None
+
+
 def check_network_weights(folder: Path, part: str, kind: type) -> None:
     # folder: a pipeline's folder; part: a sub-folder, such as transformer; kind: its class of diffusers
     "InputError where configuration and weights of a network do not belong together."
-    import torch
-
     stored, config = read_tensor_shapes(folder, part), read_model_json(folder, f"{part}/config.json")
-    try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
-            built = {name: tuple(x.shape) for name, x in kind.from_config(config).state_dict().items()}
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"model: {folder}/{part}/config.json describes no network ({error}).") from None
+    for name in ("scaling_factor", "shift_factor"):
+        if type(config.get(name, 0)) not in (int, float) and (name, config[name]) != ("shift_factor", None):
+            raise InputError(f"model: {folder}/{part}/config.json must have a number as {name}; got {config[name]!r}.")
+    network = build_meta_network(kind, config, f"{folder}/{part}/config.json")
+    built = {name: tuple(x.shape) for name, x in network.state_dict().items()}
     wrong = sorted(name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name))
     if wrong:
         words = [list(shapes[wrong[0]]) if wrong[0] in shapes else "missing" for shapes in (built, stored)]
@@ -201,8 +213,8 @@ def _check_text_encoder(folder: Path, part: str) -> None:
                          f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
 
 
-def check_text_parts(folder: Path) -> None:  # a pipeline's folder
-    "InputError where the pipeline lacks a part, or a tokenizer or text encoder that cannot be used with the other."
+def check_parts(folder: Path) -> None:  # a pipeline's folder
+    "InputError where the pipeline lacks a part, or a part cannot be what its configuration says."
     index = read_model_json(folder, "model_index.json")
     named = [part for part, what in index.items() if isinstance(what, list) and len(what) == 2 and all(what)]
     wanted = inspect.signature(import_class(index["_class_name"])).parameters.values()
@@ -215,6 +227,8 @@ def check_text_parts(folder: Path) -> None:  # a pipeline's folder
             _load_tokenizer(folder, part)
         elif part.startswith("text_encoder"):
             _check_text_encoder(folder, part)
+    for part, network in zip(("transformer", "vae"), find_family(index["_class_name"]).network_classes, strict=True):
+        check_network_weights(folder, part, import_class(network))
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
 _PROMPT_FILES = {
@@ -299,6 +313,6 @@ def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
-    check_text_parts(model)
+    check_parts(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}

@@ -211,7 +211,8 @@ def load_policy(
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
-    check_network_weights(folder, "transformer", import_class(family.network_classes[0]))
+    for part, kind in zip(("transformer", "vae"), family.network_classes, strict=True):
+        check_network_weights(folder, part, import_class(kind))
     types = {"dtype": TORCH_DTYPES[dtype], "weights": TORCH_DTYPES[weights or dtype]}
     try:
         return family(folder, resolution, **types, **more)

@@ -35,7 +35,7 @@ from .. import InputError
 from ..core import machine
 from ..core.settings import Settings, check_processes, evaluated_rewards, list_presets, load_settings
 from ..core.settings import reward_weights
-from ..models.inputs import FAMILIES, check_pipeline_folder, find_family, import_class
+from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
 from ..models.inputs import locate_model, read_prompts
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
@@ -76,8 +76,10 @@ def meta_policy(
     out.max_tokens, out.guidance, out.true_cfg_scale, out.blank = max_tokens, 1.0, 1.0, ()
     out.dtype, out.device = TORCH_DTYPES[dtype], torch.device("meta")
     with torch.device("meta"):
-        sizes = zip(family.network_classes, (config.transformer, config.autoencoder), strict=True)
-        out.transformer, out.vae = (import_class(name).from_config(json.loads(size)) for name, size in sizes)
+        sizes = {"transformer": config.transformer, "vae": config.autoencoder}
+        out.transformer, out.vae = (
+            build_meta_network(import_class(name), json.loads(sizes[part]), f"{part}/config.json")
+            for name, part in zip(family.network_classes, sizes, strict=True))
         for tensor in (x for net in (out.transformer, out.vae) for x in (*net.parameters(), *net.buffers())):
             if tensor.is_floating_point():
                 tensor.requires_grad_(False).data = tensor.data.to(out.dtype)

@@ -38,7 +38,7 @@ from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
 from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
-from .methods import Method, ReplayContext, load_method
+from .methods import Method, ReplayContext, is_one_state, load_method
 from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
@@ -157,12 +157,14 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
 def _score_completions(
     state: TrainingState, context: ReplayContext, start: int, grid: Tensor,  # transition; levels, from its own to 0
 ) -> dict[str, Tensor]:  # raw, by reward trained on, (B,)
-    "Scores of the images that the ODE makes of the states before a transition."
+    "Scores of the images that the ODE makes of the states before a transition; one for a group that shares its state."
     paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
-    prompts = [state.prompts[prompt] for _, _, prompt, _ in paths.keys]
-    rows, now = context.rows(torch.arange(len(prompts))), paths.latents[:, start].float()
-    images = decode_latents(policy, sample_ode(policy, rows, now, grid, batch), batch)
-    return {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
+    alike = state.s.images_per_prompt if is_one_state(state.s, paths.sampler, start) else 1
+    now, first = paths.latents[:, start].float(), torch.arange(0, len(paths.keys), alike)
+    prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
+    images = decode_latents(policy, sample_ode(policy, context.rows(first), now[first], grid, batch), batch)
+    scores = {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
+    return {name: x.repeat_interleave(alike) for name, x in scores.items()}
 
 
 def chunk_gains(
@@ -182,7 +184,7 @@ def chunk_gains(
         after = before
     return gains
 
-
+# %% ../../nbs/07_training/04_iteration.ipynb #4812e474
 def _of_all_groups(state: TrainingState, scores: dict[str, Tensor], function: Callable) -> Tensor:
     # scores: (B, ...) by reward; function: of these of all processes, (P, G ...) each; returns (B, ...)
     "This process' part of what a function says of all groups."
