@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chunk_grpo.core.settings import load_settings
+from chunk_grpo.method.credit import credit_advantages, nearest_distances
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.training.methods import load_method
@@ -75,3 +76,12 @@ def test_repaired_ratios(name):
     worth = method.objective(method.statistic(new, old), ADVANTAGE, GROUP)
     length = (sampler.sigmas[4] - sampler.sigmas[5]).item() if name == "guard" else 1.0  # what guard divides by
     compare(name, -worth.mean() / length, moved)
+
+
+def test_gardo_s_advantages_by_distance():
+    scores, features = wave(1).flatten()[:8].reshape(2, 4), wave(0).reshape(2, 4, 3)
+    advantage = credit_advantages({"r": scores}, {"r": 1.0}, "none")
+    ours = torch.where(advantage > 0, advantage * nearest_distances(features), advantage)
+    expected = torch.tensor(GOLDEN["gardo"]["advantages"]).reshape(2, 4)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(ours, advantage, rtol=0.1)

@@ -15,7 +15,7 @@ from chunk_grpo.cli import main
 from chunk_grpo.core.settings import METHODS, find_settings_file, list_presets, load_settings, read_settings_file
 from chunk_grpo.core.validation import read_yaml_file
 from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages
+from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages, nearest_distances
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.surrogates import SURROGATES, Surrogate
 from chunk_grpo.methods.table import method_row
@@ -427,6 +427,24 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
     assert ((away > 0) == drawn.context.anchored).all()
 
 
+def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_path):
+    "GARDO's diversity: twins of a group earn nothing, bad images keep what they have, and the mean of distances is 1."
+    features = torch.nn.functional.normalize(torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), dim=2)
+    features[0, 1] = features[0, 0] * 3
+    apart = nearest_distances(features)
+    torch.testing.assert_close(apart.mean(1), torch.ones(2))
+    assert apart[0, :2].abs().max() < 1e-5 < apart[0, 2:].min()
+    base = {**SMALL, "method": "gardo", "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1, "threads": 1}
+    made = {}
+    for diverse in (False, True):
+        s = load_settings("pocket/tiny", {**base, "anchor_share": 1.0, "diversity": diverse})
+        state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+        made[diverse] = iteration.sample_groups(state).advantage
+    good = made[False] > 0
+    assert torch.equal(made[True][~good], made[False][~good]) and good.any()
+    assert not torch.allclose(made[True][good], made[False][good]) and (made[True][good] >= 0).all()
+
+
 WRONG = [
     ("steps", {"window": "frozen:7"}, "window"), ("steps", {"window": "sliding:2"}, "window"),
     ("steps", {"window": "progressive:2"}, "window"), ("steps", {"window": "random:0"}, "window"),
@@ -455,6 +473,7 @@ WRONG = [
     ("gardo", {"kl": 0.0, "anchor_every": 0}, "anchor_share"), ("steps", {"completion_steps": 3}, "completion_steps"),
     ("steps", {"noise_spread": 0.3}, "noise_spread"), ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
     ("stepwise", {"chunks": "adaptive"}, "chunks"), ("self-opd", {"credit_of": "image"}, "credit_of"),
+    ("gardo", {"diversity": True, "reward": "incompressibility", "eval_rewards": ()}, "diversity"),
     ("self-opd", {"window": "frozen:2"}, "window"), ("self-opd", {"sharing": "seeds:2"}, "sharing"),
     ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
 

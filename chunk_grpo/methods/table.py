@@ -21,7 +21,7 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0),
               *[f"for {s.anchor_share:g} of images"] * (s.anchor_share < 1)]
     credit = [s.credit, *[s.credit_of] * (s.credit_of != "image"),
-              *[f"strides {s.completion_strides}"] * (s.completion_strides != "1")]
+              *[f"strides {s.completion_strides}"] * (s.completion_strides != "1"), *["by distance"] * s.diversity]
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
     start = "one noise" + f", spread {s.noise_spread:g}" * (s.noise_spread > 0) if s.shared_noise else s.sharing
     return {"noise": noise, "start": start,

@@ -55,6 +55,14 @@ class PocketCLIP:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     @torch.no_grad()
+    def embed(self, images: Sequence[Image.Image] | torch.Tensor) -> torch.Tensor:  # as below -> (B, 64), unit length
+        "Directions of images of any size."
+        x = numpy_to_vae_input(images_to_numpy(images))
+        if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
+            x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
+        return embed_image(self.model, x)
+
+    @torch.no_grad()
     def __call__(
         self, images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
         prompts: Sequence[str],  # one an image
@@ -66,8 +74,5 @@ class PocketCLIP:
             return torch.zeros(0)
         unique = list(dict.fromkeys(prompts))
         text = embed_text(self.model, tokenize_captions(self.tokenizer, unique))
-        x = numpy_to_vae_input(images_to_numpy(images))
-        if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
-            x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
-        return (embed_image(self.model, x) * text[torch.tensor([unique.index(p) for p in prompts])]).sum(-1)
+        return (self.embed(images) * text[torch.tensor([unique.index(p) for p in prompts])]).sum(-1)
 

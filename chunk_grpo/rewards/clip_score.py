@@ -30,6 +30,16 @@ class _CLIPScorer(ModelScorer):
     transform: ImageTransform
     scale: float  # what the cosine is multiplied with
 
+    @torch.inference_mode()
+    def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
+        "The projected states of images."
+        parts = [images[i : i + self.batch_size] for i in range(0, len(images), self.batch_size)]
+        return torch.cat([self._embed_batch(part).cpu() for part in parts])
+
+    def _embed_batch(self, images: Images) -> Tensor:  # (b, E) float32
+        x = transform_images(images, self.transform, self.device).to(self.dtype)
+        return self.model.get_image_features(pixel_values=x).pooler_output.float()
+
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
         "Scores of one batch; a prompt is read once, and cut off beyond the model's positions (77 tokens)."
         unique = list(dict.fromkeys(prompts))
@@ -37,10 +47,8 @@ class _CLIPScorer(ModelScorer):
         words = self.tokenizer(unique, padding=True, truncation=True, max_length=length, return_tensors="pt")
         words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
         text = self.model.get_text_features(**words).pooler_output.float()
-        x = transform_images(images, self.transform, self.device).to(self.dtype)
-        picture = self.model.get_image_features(pixel_values=x).pooler_output.float()
         rows = [unique.index(prompt) for prompt in prompts]
-        return self.scale * F.cosine_similarity(picture, text[rows])
+        return self.scale * F.cosine_similarity(self._embed_batch(images), text[rows])
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
 def transform_from_config(

@@ -29,7 +29,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
 from ..method.chunks import Chunks
-from ..method.credit import combine_rewards, outrun_images
+from ..method.credit import combine_rewards, nearest_distances, outrun_images
 from ..method.sharing import edge_advantages, shared_states
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
@@ -259,7 +259,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     s, method, seconds = state.s, state.method, defaultdict(float)
     beside = [name for name in s.eval_rewards if name not in state.reward_weights] if s.anchor_share < 1 else []
     mine, keys, row, arriving = _begin_groups(state, s.images_per_prompt, [*state.reward_weights, *beside])
-    statistics = []
+    statistics, features = [], []
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
 
     def ready(final: Tensor) -> None:
@@ -267,6 +267,8 @@ def sample_groups(state: TrainingState) -> Rollout:
             images = decode_latents(state.policy, final, s.rollout_batch)
             arriving.add(images)
             statistics.append(image_statistics(images, state.policy.patch * state.policy.vae_scale_factor))
+        if s.diversity:
+            features.append(state.rewards[setting.embedding_reward(s)].embed(images))
 
     before = ReplayContext(state.policy, conditioning, _LATER, state.copies)
     with count_seconds(seconds, "rollout"):
@@ -289,6 +291,9 @@ def sample_groups(state: TrainingState) -> Rollout:
     further = "gain" in s.credit_of or "," in s.completion_strides
     with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
+    if s.diversity:
+        apart = nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
+        advantage = torch.where(advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage)
     return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
