@@ -104,6 +104,74 @@ def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, 
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
+COUPLED = [name for name, of in METHODS.items() if "class" not in of]
+FITTED = dict.fromkeys(["chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-gain"], {"chunks": "2,4"}) | {
+    "reweighted": {"step_weights": "2,4"}, "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
+    "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"}, **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {
+        "steps": 12})}  # what 4 images and 7 steps ask of rows for more
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(policy, name):
+    "Credit times log-density of every trained transition, by its weight, each chunk a mean: written without ratios."
+    images, method = 4, method_of(name, images_per_prompt=4, **FITTED.get(name, {}))
+    keys = [(0, 0, 0, g) for g in range(images)]
+    sampler, rows, row = method.sampler(0), policy.encode(["a red star"]), torch.zeros(images, dtype=torch.long)
+    paths = sample_trajectories(policy, rows, row, keys, sampler, images, False, table=method.table)
+    places, weights = method.places(sampler), method.weights(sampler)
+    chunks = method.chunks(torch.ones(len(places)))
+    credit = torch.randn(images, len(sampler), generator=torch.Generator().manual_seed(0))
+    for part in chunks.slices:  # alike within a chunk, and over all of a path where credit is an image's
+        credit[:, places[part]] = credit[:, :1] if method.s.credit_of == "image" else credit[:, places[part][:1]]
+    work = build_update_batch(torch.arange(images), torch.arange(len(chunks)).expand(images, -1), chunks, 64, weights,
+                              places)
+    given = credit[:, places[0]] if method.s.credit_of == "image" else credit
+    policy.transformer.zero_grad()
+    accumulate_gradients(ReplayContext(policy, rows, paths), work, given, method)
+    ours = torch.cat([p.grad.flatten() for p in policy.trained])
+
+    worth, alike = 0.0, {name: x.expand(images, *x.shape[1:]) for name, x in rows.items()}
+    for part in chunks.slices:
+        for place in places[part].tolist():
+            now, index = paths.latents[:, place], torch.full((images,), place)
+            mean, std = sampler.mean_std(policy.velocity(now, sampler.sigmas[index], alike), now, index)
+            away = (paths.latents[:, place + 1] - mean).square().flatten(1).mean(1)
+            density = -away if sampler.kind == "cps" else -away / (2 * std.flatten() ** 2)  # CPS leaves it out
+            scale = std.flatten() if method.s.statistic in ("scaled", "guard") else 1.0  # Guard's
+            weight = 1.0 if weights is None else weights[places[part]].mean()
+            worth = worth + (credit[:, place] * weight * scale * density).mean() / len(places[part]) / len(chunks)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
+    assert expected.norm() > 0
+    torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["elbo-epg", "elbo-pepg", "elbo-par", "elbo-clip", "v-grpo"])
+def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(name):
+    noise, levels = torch.Generator().manual_seed(0), torch.tensor([0.9, 0.6, 0.3, 0.1])
+    method, (v, target, x) = method_of(name), torch.randn(3, 4, 2, 3, generator=noise)
+    method.weight, v = "simple", v.requires_grad_()
+    new = method.losses(v, {}, target, x, levels.reshape(-1, 1, 1))
+    worth = method.objective(method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4))
+    matched = -ADVANTAGE[:4] * (v - target).square().mean((1, 2))
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), v)[0] for y in (worth, matched)), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dgpo", "online-dpo"])
+def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_of_bad_ones(name):
+    "DGPO: half the advantage times the matching of each; DPO: the best against the worst, and no other."
+    noise, method = torch.Generator().manual_seed(0), method_of(name)
+    v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
+    base, v = v.clone(), v.requires_grad_()
+    new = method.losses(v, {"base": base}, target, x, torch.full((4, 1, 1), 0.5))
+    advantage = torch.tensor([1.5, -2.0, 0.3, 0.2])
+    statistic = method.statistic(new, tuple(e.detach() for e in new))
+    worth = method.objective(statistic, advantage, torch.zeros(4, dtype=torch.long))
+    (slope,) = torch.autograd.grad(worth.sum(), v)
+    weight = advantage / 2 if name == "dgpo" else method.beta / 2 * torch.tensor([1.0, -1.0, 0.0, 0.0])
+    (expected,) = torch.autograd.grad(-(weight * (v - target).square().mean((1, 2))).sum(), v)
+    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
     sampler, generator = Sampler(torch.linspace(1, 0, 8), eta=0.3), torch.Generator().manual_seed(0)
     v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
