@@ -139,7 +139,7 @@ def tensors_in(x) -> list[torch.Tensor]:
 def common_device(given: list[torch.Tensor]) -> torch.device:
     "Where an operation computes: the device of the first tensor that is no number of the CPU."
     places = [device_of(tensor) for tensor in given if tensor.dim() or device_of(tensor).type == "cuda"]
-    return places[0] if places else CPU
+    return places[0] if places else device_of(given[0]) if given else CPU
 
 
 def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
