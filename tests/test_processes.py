@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,6 +41,33 @@ def test_processes_draw_the_same_images(world, tmp_path, many):
     assert sum((part["keys"] for part in parts), []) == one["keys"]
     assert torch.equal(torch.cat([part["noise"] for part in parts]), one["noise"])
     assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
+
+
+ENDING = """
+import gc, sys
+from accelerate.state import PartialState
+from torch.nn.parallel import DistributedDataParallel
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.training.trainer import train_run
+
+def watched(self):
+    print("wrapped models at the end:", sum(isinstance(x, DistributedDataParallel) for x in gc.get_objects()))
+    destroy(self)
+
+destroy, PartialState.destroy_process_group = PartialState.destroy_process_group, watched
+train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda text: None)
+"""
+
+
+def test_the_process_group_outlives_what_uses_it(world, tmp_path):
+    "Freed by DDP's reducer, which holds Python's lock, it may wait for ever for a thread of its own that wants the lock."
+    (tmp_path / "ending.py").write_text(ENDING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = call(world / "s.yaml", tmp_path, module=str(tmp_path / "ending.py"), **alone)
+    assert done.returncode == 0 and "wrapped models at the end: 0\n" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("processes, sharding", [

@@ -221,4 +221,6 @@ def train_run(
         save_final_weights(state)
         announce("on_train_end")
     state.accelerator.wait_for_everyone()
+    state.policy.module = state.policy.transformer  # DDP's reducer must not hold the group last: freed with Python's
+    state.accelerator.free_memory()  # lock held, the group would wait for ever for a thread that wants this lock
     state.accelerator.state.destroy_process_group()
