@@ -50,9 +50,9 @@ from torch.nn.parallel import DistributedDataParallel
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.training.trainer import train_run
 
-def watched(self):
-    print("wrapped models at the end:", sum(isinstance(x, DistributedDataParallel) for x in gc.get_objects()))
-    destroy(self)
+def watched(self, *given):
+    print("wrapped models at the end:", sum(type(x) is DistributedDataParallel for x in gc.get_objects()))
+    destroy(self, *given)
 
 destroy, PartialState.destroy_process_group = PartialState.destroy_process_group, watched
 train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda text: None)
@@ -60,7 +60,7 @@ train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda
 
 
 def test_the_process_group_outlives_what_uses_it(world, tmp_path):
-    "Freed by DDP's reducer, which holds Python's lock, it may wait for ever for a thread of its own that wants the lock."
+    "Freed by DDP's reducer, with Python's lock held, it may wait for ever for a thread of its own that wants the lock."
     (tmp_path / "ending.py").write_text(ENDING)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
