@@ -748,8 +748,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.SelfOpd.replay': ( '08_methods/groups.html#selfopd.replay',
                                                                                          'chunk_grpo/methods/groups.py'),
-                                           'chunk_grpo.methods.groups.SelfOpd.states': ( '08_methods/groups.html#selfopd.states',
-                                                                                         'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.SelfOpd.statistic': ( '08_methods/groups.html#selfopd.statistic',
                                                                                             'chunk_grpo/methods/groups.py'),
                                            'chunk_grpo.methods.groups.Tmpo': ( '08_methods/groups.html#tmpo',

@@ -108,16 +108,11 @@ class SelfOpd(Method):
     "Self-OPD (2608.26872): branches of one state, pulled where they gain, else pushed by how unlike the best they are."
 
     ratio, grouped = False, True
+    states = Neighbor.states  # the siblings' next states
 
     def __init__(self, s):
         super().__init__(s)
         self.parts = s.images_per_prompt + 2  # log-density, cosines with the siblings, place among them
-
-    def states(self, context, image, index):
-        size, path = self.s.images_per_prompt, context.trajectories.latents
-        siblings = (image // size * size)[:, None] + torch.arange(size)
-        now, then = path[image, index], path[siblings, index[:, None] + 1]
-        return now.float().to(context.policy.device), then.float().to(context.policy.device)
 
     def replay(self, context, image, index, anchor=True):
         (mean, std, target), penalty = super().replay(context, image, index, anchor)
