@@ -505,7 +505,8 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
     base = {**SMALL, "method": "gardo", "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1, "threads": 1}
     made = {}
     for diverse in (False, True):
-        s = load_settings("pocket/tiny", {**base, "anchor_share": 1.0, "diversity": diverse})
+        s = load_settings("pocket/tiny", {**base, "anchor_share": 1.0, "diversity": diverse,
+                                         "reward_options": {"pocket-clip": {"worker": False}}})
         state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
         made[diverse] = iteration.sample_groups(state).advantage
     good = made[False] > 0
@@ -542,6 +543,8 @@ WRONG = [
     ("steps", {"noise_spread": 0.3}, "noise_spread"), ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
     ("stepwise", {"chunks": "adaptive"}, "chunks"), ("self-opd", {"credit_of": "image"}, "credit_of"),
     ("gardo", {"diversity": True, "reward": "incompressibility", "eval_rewards": ()}, "diversity"),
+    ("gardo", {"diversity": True, "reward": "pocket-clip", "reward_options": {"pocket-clip": {"worker": True}},
+               "eval_rewards": ()}, "diversity"),
     ("self-opd", {"window": "frozen:2"}, "window"), ("self-opd", {"sharing": "seeds:2"}, "sharing"),
     ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
 

@@ -268,7 +268,7 @@ def evaluated_rewards(s: "Settings") -> tuple[str, ...]:
 
 def embedding_reward(s: "Settings") -> str | None:
     "The run's first reward that embeds images and runs in the training process."
-    elsewhere = {name for name, of in s.reward_options.items() if {"url", "environment", "worker"} & of.keys()}
+    elsewhere = {name for name, of in s.reward_options.items() if any(map(of.get, ("url", "environment", "worker")))}
     return next((name for name in (*reward_weights(s), *s.eval_rewards) if name in EMBEDDING_REWARDS
                  and name not in elsewhere), None)
 
