@@ -13,7 +13,7 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.credit import credit_advantages, nearest_distances
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.methods import Method, load_method
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_methods.json").read_text())
 SHAPE, LEVELS = (4, 2, 3), torch.tensor([0.9, 0.6, 0.3, 0.1])
@@ -85,3 +85,18 @@ def test_gardo_s_advantages_by_distance():
     expected = torch.tensor(GOLDEN["gardo"]["advantages"]).reshape(2, 4)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(ours, advantage, rtol=0.1)
+
+
+def test_self_opd(monkeypatch):
+    "Four branches of one state, of which three lose to the ODE: weights within the authors' clip, which is not ours."
+    golden, method = GOLDEN["self-opd"], method_of("self-opd", images_per_prompt=4)
+    mean, std = wave(2)[:1].requires_grad_(), golden["std_dev"] * golden["dt"] ** 0.5
+    told = mean.expand(4, -1, -1), torch.full((4,), std), wave(5).expand(4, 4, -1, -1)  # each row with all next states
+    monkeypatch.setattr(Method, "replay", lambda *given: (told, torch.zeros(4)))
+    new, _ = method.replay(None, torch.arange(4), torch.full((4,), 3))
+    gains = torch.tensor([golden["rewards"]]) - golden["ode_reward"]
+    credit = credit_advantages({"r": gains}, {"r": 1.0}, "scale")[0]
+    worth = method.objective(method.statistic(new, new), credit, torch.zeros(4, dtype=torch.long))
+    assert -worth.mean().item() == pytest.approx(golden["loss"], rel=1e-5)
+    (gradient,) = torch.autograd.grad(-worth.mean(), mean)
+    torch.testing.assert_close(gradient.flatten(), torch.tensor(golden["gradient"]), rtol=1e-4, atol=1e-6)

@@ -23,7 +23,7 @@ def group_log_softmax(x: Tensor, of: Tensor) -> Tensor:  # (N,) and the group 0,
 
 
 class Tmpo(Method):
-    "Uni-TMPO: the chances of a group's paths matched to a softmax of their rewards."
+    "Uni-TMPO (2609.34688): the chances of a group's paths matched to a softmax of their rewards."
 
     beta, ratio, grouped = 1.0, False, True
 
