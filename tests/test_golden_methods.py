@@ -13,6 +13,7 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.credit import credit_advantages, nearest_distances
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.method.sharing import Sharing, edge_advantages, shared_states
 from chunk_grpo.training.methods import Method, load_method
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_methods.json").read_text())
@@ -100,3 +101,12 @@ def test_self_opd(monkeypatch):
     assert -worth.mean().item() == pytest.approx(golden["loss"], rel=1e-5)
     (gradient,) = torch.autograd.grad(-worth.mean(), mean)
     torch.testing.assert_close(gradient.flatten(), torch.tensor(golden["gradient"]), rtol=1e-4, atol=1e-6)
+
+
+def test_tree_grpo_carries_advantages_up():
+    "A mean over children, as its code has it; its deviation divides by the number of leaves, ours by one less."
+    states = shared_states(Sharing.parse("tree:2@0,1,2").table(8, 3), torch.arange(8))
+    ours = edge_advantages(wave(1).flatten()[None, :8], states, "leaves")[0]
+    for depth, row in enumerate(GOLDEN["tree"]["edges"]):
+        theirs = torch.tensor(row).repeat_interleave(8 // len(row)) * (7 / 8) ** 0.5
+        torch.testing.assert_close(ours[:, depth], theirs, rtol=1e-4, atol=1e-6)
