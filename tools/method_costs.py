@@ -1,16 +1,20 @@
 """Seconds an image of every row of the table of methods, where calls cost most and where arithmetic does.
 
-    python tools/method_costs.py --out runs/results/benchmarks/method_costs.json [--methods steps,fast] [--rounds 2]
+    python tools/method_costs.py --out runs/results/benchmarks/method_costs.json [--methods steps,fast] [--workers 5]
 
-Every row trains two iterations on the pocket model and on a FLUX of middle size with random weights, one row after the
-other, round after round, in one process of one thread; the second iteration counts. The orders of DanceGRPO, GCPO and
-Flow-GRPO follow on both sizes, with the same grid and images. Takes half an hour, and a machine that does nothing
-else; what is measured is written after each row. nbs/findings/methods.ipynb shows what it found.
+Every row trains two iterations on the pocket model and on a FLUX of middle size with random weights, on a CPU, with
+one thread; the second iteration counts. The rows are dealt to workers, each pinned to a core of its own, and each
+worker begins and ends with `steps` at each size, which says what the cores and the minutes differ by. The orders of
+DanceGRPO, GCPO and Flow-GRPO follow in one more worker. The machine must do nothing else: with 5 workers on 16 cores
+it takes minutes, with one an hour; what is measured is written after each row. nbs/findings/methods.ipynb shows it.
 """
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import orders
@@ -19,7 +23,7 @@ from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from speed import FEW, MIDDLE, say
 
 from chunk_grpo.core import machine
-from chunk_grpo.core.files import write_json
+from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.settings import PRESETS_DIR, load_settings, read_settings_file
 from chunk_grpo.measurements.speed import load_workload_settings
 from chunk_grpo.pocket import pocket_model_path
@@ -30,7 +34,7 @@ SHORT = {"iterations": 2, "eval_steps": 1, "hybrid_split": 0, "eval_count": 1, "
          "reward": {"pocket-clip": 1}, "eval_rewards": ["pocket-clip", "pocket-partial"]}
 SIZES = {"pocket": {"prompts_per_iteration": 2, "images_per_prompt": 12, "rollout_batch": 24, "update_batch": 96},
          "a FLUX of middle size": {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128,
-                                   "eval_resolution": 128, "max_tokens": 64, "rollout_batch": 8, "update_batch": 8}}
+                                   "eval_resolution": 128, "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
 ASIDE = ("decode", "reward", "evaluate")  # the same for every row that draws as many images
 
 
@@ -74,37 +78,65 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
     return {name: sum(each.values()) / found["images"] for name, each in found["orders"].items()}
 
 
-def main():
-    "Measure what was asked for and write it."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="", help="these rows alone, such as steps,fast")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", required=True)
-    a = parser.parse_args()
-    arms = looked_at()
-    if unknown := set(filter(None, a.methods.split(","))) - set(arms):
-        print(f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}", file=sys.stderr)
-        sys.exit(2)
-    arms = {name: arms[name] for name in a.methods.split(",")} if a.methods else arms
+def work(words: list[str], out: Path) -> None:
+    "Measure these rows, or the orders where there are none, at both sizes; in a process pinned to a core."
     torch.set_num_threads(1)
-    result = {"rounds": a.rounds, "threads": 1, "machine": machine.machine_info(),
-              "versions": machine.library_versions(), "git_commit": machine.current_git_commit(),
-              "sizes": SIZES, "rows": {size: {} for size in SIZES}, "orders": {}}
+    arms, found = looked_at(), {"rows": {size: [] for size in SIZES}, "orders": {}}
     with tempfile.TemporaryDirectory() as tmp:
         plain = read_settings_file(LOOKS / "methods" / "base.yaml")
         bases = {size: plain | SHORT | changes for size, changes in SIZES.items()}
         bases["a FLUX of middle size"]["model"] = save_middle(Path(tmp) / "middle")
-        for n in range(a.rounds):
-            for size, base in bases.items():
-                for name, changes in arms.items():
-                    found = train_row(base, changes)
-                    result["rows"][size].setdefault(name, []).append(found)
-                    write_json(Path(a.out), result)
-                    say(f"round {n + 1}, {size}, {name}: {found['work']:.3g} s an image")
         for size, base in bases.items():
-            result["orders"][size] = measure_orders(base, size != "pocket", 1 + a.rounds)
-            write_json(Path(a.out), result)
+            for name in words:
+                cost = train_row(base, arms[name])
+                found["rows"][size].append({"method": name, **cost})
+                write_json(out, found)
+                say(f"{size}, {name}: {cost['work']:.3g} s an image")
+            if not words:
+                found["orders"][size] = measure_orders(base, size != "pocket", 3)
+                write_json(out, found)
+
+
+def main():
+    "Deal the rows to workers and write what they found."
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="", help="these rows alone, such as steps,fast")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each on a core of its own")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.inside is not None:
+        work([*filter(None, a.inside.split(","))], a.out)
+        return
+    arms, asked = looked_at(), [*filter(None, a.methods.split(","))]
+    if unknown := set(asked) - set(arms):
+        print(f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}", file=sys.stderr)
+        sys.exit(2)
+    rest = [name for name in asked or arms if name != "steps"]
+    dealt = [["steps", *rest[n::a.workers], "steps"] for n in range(a.workers)] + [[]]
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as tmp:
+        parts, running = [Path(tmp) / f"{n}.json" for n in range(len(dealt))], []
+        for n, (names, part) in enumerate(zip(dealt, parts, strict=True)):
+            core = cores[-1 - n % len(cores)]
+            command = [sys.executable, __file__, "--inside", ",".join(names), "--out", str(part)]
+            running.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                                            preexec_fn=lambda core=core: os.sched_setaffinity(0, {core})))
+            if a.workers == 1:
+                running[-1].wait()
+        about = {"threads": 1, "machine": machine.machine_info(), "sizes": SIZES,
+                 "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
+        while True:
+            ended = all(child.poll() is not None for child in running)
+            found = [read_json(part) for part in parts if part.is_file()]
+            write_json(a.out, about | {"whole": ended and not any(child.returncode for child in running),
+                                       "workers": [each["rows"] for each in found if not each["orders"]],
+                                       "orders": next((each["orders"] for each in found if each["orders"]), {})})
+            if ended:
+                break
+            time.sleep(5)
     say(f"numbers: {a.out}")
+    sys.exit(int(any(child.returncode for child in running)))
 
 
 if __name__ == "__main__":
