@@ -6,7 +6,8 @@ Every row trains two iterations on the pocket model and on a FLUX of middle size
 one thread; the second iteration counts. The rows are dealt to workers, each pinned to a core of its own, and each
 worker begins and ends with `steps` at each size, which says what the cores and the minutes differ by. The orders of
 DanceGRPO, GCPO and Flow-GRPO follow in one more worker. The machine must do nothing else: with 5 workers on 16 cores
-it takes minutes, with one an hour; what is measured is written after each row. nbs/findings/methods.ipynb shows it.
+it takes minutes, with 2 on 2 half an hour; what is measured is written after each row, and shown on
+nbs/findings/methods.ipynb.
 """
 
 import argparse
@@ -35,6 +36,7 @@ SHORT = {"iterations": 2, "eval_steps": 1, "hybrid_split": 0, "eval_count": 1, "
 SIZES = {"pocket": {"prompts_per_iteration": 2, "images_per_prompt": 12, "rollout_batch": 24, "update_batch": 96},
          "a FLUX of middle size": {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128,
                                    "eval_resolution": 128, "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
+FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four images
 ASIDE = ("decode", "reward", "evaluate")  # the same for every row that draws as many images
 
 
@@ -88,7 +90,8 @@ def work(words: list[str], out: Path) -> None:
         bases["a FLUX of middle size"]["model"] = save_middle(Path(tmp) / "middle")
         for size, base in bases.items():
             for name in words:
-                cost = train_row(base, arms[name])
+                fewer = FEWER.get(name, {}) if base["images_per_prompt"] == 4 else {}
+                cost = train_row(base, arms[name] | fewer)
                 found["rows"][size].append({"method": name, **cost})
                 write_json(out, found)
                 say(f"{size}, {name}: {cost['work']:.3g} s an image")
@@ -119,11 +122,11 @@ def main():
         parts, running = [Path(tmp) / f"{n}.json" for n in range(len(dealt))], []
         for n, (names, part) in enumerate(zip(dealt, parts, strict=True)):
             core = cores[-1 - n % len(cores)]
+            if n >= len(cores):
+                running[n - len(cores)].wait()  # one at a time on a core
             command = [sys.executable, __file__, "--inside", ",".join(names), "--out", str(part)]
             running.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
                                             preexec_fn=lambda core=core: os.sched_setaffinity(0, {core})))
-            if a.workers == 1:
-                running[-1].wait()
         about = {"threads": 1, "machine": machine.machine_info(), "sizes": SIZES,
                  "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
         while True:
