@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from .. import InputError
-from ..core.files import sha256_of, temporary_folder
+from ..core.files import hash_files, temporary_folder
 from ..core.settings import RESUME_CHANGEABLE_FIELDS, Settings, load_settings
 from ..core import machine
 from . import launch, run_folder
@@ -22,17 +22,13 @@ from ..training import checkpoints
 # %% ../../nbs/09_runs/04_verify.ipynb #983cf879
 def _file_changes(run: Path, folder: str, wanted: Mapping[str, str]) -> list[str]:
     "What in a folder of the run, such as final, is not as its hashes say, a sentence a file."
-    place, out = run_folder.file_of_run(run, folder), []
-    there = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()} - {"manifest.json"}
-    for name in sorted({*wanted, *there}):
-        file = run_folder.file_of_run(run, f"{folder}/{name}")
-        if name not in there:
-            out.append(f"{folder}/{name} is missing")
-        elif name not in wanted:
-            out.append(f"{folder}/{name} was put there by something else")
-        elif sha256_of(file) != wanted[name]:
-            out.append(f"{folder}/{name} was changed after it was written")
-    return out
+    for file in (place := run_folder.file_of_run(run, folder)).rglob("*"):
+        run_folder.file_of_run(run, str(file.relative_to(run)))  # before any is read
+    there = {name: digest for name, digest in hash_files(place).items() if name != "manifest.json"}
+    found = {name: "was changed after it was written" for name in wanted if wanted[name] != there.get(name)}
+    found |= dict.fromkeys(wanted.keys() - there, "is missing")
+    found |= dict.fromkeys(there.keys() - wanted, "was put there by something else")
+    return [f"{folder}/{name} {how}" for name, how in sorted(found.items())]
 
 
 def _checkpoint_changes(run: Path, folder: Path, note: Mapping) -> list[str]:
@@ -49,8 +45,8 @@ def _checkpoint_changes(run: Path, folder: Path, note: Mapping) -> list[str]:
                 for name in then if name not in free and now.get(name, then[name]) != then[name]]
         if "metrics.jsonl" in manifest["files"] and not any("/metrics.jsonl" in text for text in out):
             own = run_folder.file_of_run(run, "metrics.jsonl")
-            mine, theirs = (file.read_bytes().splitlines() if file.is_file() else []
-                            for file in (own, folder / "metrics.jsonl"))
+            theirs = (folder / "metrics.jsonl").read_bytes().splitlines()
+            mine = own.read_bytes().splitlines() if own.is_file() else []
             out += [f"metrics.jsonl was changed in line {i}, iteration {i - 1}"
                     for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
             out += ["metrics.jsonl has lost lines"] * (len(mine) < len(theirs))
@@ -71,9 +67,6 @@ def find_changes(run: Path, note: Mapping) -> tuple[list[str], list[str]]:  # wh
     return list(dict.fromkeys(found)), unknown
 
 # %% ../../nbs/09_runs/04_verify.ipynb #a59049e2
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}  # by `dtype`, relative
-
-
 def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 0 ... inf
     "The difference of two numbers, of two lists of them, or of nothing and nothing, as a share of what is allowed."
     if a == b:
@@ -82,12 +75,9 @@ def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 
         return max(_difference_share(name, x, y, line, s) for x, y in zip(a, b, strict=True))
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))) or isinstance(a, int) or name == "lr":
         return math.inf
-    if name.startswith("ratio"):
-        return abs(a - b) / (s.clip_range / 10)
-    if name == "clip_fraction":
-        return abs(a - b) / 0.1
     spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
-    return abs(a - b) / (_TOLERANCE[s.dtype] * max(abs(a), abs(b), spread))
+    usual = {"float32": 1e-3, "bfloat16": 5e-2}[s.dtype] * max(abs(a), abs(b), spread)
+    return abs(a - b) / (s.clip_range / 10 if name.startswith("ratio") else 0.1 if name == "clip_fraction" else usual)
 
 
 def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Settings) -> list[dict]:
@@ -101,16 +91,12 @@ def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Setting
 
 def weights_share(one: Path, other: Path, s: Settings, iterations: int) -> float:  # 0: bit-identical; above 1: too far
     "Root mean square difference of two folders of weights, as a share of what so many iterations allow."
-    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
-    total, count = 0.0, 0
-    for name in names[0] if names[0] == names[1] else ():
-        a, b = load_file(one / name), load_file(other / name)
-        if {k: v.shape for k, v in a.items()} != {k: v.shape for k, v in b.items()}:
-            return math.inf
-        total += sum((a[k].double() - b[k].double()).square().sum().item() for k in a)
-        count += sum(v.numel() for v in a.values())
-    if names[0] != names[1]:
+    a, b = ({(file.name, k): x for file in sorted(folder.glob("*.safetensors")) for k, x in load_file(file).items()}
+            for folder in (one, other))
+    if {k: x.shape for k, x in a.items()} != {k: x.shape for k, x in b.items()}:
         return math.inf
+    total = sum((x.double() - b[k].double()).square().sum().item() for k, x in a.items())
+    count = sum(x.numel() for x in a.values())
     return math.sqrt(total / max(count, 1)) / (0.1 * s.learning_rate * s.updates_per_iteration * iterations)
 
 # %% ../../nbs/09_runs/04_verify.ipynb #5a29ef37
@@ -118,9 +104,9 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
     "What was not the same for a run and its repetition."
     def noted(folder: Path) -> dict:
         note = run_folder.read_run_info(folder)
-        names = ("processes", "nodes", "threads", "device", "git_commit", "model_sha256", "prompts_sha256")
-        where = {name: (note.get("machine") or {}).get(name) for name in ("system", "processor", "gpus")}
-        return {**(note.get("versions") or {}), **where, **{name: note.get(name) for name in names}}
+        names = ("system", "processor", "gpus", "processes", "nodes", "threads", "device", "git_commit", "model_sha256",
+                 "prompts_sha256")
+        return (note.get("versions") or {}) | {name: (note | (note.get("machine") or {})).get(name) for name in names}
 
     def packages(folder: Path) -> dict[str, str]:  # that it began with
         (first, *_) = machine.package_lists(folder) or [None]
@@ -133,15 +119,12 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
                     if p and p.get(name) != q.get(name) and name not in found}
 
 # %% ../../nbs/09_runs/04_verify.ipynb #9b835062
-def repeat_run(
-    s: Settings, iterations: int, processes: int, folder: Path,  # of the run; to do again; to be made
-    on_log: Callable | None = None,  # called with every new line of metrics and the settings
-) -> Path:
-    "Train the first iterations again; InputError where that fails."
+def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_log: Callable | None = None) -> Path:
+    "Train the first iterations again in a new folder, as `verify_run` says; InputError where that fails."
     quiet = {"checkpoint_every": iterations, "keep_checkpoints": 1, "keep_every": 0, "tracker": "none", "stop_on": ()}
+    listening = [on_log] if on_log and processes == 1 else []
     try:
         shorter = load_settings(s, {"iterations": iterations} | quiet)
-        listening = [on_log] if on_log and processes == 1 else []
         return launch.train(shorter, folder, processes=processes, callbacks=listening)
     except launch.TrainingFailed:  # which names a log that nobody will find
         why = run_folder.read_run_info(folder)["error"]
