@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -22,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, ProcessFailure, SignalException, Std, errors
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -57,8 +55,7 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
         try:
             if first:
-                started = read_run_info(run).get("started") or began
-                update_run_json(run, status="running", started=started, error=None)
+                update_run_json(run, status="running", started=read_run_info(run).get("started") or began, error=None)
             train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), *[Finish()] * first], say)
         except Exception:
             if not _is_finished(run):
@@ -101,7 +98,7 @@ def _explain_workers(failures: Mapping[int, ProcessFailure]) -> tuple[int, str, 
     "What the worker that failed first said; those that the agent ended do not count."
     def began(rank: int) -> float:
         killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
-        return failures[rank].error_file_data.get("time", 0.0 if killed else math.inf)
+        return failures[rank].error_file_data.get("time", 0.0 if killed else float("inf"))
 
     rank = min(failures, key=began)
     code, told = failures[rank].exitcode, failures[rank].error_file_data
@@ -150,20 +147,14 @@ def _launch(run: Path, log: str, processes: int, nodes: int, node_rank: int, ren
                 for number, handler in before.items():
                     signal.signal(number, handler)
             with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as kept:
-                for file in sorted(Path(logs).rglob("stderr.log")):
-                    kept.write(file.read_bytes())
+                kept.writelines(file.read_bytes() for file in sorted(logs.rglob("stderr.log")))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
-_RUN_FILES = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "hosts", "samples", "chunk_grpo")
-
-
 def train_folder(
-    run: Path,  # made by `create_run`
-    callbacks: Sequence[Callback | Callable] = (),
-    fresh: bool = False,  # whether the folder is taken back where the input is refused
+    run: Path, callbacks: Sequence[Callback | Callable] = (), fresh: bool = False,  # fresh: taken back where refused
     processes: int = 1, nodes: int = 1, node_rank: int = 0, rendezvous: str = "", max_restarts: int = 0,  # as for train
 ) -> None:
-    "Train a run folder to its end and note how it ended; InputError or TrainingFailed where not well."
+    "Train a folder of `create_run` to its end and note how it ended; InputError or TrainingFailed where not well."
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
         if processes * nodes == 1:
@@ -171,14 +162,16 @@ def train_folder(
         else:
             _launch(run, log, processes, nodes, node_rank, rendezvous, max_restarts)
     except BaseException as error:
-        workers = error.failures if isinstance(error, ChildFailedError) else None
+        workers = error.failures if isinstance(error, errors.ChildFailedError) else None
         code, words, text = _explain_workers(workers) if workers else _explain(error)
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
         if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
             made = read_json(run / "run.json").get("made_folder", True)
-            for one in [run / name for name in _RUN_FILES] + [*run.glob("train*.log"), *run.glob("packages*.txt")]:
+            ours = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "train*.log", "packages*.txt", "samples",
+                    "chunk_grpo")  # which a tracker makes
+            for one in [one for name in ours for one in run.glob(name)]:
                 shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
             remove_abandoned(run)
             if made and not any(run.iterdir()):
@@ -191,13 +184,12 @@ def train_folder(
         raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (None if workers else error)
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
-_FOREIGN = {name: "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")} | {
-    name: "0" for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")}
-
-
 def check_launcher() -> None:
     "InputError where one process is to train and the environment speaks of others."
-    wrong = [f"{name}={os.environ[name]}" for name, one in _FOREIGN.items() if os.environ.get(name, one) != one]
+    sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+    alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
+    wrong = [f"{name}={os.environ[name]}" for name, one in alone.items() if os.environ.get(name, one) != one]
     if wrong:
         raise InputError(f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
                          "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
@@ -230,15 +222,13 @@ def train(
                          f"got {len(callbacks)}")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
-    if not node_rank:
-        run = create_run(s, out, resume, total, nodes)
-        if on_made:
-            on_made(run)
-        if read_run_info(run)["status"] == "finished":
-            return run
-    else:
+    if node_rank:
         check_processes(s, total)
-        run = Path(os.path.realpath(str(out)))
+    run = Path(os.path.realpath(str(out))) if node_rank else create_run(s, out, resume, total, nodes)
+    if on_made and not node_rank:
+        on_made(run)
+    if not node_rank and read_run_info(run)["status"] == "finished":
+        return run
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run
 

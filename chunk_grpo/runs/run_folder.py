@@ -134,14 +134,12 @@ def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, whe
     check_place(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
-_OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method",
-                 "chunks", "surrogate")
-
-
 def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
     "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
     note, file = read_json(find_run(run) / "run.json"), prompt_cache_folder() / "own-runs.txt"
-    obeyed = json.dumps([note["settings"].get(name) for name in _OBEYED_FIELDS], sort_keys=True)
+    names = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method", "chunks",
+             "surrogate")  # what an evaluation would load or run
+    obeyed = json.dumps([note["settings"].get(name) for name in names], sort_keys=True)
     line = f"{note.get('run_id')} {hashlib.sha256(obeyed.encode()).hexdigest()}"
     own = file.is_file() and line in file.read_text(errors="replace").splitlines()
     if remember and not own:

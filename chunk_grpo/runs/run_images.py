@@ -80,10 +80,8 @@ def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest check
     return newest
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #10e90cd7
-def load_trained_policy(
-    run: Path, s: Settings, folder: Path | None = None,  # of `find_newest_weights`; None: final/
-) -> Policy:  # at the evaluation's resolution, on CUDA where there is one
-    "The policy of a run with its trained weights; InputError where it has none, or they do not fit its settings."
+def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> Policy:  # folder: final/ if not given
+    "A run's policy for its evaluation, with trained weights; InputError where there are none or they do not fit."
     folder = folder or find_trained_weights(run)
     final, groups = folder.name == "final", ("ema", "weights")  # read, and refused, before the base is loaded
     stored = trainable.read_saved_weights(folder) if final else checkpoints.read_tensors(folder, only=groups)
@@ -111,12 +109,11 @@ AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for th
 
 
 def sample_arm_images(
-    model: Policy,  # trained; its resolution is set
-    s: Settings, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
+    model: Policy, s: Settings, prompts: Sequence[str] | Mapping[int, str],  # trained; all, or those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
     arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    "Images of an arm, reproducible image by image."
+    "Images of an arm, reproducible image by image; sets the model's resolution."
     if arm in AS_TRAINED_ARMS:
         sampler, base = load_method(s).sampler(s.iterations - 1), split == 0
         given = prompts, places, s.eval_seed, sampler, base, s.rollout_batch
@@ -253,8 +250,7 @@ def progress_watcher(s: Settings, parts: list[tuple[str, int, int]], folder: Pat
                      every: float = 10.0) -> Callable[[], None]:  # every: seconds between two lines
     "A function that looks how many of all parts are in the folder and says it from time to time."
     def work(some) -> tuple[int, int]:  # images, and what they cost
-        counts = [(high - low, (high - low) * image_cost(s, arm)) for arm, low, high in some]
-        return sum(n for n, _ in counts), sum(cost for _, cost in counts)
+        return sum(j - i for _, i, j in some), sum((j - i) * image_cost(s, arm) for arm, i, j in some)
 
     (images, cost), (first, before), began = work(parts), work(read_parts(folder)), time.monotonic()
     said = [began, first]
@@ -297,8 +293,7 @@ def run_programs(
                 said = running.pop(child)
                 if child.returncode:
                     said.seek(0)
-                    lines = said.read().decode(errors="replace").strip().splitlines()
-                    return child.returncode, lines[-1] if lines else ""
+                    return child.returncode, ["", *said.read().decode(errors="replace").strip().splitlines()][-1]
             watch()
     return 0, ""
 
@@ -319,8 +314,7 @@ def share_out(
 def drawing_threads(threads: int = 0) -> Iterator[None]:
     "While images are drawn, torch has `threads`; where that is 0 and there is neither GPU nor OMP_NUM_THREADS, one."
     before = torch.get_num_threads()
-    free = torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ
-    torch.set_num_threads(threads or (before if free else 1))
+    torch.set_num_threads(threads or (before if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ else 1))
     try:
         yield
     finally:

@@ -122,10 +122,9 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
 def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_log: Callable | None = None) -> Path:
     "Train the first iterations again in a new folder, as `verify_run` says; InputError where that fails."
     quiet = {"checkpoint_every": iterations, "keep_checkpoints": 1, "keep_every": 0, "tracker": "none", "stop_on": ()}
-    listening = [on_log] if on_log and processes == 1 else []
+    callbacks = [on_log] if on_log and processes == 1 else []
     try:
-        shorter = load_settings(s, {"iterations": iterations} | quiet)
-        return launch.train(shorter, folder, processes=processes, callbacks=listening)
+        return launch.train(load_settings(s, {"iterations": iterations} | quiet), folder, False, processes, callbacks)
     except launch.TrainingFailed:  # which names a log that nobody will find
         why = run_folder.read_run_info(folder)["error"]
         raise InputError(f"the run must be one that can be trained here; it was not: {why}") from None
@@ -133,8 +132,7 @@ def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_lo
 # %% ../../nbs/09_runs/03_verify.ipynb #3a6a7f19
 def verify_run(
     run: Path, iterations: int = 2,  # finished or not; to do again, at most those that the run has
-    processes: int = 0,  # 0: as the run had, on one machine
-    on_log: Callable | None = None,  # called with every new line of metrics and the settings
+    processes: int = 0, on_log: Callable | None = None,  # 0: as the run had, on one machine; gets new lines, settings
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences
     "Whether a run is what its folder says; InputError where it cannot be told."
     note, theirs = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
@@ -167,10 +165,8 @@ def verification_lines(found: Mapping, most: int = 5) -> list[str]:
             "differs": f"differs: {what} were repeated"}[found["answer"]], *found["changed"]]
     for row in rows[:most]:
         how = "not allowed to differ" if math.isinf(row["share"]) else f"{100 * row['share']:.2g}% of what is allowed"
-        out.append(f"{row['name']} of iteration {row['iteration']}: {row['run']} in the run, {row['again']} again, "
-                   f"{how}")
-    if len(rows) > most:
-        out.append(f"{len(rows) - most} further numbers differ by less")
+        out.append("{name} of iteration {iteration}: {run} in the run, {again} again, {how}".format(**row, how=how))
+    out += [f"{len(rows) - most} further numbers differ by less"] * (len(rows) > most)
     if weights:
         out.append(f"final weights: apart by {100 * weights:.2g}% of what is allowed")
     pairs = [f"{name}: {a} in the run, {b} again" for name, (a, b) in found["differences"].items()]
