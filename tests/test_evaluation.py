@@ -22,7 +22,7 @@ from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate
 from chunk_grpo.models import trainable
 from chunk_grpo.planning import plan
-from chunk_grpo.runs import drawing, run_folder
+from chunk_grpo.runs import run_folder, run_images
 
 SMALL = {"eval_images": 2, "eval_steps": 4, "hybrid_split": 2, "rollout_batch": 3, "threads": 1, "steps": 5,
          "chunks": "2,2", "eval_rewards": ["tiny_rewards:counted_red", "pocket-geneval"]}
@@ -140,8 +140,8 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)  # what a process finds where nobody chose
     by_two, changes = shutil.copytree(run, tmp_path / "two"), ["threads=0", "eval_rewards=[pocket-clip]"]
-    seen, load = [], drawing.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
-    monkeypatch.setattr(drawing, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of))
+    seen, load = [], run_images.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
+    monkeypatch.setattr(run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of))
     for place, processes in ((run, 1), (by_two, 2)):
         evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes)
     assert (seen, torch.get_num_threads()) == ([1], 2) and scores(run) == scores(by_two)
@@ -183,7 +183,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
 
 
 def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
-    with drawing.only_evaluation(run), pytest.raises(InputError, match="being evaluated by another process"):
+    with run_images.only_evaluation(run), pytest.raises(InputError, match="being evaluated by another process"):
         evaluate.evaluate(run)
     assert not os.path.exists(os.environ["COUNTED"]) and not (run / "evaluation.begun").exists()
     assert evaluate.evaluate(run)["n_prompts"] == 4 and not (run / "evaluation.begun").exists()

@@ -22,10 +22,10 @@ PRELOADED = [
     "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
     "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
     "chunk_grpo.cli.main", "chunk_grpo.runs.launch", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
-    "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.drawing", "chunk_grpo.reporting.reports",
+    "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.run_images", "chunk_grpo.reporting.reports",
     "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.study",
     "frozen"]
-FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.drawing")
+FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.run_images")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 MAIN = "chunk_grpo.cli.main"
 

@@ -297,7 +297,7 @@ def run_benchmark(
             order = {"run": str(folder), "task": [name, source and str(source), samples], "out": str(out),
                      "changes": changes}
             draw = "chunk_grpo.evaluation.benchmarks:draw_benchmark"
-            share_out("benchmark", ["chunk_grpo.runs.drawing", draw, json.dumps(order)], processes)
+            share_out("benchmark", draw, order, processes)
         else:
             draw_benchmark(folder, (name, source, samples), out, changes, say=say)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)

@@ -24,9 +24,9 @@ from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
 from ..models.inputs import read_prompts
 from ..runs import run_folder
-from ..runs.drawing import begun_folder, draw_share, evaluation_parts, move_into_place, only_evaluation
-from ..runs.drawing import progress_watcher, read_parts
-from ..runs.run_images import AS_TRAINED_ARMS, drawing_processes, share_out
+from ..runs.run_images import (
+    AS_TRAINED_ARMS, begun_folder, draw_share, drawing_processes, evaluation_parts, move_into_place, only_evaluation,
+    progress_watcher, read_parts, share_out)
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9e196587
 def ode_arms(s: setting.Settings) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
@@ -210,8 +210,7 @@ def evaluate(
         watch = progress_watcher(s, parts, folder, say)
         if count > 1:
             order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
-            words = ["chunk_grpo.runs.drawing", "chunk_grpo.runs.drawing:draw_share", json.dumps(order)]
-            share_out("evaluation", words, count, watch)
+            share_out("evaluation", "chunk_grpo.runs.run_images:draw_share", order, count, watch)
         elif missing:
             draw_share(run, s, arms, folder, watch=watch)
         done = read_parts(folder)

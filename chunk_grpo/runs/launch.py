@@ -17,13 +17,11 @@ import signal
 import sys
 import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, ProcessFailure, SignalException, Std, errors
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -37,23 +35,17 @@ from ..training.callbacks import Callback, as_callbacks, format_progress
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
-class _Finish(Callback):
-    "Marks the run as finished."
-
-    def __init__(self, began: float):
-        self.began = began
-
-    def on_train_end(self, state) -> None:
-        if state.accelerator.is_main_process:
-            sync_tree(state.run)
-            seconds = (read_json(state.run / "run.json").get("seconds") or 0.0) + time.time() - self.began
-            update_run_json(state.run, status="finished", finished=time.time(), seconds=seconds,
-                            final_sha256=hash_files(state.run / "final"))
-
-
 def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
     "Train a run folder as the only process, or as one of several that torchrun started."
     first, began, threads = os.environ.get("RANK", "0") == "0", time.time(), torch.get_num_threads()
+
+    class Finish(Callback):
+        def on_train_end(self, state) -> None:
+            sync_tree(run)
+            seconds = (read_json(run / "run.json").get("seconds") or 0.0) + time.time() - began
+            update_run_json(run, status="finished", finished=time.time(), seconds=seconds,
+                            final_sha256=hash_files(run / "final"))
+
     with lock_log(run / "train.log") if first else contextlib.nullcontext() as log, raise_on_sigterm():
         def say(text: str) -> None:
             log.write(f"{text}\n".encode())
@@ -63,9 +55,8 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
         try:
             if first:
-                started = read_run_info(run).get("started") or began
-                update_run_json(run, status="running", started=started, error=None)
-            train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), _Finish(began)], say)
+                update_run_json(run, status="running", started=read_run_info(run).get("started") or began, error=None)
+            train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), *[Finish()] * first], say)
         except Exception:
             if not _is_finished(run):
                 raise
@@ -89,10 +80,6 @@ def print_progress(line: dict, s: Settings) -> None:
     _print(format_progress(line, s.iterations))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #281c660e
-class _Failed(Exception):
-    "A worker crashed; its arguments are the reason and the worker's traceback."
-
-
 def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
     "What an error means for a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."
     text = "".join(traceback.format_exception(error))
@@ -104,26 +91,21 @@ def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason
         return 2, "out: no disk space; free some and resume the run.", ""
     if isinstance(error, InputError):
         return 2, str(error), ""
-    if isinstance(error, _Failed):
-        return 1, *error.args
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
-def _first_failure(failures: Mapping[int, ProcessFailure]) -> InputError | _Failed:
+def _explain_workers(failures: Mapping[int, ProcessFailure]) -> tuple[int, str, str]:  # as `_explain`
     "What the worker that failed first said; those that the agent ended do not count."
-    def began(item) -> float:
-        told = item[1].error_file_data["message"]
-        if isinstance(told, dict):
-            return told["extraInfo"]["time"]
-        return 0.0 if item[1].exitcode < 0 and -item[1].exitcode != signal.SIGTERM else float("inf")
+    def began(rank: int) -> float:
+        killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
+        return failures[rank].error_file_data.get("time", 0.0 if killed else float("inf"))
 
-    rank, failure = min(failures.items(), key=began)
-    told = failure.error_file_data["message"]
-    if isinstance(told, dict):
-        words, stack = told["message"], told["extraInfo"]["py_callstack"]
-        return InputError(words) if failure.exitcode == 2 else _Failed(f"rank {rank}: {words}", stack)
-    how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
-    return _Failed(f"rank {rank} {how}", "")
+    rank = min(failures, key=began)
+    code, told = failures[rank].exitcode, failures[rank].error_file_data
+    if "time" in told:
+        return (2, told["message"], "") if code == 2 else (1, f"rank {rank}: {told['message']}", told["traceback"])
+    how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"exited with {code}"
+    return 1, f"rank {rank} {how}", ""
 
 
 def _work(run: Path, parent: int) -> int:  # exit code
@@ -136,64 +118,43 @@ def _work(run: Path, parent: int) -> int:  # exit code
     except BaseException as error:
         code, words, text = _explain(error)
         if code not in (130, 143):
-            about = {"timestamp": str(int(time.time())), "time": time.time(), "py_callstack": text}
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(
-                json.dumps({"message": {"message": words, "extraInfo": about}}), encoding="utf-8")
+            about = json.dumps({"message": words, "time": time.time(), "traceback": text})
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(about, encoding="utf-8")
         return code
     return 0
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0002
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    "Turn torch's SignalException into Ctrl-C or SIGTERM, and give the handlers back."
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    except SignalException as error:
-        raise KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated(128 + error.sigval) from None
-    finally:
-        with contextlib.suppress(ValueError):  # signals belong to the main thread
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _launch(
-    run: Path, log: str, processes: int, nodes: int, node_rank: int, rendezvous: str, max_restarts: int
-) -> None:
+def _launch(run: Path, log: str, processes: int, nodes: int, node_rank: int, rendezvous: str, max_restarts: int):
     "Train a run folder with torch's launcher, here or as one of several machines."
+    before = {x: signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     quiet = logging.getLogger("torch.distributed.elastic")
     quiet.propagate, quiet.handlers = False, [logging.NullHandler()]  # what it tells stands in the error
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"} if nodes == 1 else {
         "rdzv_backend": "static", "rdzv_endpoint": rendezvous, "rdzv_configs": {"rank": node_rank, "timeout": 600}}
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps old keys at a restart
-    with temporary_folder("torchrun") as logs, _own_signals():
+    with temporary_folder("torchrun") as logs:
         config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
-                              run_id=uuid.uuid4().hex if nodes == 1 else "chunk-grpo", max_restarts=max_restarts,
-                              **meeting)
+                              run_id="chunk-grpo", max_restarts=max_restarts, **meeting)
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
-        except ChildFailedError as error:
-            raise _first_failure(error.failures) from None
+        except SignalException as error:
+            raise KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated(128 + error.sigval) from None
         except (torch.distributed.DistError, RendezvousError, TimeoutError) as error:
             raise InputError(f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
                              f"{str(error).splitlines()[0]}") from None
         finally:
+            with contextlib.suppress(ValueError):  # signals belong to the main thread
+                for number, handler in before.items():
+                    signal.signal(number, handler)
             with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as kept:
-                for file in sorted(Path(logs).rglob("stderr.log")):
-                    kept.write(file.read_bytes())
+                kept.writelines(file.read_bytes() for file in sorted(logs.rglob("stderr.log")))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
-_RUN_FILES = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "hosts", "samples", "chunk_grpo")
-
-
 def train_folder(
-    run: Path,  # made by `create_run`
-    callbacks: Sequence[Callback | Callable] = (),
-    fresh: bool = False,  # whether the folder is taken back where the input is refused
+    run: Path, callbacks: Sequence[Callback | Callable] = (), fresh: bool = False,  # fresh: taken back where refused
     processes: int = 1, nodes: int = 1, node_rank: int = 0, rendezvous: str = "", max_restarts: int = 0,  # as for train
 ) -> None:
-    "Train a run folder to its end and note how it ended; InputError or TrainingFailed where not well."
+    "Train a folder of `create_run` to its end and note how it ended; InputError or TrainingFailed where not well."
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
         if processes * nodes == 1:
@@ -201,13 +162,16 @@ def train_folder(
         else:
             _launch(run, log, processes, nodes, node_rank, rendezvous, max_restarts)
     except BaseException as error:
-        code, words, text = _explain(error)
+        workers = error.failures if isinstance(error, errors.ChildFailedError) else None
+        code, words, text = _explain_workers(workers) if workers else _explain(error)
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
         if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
             made = read_json(run / "run.json").get("made_folder", True)
-            for one in [run / name for name in _RUN_FILES] + [*run.glob("train*.log"), *run.glob("packages*.txt")]:
+            ours = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "train*.log", "packages*.txt", "samples",
+                    "chunk_grpo")  # which a tracker makes
+            for one in [one for name in ours for one in run.glob(name)]:
                 shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
             remove_abandoned(run)
             if made and not any(run.iterdir()):
@@ -217,17 +181,15 @@ def train_folder(
         if code in (130, 143) or isinstance(error, InputError):
             raise
         stopped = f"training stopped in {run}: {words}; the log is {run / log}"
-        raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (
-            None if isinstance(error, _Failed) else error)
+        raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (None if workers else error)
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
-_FOREIGN = {name: "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")} | {
-    name: "0" for name in ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")}
-
-
 def check_launcher() -> None:
     "InputError where one process is to train and the environment speaks of others."
-    wrong = [f"{name}={os.environ[name]}" for name, one in _FOREIGN.items() if os.environ.get(name, one) != one]
+    sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+    ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+    alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
+    wrong = [f"{name}={os.environ[name]}" for name, one in alone.items() if os.environ.get(name, one) != one]
     if wrong:
         raise InputError(f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
                          "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
@@ -260,15 +222,13 @@ def train(
                          f"got {len(callbacks)}")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
-    if not node_rank:
-        run = create_run(s, out, resume, total, nodes)
-        if on_made:
-            on_made(run)
-        if read_run_info(run)["status"] == "finished":
-            return run
-    else:
+    if node_rank:
         check_processes(s, total)
-        run = Path(os.path.realpath(str(out)))
+    run = Path(os.path.realpath(str(out))) if node_rank else create_run(s, out, resume, total, nodes)
+    if on_made and not node_rank:
+        on_made(run)
+    if not node_rank and read_run_info(run)["status"] == "finished":
+        return run
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run
 

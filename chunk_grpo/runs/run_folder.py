@@ -41,9 +41,8 @@ def file_of_run(run: str | Path, name: str) -> Path:
 # %% ../../nbs/09_runs/00_run_folder.ipynb #b01f5a86
 def find_run(path: str | Path) -> Path:
     "The path of a run folder; InputError where there is none."
-    if not (Path(path) / "run.json").is_file():
+    if not file_of_run(path, "run.json").is_file():
         raise InputError(f"the run must be a folder with a run.json; {str(path)!r} is none")
-    file_of_run(path, "run.json")
     return Path(path)
 
 
@@ -56,11 +55,9 @@ def is_training(run: Path | str) -> bool:
         return not try_lock(handle)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
-def read_run_info(
-    run: str | Path, needed: Sequence[str] = (),  # further fields that the reader cannot do without
-) -> dict:  # run.json, with status created, running, finished, failed or interrupted
-    "What a run says about itself; a run whose process is gone reads `interrupted`."
-    note = read_json(file_of_run(find_run(run), "run.json"), RunInfo, ("status", *needed))
+def read_run_info(run: str | Path, needed: Sequence[str] = ()) -> dict:  # needed: further fields that it must have
+    "run.json, with status created, running, finished, failed or, also where its process is gone, interrupted."
+    note = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
     gone = note["status"] == "running" and file_of_run(run, "train.log").is_file() and not is_training(run)
     return note | ({"status": "interrupted"} if gone else {})
 
@@ -70,21 +67,17 @@ def update_run_json(run: Path, **changes) -> None:
     write_json(Path(run) / "run.json", read_json(Path(run) / "run.json") | changes)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #465eddf7
-def read_run_settings(
-    run: str | Path,
-    exact: bool = False,  # refuse settings that this version does not know, where the run is to be done again
-) -> Settings:
+def read_run_settings(run: str | Path, exact: bool = False) -> Settings:  # exact: refuse those of another version
     "The settings of a run; a warning names those that only another version knows, and they are left out."
     note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
-    version = note.get("versions", {}).get("chunk_grpo", "")
+    version = note.get("versions", {}).get("chunk_grpo", "")  # none: not another version's, but damaged
     made = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
-    exact = exact or not version  # a run that names no version was not written by another one, but damaged
-    unknown = [] if exact else [name for name in note["settings"] if name not in Settings.model_fields]
-    if unknown:
+    known = {name: x for name, x in note["settings"].items() if exact or not version or name in Settings.model_fields}
+    if unknown := [name for name in note["settings"] if name not in known]:
         warnings.warn(f"version {__version__} does not know these settings of the run {made}, and leaves "
                       f"them out: {', '.join(unknown):.200}", stacklevel=1)
     try:
-        return load_settings({name: x for name, x in note["settings"].items() if name not in unknown})
+        return load_settings(known)
     except InputError as error:
         raise InputError(f"the settings of the run {made}, cannot be used: {error}") from None
 
@@ -92,11 +85,10 @@ def read_run_settings(
 def read_metrics_lines(run: str | Path) -> list[dict]:
     "The lines of metrics, iteration 0 first; those that are there while a run is going on."
     lines = read_json_lines(file := file_of_run(run, "metrics.jsonl"), MetricsLine)
-    for number, line in enumerate(lines, 1):
+    for i, line in enumerate(lines, 1):
         for name, x in line.items():  # a method's own may be anything; scores are numbers
             if name.startswith(("reward_", "eval_")) and not isinstance(x, (int, float, type(None))):
-                raise InputError(f"run: line {number} of {file} is damaged: `{name}` must be a number; got "
-                                 f"{str(x)[:40]!r}")
+                raise InputError(f"run: line {i} of {file} is damaged: `{name}` must be a number; got {str(x)[:40]!r}")
     return lines
 
 
@@ -129,10 +121,7 @@ def next_run_folder(name: str) -> Path:
     return next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1)) if not p.exists())
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #f413f44a
-def check_new_folder(
-    out: Path,  # the folder to be
-    run: bool = False,  # whether it is to be a run's, where the debris of one killed during creation may lie
-) -> None:
+def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, where a kill's debris may lie
     "InputError where a new run would spoil what lies there, or could not be written."
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
@@ -145,14 +134,12 @@ def check_new_folder(
     check_place(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
-_OBEYED_FIELDS = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method",
-                 "chunks", "surrogate")
-
-
 def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
     "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
     note, file = read_json(find_run(run) / "run.json"), prompt_cache_folder() / "own-runs.txt"
-    obeyed = json.dumps([note["settings"].get(name) for name in _OBEYED_FIELDS], sort_keys=True)
+    names = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method", "chunks",
+             "surrogate")  # what an evaluation would load or run
+    obeyed = json.dumps([note["settings"].get(name) for name in names], sort_keys=True)
     line = f"{note.get('run_id')} {hashlib.sha256(obeyed.encode()).hexdigest()}"
     own = file.is_file() and line in file.read_text(errors="replace").splitlines()
     if remember and not own:
@@ -168,26 +155,23 @@ def has_final_weights(run: Path) -> bool:
 
 
 def create_run(
-    s: Settings,
-    out: str | Path | None = None,  # the folder; None: runs/run-001 or the next free number, in the working directory
-    resume: bool = False, processes: int = 1,  # take up the run that lies there; that will train it
-    nodes: int = 1,  # machines that the processes are on
+    s: Settings, out: str | Path | None = None,  # the folder; None: the next free runs/run-001 of the working directory
+    resume: bool = False, processes: int = 1, nodes: int = 1,  # take up the run there; that will train it; machines
 ) -> Path:  # the run folder
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
-    def is_done(note: dict) -> bool:  # the run that is taken up has nothing left to train
+    def previous() -> tuple[dict, bool]:  # run.json of the run to resume, and whether nothing is left to train
+        note = read_json(out / "run.json", RunInfo, ("settings", "status", "model_sha256", "prompts_sha256"))
         check_resume(old := load_settings(note["settings"]), s)
-        return note["status"] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
+        return note, note["status"] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
-    out, done = Path(os.path.realpath(out or next_run_folder("run"))), False
-    known = ("settings", "status", "model_sha256", "prompts_sha256")
+    out = Path(os.path.realpath(out or next_run_folder("run")))
     if not resume:
         check_new_folder(out, run=True)
     elif not (out / "run.json").is_file():
         raise InputError(f"`out` must hold the run to resume; in {out} there is none")
-    else:
-        done = is_done(read_json(out / "run.json", RunInfo, known))  # damage is said before a log is made
+    done = resume and previous()[1]  # damage is said before a log is made
     check_processes(s, processes)
     if not done:
         from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
@@ -202,12 +186,10 @@ def create_run(
     about = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
     with lock_log(out / "train.log", new=not resume):  # another may have made or trained the run meanwhile
         if resume:
-            note = read_json(out / "run.json", RunInfo, known)
-            changed = next((name for name in hashes if hashes[name] != note[name]), "").removesuffix("_sha256")
-            if changed:
-                raise InputError(f"`{changed}` must be the same when a run is resumed; its files changed since the run "
-                                 "began")
-            note |= {} if is_done(note) else about
+            note, done = previous()
+            for x in [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
+                raise InputError(f"`{x}` must be the same when a run is resumed; its files changed since the run began")
+            note |= {} if done else about
             clean_run_folder(out)
         else:
             check_new_folder(out, run=True)
