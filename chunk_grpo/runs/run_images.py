@@ -30,7 +30,7 @@ from ..models.policy import TORCH_DTYPES, Policy
 from .run_folder import file_of_run, find_run, has_final_weights
 from ..training import checkpoints
 from ..training.methods import load_method
-from ..training.rollout import sample_images, sample_sde_images
+from ..training.rollout import sample_images
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #96a14825
 def find_trained_weights(run: Path | str) -> Path:  # its folder final/
@@ -115,12 +115,10 @@ def sample_arm_images(
     arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "Images of an arm, reproducible image by image."
-    if arm in AS_TRAINED_ARMS:
-        sampler, base = load_method(s).sampler(s.iterations - 1), split == 0
-        given = prompts, places, s.eval_seed, sampler, base, s.rollout_batch
-        return sample_sde_images(model.set_resolution(s.resolution), *given, TORCH_DTYPES[s.latents_dtype])
-    model.set_resolution(s.eval_resolution)
-    return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+    sampler = load_method(s).sampler(s.iterations - 1) if arm in AS_TRAINED_ARMS else None
+    model.set_resolution(s.resolution if sampler else s.eval_resolution)
+    return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch, sampler,
+                         TORCH_DTYPES[s.latents_dtype])
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #5ee51ca8
 def _share_environment(number: int, count: int) -> dict[str, str]:

@@ -102,8 +102,7 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 
 def write_checkpoint(
     run: Path, iteration: int, groups: Groups, state: Mapping,  # finished iterations; what else to remember, JSON
-    keep: int = 2,  # newest checkpoints to keep
-    keep_every: int = 0,  # iterations between those that are kept for good; 0: none
+    keep: int = 2, keep_every: int = 0,  # newest checkpoints; iterations between those kept for good, 0: none
     about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to
     sharded: bool = False,  # tensors lie in parts: every process has to call it
 ) -> None:

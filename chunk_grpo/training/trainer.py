@@ -45,10 +45,8 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
     return state.run / "checkpoints" / f"{state.iteration:06d}"
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
-def _read_checkpoint(
-    state: TrainingState, folder: Path,  # of a checkpoint
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:  # tensors, the rest, what keeps them from being used
-    "What a checkpoint holds; the sentence is the same in all processes."
+def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
+    "What a checkpoint holds, tensors and the rest, and what keeps it from being used: the same in all processes."
     groups, rest, problem = {}, {}, ""
     try:
         if state.accelerator.is_main_process:
@@ -67,10 +65,7 @@ def _read_checkpoint(
     return groups, rest, next(filter(None, gather_object([problem])), "")
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
-def _restore_log(
-    run: Path, folder: Path | None,  # the checkpoint; None: the run begins anew
-    say: Callable[[str], None],  # prints a line
-) -> None:
+def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> None:  # None: the run begins anew
     "Give metrics.jsonl and profile.json back what a checkpoint says of them."
     clean_run_folder(run)
     log = run / "metrics.jsonl"
@@ -140,18 +135,17 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         due = state.iteration % s.profile_every == 0 if s.profile_every else state.iteration == 0
         profile = measure_profile(state, rollout.context.trajectories) if due else {}
         update = update_policy(state, rollout)
-    chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
     state.iteration += 1
     line = collect_metrics(state, rollout, update, base)
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
     if profile and state.accelerator.is_main_process:
+        chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
         write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
     state.cpu += time.process_time() - cpu
-    spent = {"seconds_total": state.total, "seconds_cpu_total": state.cpu}
-    return line | {"seconds": dict(rollout.seconds)} | spent
+    return line | {"seconds": dict(rollout.seconds), "seconds_total": state.total, "seconds_cpu_total": state.cpu}
 
 # %% ../../nbs/07_training/08_trainer.ipynb #4f2da6cc
 def _refuse_infinite_weights(state: TrainingState) -> None:
@@ -180,8 +174,7 @@ def save_final_weights(state: TrainingState) -> None:
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
     s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
-    callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
-    say: Callable[[str], None] = print,  # prints a line of the log
+    callbacks: Sequence[Callback] = (), say: Callable[[str], None] = print,  # beside the log's and the alarms; prints
 ) -> None:
     "Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."
     state = prepare_state(s, Path(run))
@@ -199,7 +192,6 @@ def train_run(
         load_policy_and_optimizer(state)
         resume(state, say)
         announce("on_train_begin")
-        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
             stop = None
@@ -214,8 +206,8 @@ def train_run(
             if stop:
                 raise stop
 
-        if base:
-            finish_iteration(base)
+        if not state.iteration:
+            finish_iteration({"iteration": 0, **evaluate_held_out(state)})
         while state.iteration < s.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)

@@ -24,12 +24,9 @@ def split_updates(
     group: int, updates: int,  # G, images a prompt; U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
     "The images of each update: G / U of every group, shuffled."
-    out = [[] for _ in range(updates)]
-    for low in range(0, len(keys), group):
-        order = low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
-        for u in range(updates):
-            out[u].append(order[u::updates])
-    return [torch.cat(part) for part in out]
+    orders = [low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
+              for low in range(0, len(keys), group)]
+    return [torch.cat([order[u::updates] for order in orders]) for u in range(updates)]
 
 # %% ../../nbs/07_training/03_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class UpdateBatch:
 
 # %% ../../nbs/07_training/03_update.ipynb #d60b1160
 def build_update_batch(
-    images: Tensor,  # (b,) positions of the update's images
-    chosen: Tensor,  # (B, k) chunks of every image of the iteration
+    images: Tensor, chosen: Tensor,  # (b,) positions of the update's images; (B, k) chunks of all of the iteration
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
     limit: int, weights: Tensor | None = None,  # transitions in one forward; (T,) of each transition in the objective
     stochastic: Tensor | None = None,  # (n,) the transitions that the chunks divide; None: the first ones
@@ -59,10 +55,9 @@ def build_update_batch(
     drawn = chosen[images]
     sample, index, segment = flatten_chunks(own, drawn)
     index = index if stochastic is None else stochastic[index]
-    owner = images[(drawn >= 0).nonzero()[:, 0]]
-    parts, whole = split_into_batches(segment, limit), fits_in_batch(segment, limit)
     mean = None if weights is None else torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
-    return UpdateBatch(images[sample], index, segment, drawn[drawn >= 0], owner, parts, whole, mean)
+    return UpdateBatch(images[sample], index, segment, drawn[drawn >= 0], images[(drawn >= 0).nonzero()[:, 0]],
+                       split_into_batches(segment, limit), fits_in_batch(segment, limit), mean)
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def all_evidence(
@@ -88,18 +83,12 @@ def item_groups(context: ReplayContext, work: UpdateBatch) -> Tensor:  # (N,) lo
     return context.trajectories.row[work.owner] * (int(work.chunk.max()) + 1) + work.chunk
 
 
-def ratio_floor(
-    new: Tensor,  # (M,) log-probabilities now
-    old: Tensor,  # (M,) log-probabilities of the same weights, computed another way
-    work: UpdateBatch,
-) -> float:  # largest |ratio - 1|
-    "How far the ratio is from 1 although nothing changed: below it, clipping is noise."
+def ratio_floor(new: Tensor, old: Tensor, work: UpdateBatch) -> float:  # log-probabilities (M,) -> largest |ratio - 1|
+    "How far the ratio of the same weights, asked in two ways, is from 1: below it, clipping is noise."
     return (item_means(new - old.to(new), work.segment.to(new.device)).exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
-def _objective_slopes(
-    method: Method, statistic: Tensor, adv: Tensor, group: Tensor,  # (N, ...) mean of each item; (N,), (N,) of each
-) -> Tensor:  # (N, ...)
+def _objective_slopes(method: Method, statistic: Tensor, adv: Tensor, group: Tensor) -> Tensor:  # (N, ...) as statistic
     "Derivative of every item's worth by its mean statistic."
     with torch.enable_grad():
         at = statistic.detach().requires_grad_()
