@@ -101,9 +101,8 @@ class Logger(Callback):
         beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
         self.say(f"training {beside} {share:.1%} of the model")
         if state.s.tracker != "none":
-            dumped = state.s.model_dump(mode="json")
-            plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in dumped.items()}
-            state.accelerator.init_trackers("chunk_grpo", config=plain)
+            flat = {k: v if isinstance(v, (int, float)) else str(v) for k, v in state.s.model_dump(mode="json").items()}
+            state.accelerator.init_trackers("chunk_grpo", config=flat)
 
     def on_log(self, state, line: dict) -> None:
         "Append the line, hand its numbers on and print it."

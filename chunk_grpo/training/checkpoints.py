@@ -64,8 +64,7 @@ def _sign_manifest(content: Mapping) -> str:
 
 def write_manifest(folder: Path, about: Mapping, digests: Mapping[str, str] = MappingProxyType({})) -> None:
     "Write down what every file must be, with iteration, run_id and settings; `digests` are of files hashed already."
-    files = {file.name: digests.get(file.name) or sha256_of(file) for file in sorted(folder.iterdir())}
-    content = {**about, "files": files}
+    content = {**about, "files": {f.name: digests.get(f.name) or sha256_of(f) for f in sorted(folder.iterdir())}}
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": _sign_manifest(content)}, indent=1) + "\n")
 
 
@@ -182,8 +181,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def tensor_problem(
-    groups: Groups, trained: Sequence[Tensor],  # the weights that they are for
-    averages: Sequence[str] = (),  # ema, and copies that a method keeps
+    groups: Groups, trained: Sequence[Tensor], averages: Sequence[str] = (),  # weights they are for; ema, and copies
 ) -> str:  # nothing where all is well
     "What keeps tensors of a checkpoint from being used."
     shapes = {str(i): p.shape for i, p in enumerate(trained)}

@@ -28,9 +28,8 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
+from ..method import credit, sharing
 from ..method.chunks import Chunks
-from ..method.credit import combine_rewards, nearest_distances, outrun_images
-from ..method.sharing import edge_advantages, shared_states
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
@@ -174,8 +173,8 @@ def chunk_gains(
     for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):  # from the image back to the noise
         start = int(places[chunk][0])
         last = len(paths.sampler) - start
-        kept = torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
-        before = _score_completions(state, context, start, paths.sampler.sigmas[start:][kept])
+        kept = start + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
+        before = _score_completions(state, context, start, paths.sampler.sigmas[kept])
         before = {name: x.to(after[name]) for name, x in before.items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
         after = before
@@ -208,8 +207,8 @@ def compare_groups(
         most = s.advantage_clamp
         return of_strides[0] if len(of_strides) == 1 else torch.stack(of_strides).sum(0).clamp(-most, most)
     if s.credit_of in ("depth", "leaves"):
-        states = shared_states(method.table, sampler.stochastic)
-        return edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
+        states = sharing.shared_states(method.table, sampler.stochastic)
+        return sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
     advantage, gains = torch.zeros(combined.numel(), len(sampler)), chunk_gains(state, context, scores)
     if s.credit_of == "gain":
         of_chunks = [compared(gain) for _, gain in gains]
@@ -274,17 +273,17 @@ def sample_groups(state: TrainingState) -> Rollout:
     with count_seconds(seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     groups = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
-    combined, others = combine_rewards(groups, state.reward_weights), {name: scores.pop(name) for name in beside}
+    combined, others = credit.combine_rewards(groups, state.reward_weights), {name: scores.pop(name) for name in beside}
     anchored = None
     if s.anchor_share < 1:
-        anchored = _of_all_groups(state, {"": combined.flatten(), **others}, lambda every: outrun_images(
+        anchored = _of_all_groups(state, {"": combined.flatten(), **others}, lambda every: credit.outrun_images(
             every.pop(""), list(every.values()), s.anchor_share))
     context = replace(before, trajectories=paths, anchored=anchored)
     further = "gain" in s.credit_of or "," in s.completion_strides
     with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
     if s.diversity:
-        apart = nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
+        apart = credit.nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
         advantage = torch.where(advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage)
     return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
 

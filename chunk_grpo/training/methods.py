@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
 from ..core.settings import METHODS, Settings, import_callable, named_code
-from ..method import dynamics, surrogates
-from ..method.chunk_search import adaptive_chunks
+from ..method import chunk_search, dynamics, surrogates
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
 from ..method.credit import credit_advantages
 from ..method.sampler import Sampler
@@ -33,8 +32,7 @@ from .rollout import Trajectories, make_generator
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
 def sample_chunks(
     paths: Trajectories, chunks: Chunks | Sequence[Chunks],  # of B images; the same for all, or those of each image
-    fraction: float,  # of the chunks to train
-    weighting: str = "uniform",  # "uniform"; "dynamics", equation (16) on the image's own latents; or "profile"
+    fraction: float, weighting: str = "uniform",  # of the chunks; uniform, profile, or dynamics: (16) on own latents
     allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
     uniform: float = 0.0, temperature: float = 1.0,  # share of uniform drawing in the weights (16); of these weights
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
@@ -136,7 +134,7 @@ class _Selection:
             made = self.chunker(profile)
             return chunks_from_setting(str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile))
         if rule.min_size:
-            return adaptive_chunks(profile[None], rule.min_size)[0]
+            return chunk_search.adaptive_chunks(profile[None], rule.min_size)[0]
         measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
         return chunks_from_setting(self.s.chunks, len(profile), measured)
 
@@ -147,7 +145,7 @@ class _Selection:
             return self.chunks(torch.ones(len(places)))
         if not self.s.chunk_rule.min_size:
             return self.chunks(profile[places])
-        return adaptive_chunks(paths.distance.cpu()[:, places], self.s.chunk_rule.min_size)
+        return chunk_search.adaptive_chunks(paths.distance.cpu()[:, places], self.s.chunk_rule.min_size)
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         "Advantages (P, G) of scores by reward, (P, G) each, of all groups of an iteration."

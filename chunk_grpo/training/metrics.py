@@ -26,8 +26,7 @@ from .rollout import sample_images
 
 # %% ../../nbs/07_training/05_metrics.ipynb #d8746280
 def above_base_metrics(
-    state: TrainingState, scores: dict[str, Tensor],  # raw, by reward, (B,) of this process
-    base: dict[str, Tensor],  # of `score_base`
+    state: TrainingState, scores: dict[str, Tensor], base: dict[str, Tensor],  # raw, by reward, (B,); of `score_base`
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
     "How far training is above the base on the prompts of all processes, from the same noise."
     s = state.s
@@ -47,10 +46,9 @@ def above_base_metrics(
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
 def collect_metrics(
-    state: TrainingState,  # after the iteration
-    rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
+    state: TrainingState, rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
-    "The metrics of an iteration, over all processes."
+    "The metrics of a finished iteration, over all processes."
     s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
     gather: Any = state.accelerator.gather  # makes a tensor of a tensor
     columns = {name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items}

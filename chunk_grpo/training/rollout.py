@@ -8,7 +8,6 @@ __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'st
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -83,7 +82,7 @@ def step_noise(
         return torch.stack([draw(key) for key in keys], dim=1)
     rows = table[1 : shape[0] + 1]  # a grid with merged transitions is shorter
     owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]  # of each image's T draws
-    drawn = {key: draw(key) for key in set(itertools.chain(*owners))}
+    drawn = {key: draw(key) for key in set().union(*owners)}
     return torch.stack([torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9

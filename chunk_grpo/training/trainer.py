@@ -17,9 +17,8 @@ import torch
 from accelerate.utils import gather_object
 
 from .. import InputError
+from ..core import files
 from ..core import settings as setting
-from ..core.files import CheckpointState, RunProfile, atomic_write, clean_run_folder, read_json
-from ..core.files import hash_files, write_json
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
@@ -55,8 +54,8 @@ def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict
         problem = str(error)
     if not any(gather_object([problem])):
         try:
-            rest = read_json(folder / "state.json", CheckpointState)
-            rest["profile"] = read_json(folder / "profile.json", RunProfile)["mean"]
+            rest = files.read_json(folder / "state.json", files.CheckpointState)
+            rest["profile"] = files.read_json(folder / "profile.json", files.RunProfile)["mean"]
             groups = checkpoints.read_tensors(folder, _named(state.policy.trained))
             why = checkpoints.tensor_problem(groups, state.policy.trained, list(state.averages()))
             problem = why and str(checkpoints.damaged(folder, why))
@@ -67,7 +66,7 @@ def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
 def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> None:  # None: the run begins anew
     "Give metrics.jsonl and profile.json back what a checkpoint says of them."
-    clean_run_folder(run)
+    files.clean_run_folder(run)
     log = run / "metrics.jsonl"
     if folder is None:
         text = log.read_bytes() if log.is_file() else b""  # a crash may have left anything in it
@@ -79,7 +78,7 @@ def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> 
     for file, content in wanted.items():
         if not (file.is_file() and file.read_bytes().startswith(content)) and content:
             say(f"warning: {file} was changed or lost; it is as in {folder / file.name} again")
-        with atomic_write(file) as temporary:
+        with files.atomic_write(file) as temporary:
             temporary.write_bytes(content)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #64472d24
@@ -142,7 +141,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
             line |= evaluate_held_out(state)
     if profile and state.accelerator.is_main_process:
         chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
-        write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
+        files.write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
     state.cpu += time.process_time() - cpu
     return line | {"seconds": dict(rollout.seconds), "seconds_total": state.total, "seconds_cpu_total": state.cpu}
@@ -163,9 +162,9 @@ def save_final_weights(state: TrainingState) -> None:
     if state.s.sharding != "none":
         state.policy.transformer = trainable.gather_model(state.policy.transformer)
     if state.accelerator.is_main_process:
-        with atomic_write(state.run / "final", replace=True) as temporary:
+        with files.atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)
-            old, new = map(hash_files, (state.run / "final", temporary))
+            old, new = map(files.hash_files, (state.run / "final", temporary))
             before, after = ({k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new))
             if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights

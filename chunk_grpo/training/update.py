@@ -61,8 +61,7 @@ def build_update_batch(
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def all_evidence(
-    context: ReplayContext, work: UpdateBatch, method: Method,
-    graph: bool = False,  # whether one is made on the way, as in training; the evidence has none
+    context: ReplayContext, work: UpdateBatch, method: Method, graph: bool = False,  # whether one is made on the way
 ) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the work; the log-probability first
     "Evidence of all the work's transitions, in the batches that training uses."
     idle = [work.batches[0][:1]] * work.idle_forwards
@@ -136,8 +135,7 @@ def accumulate_gradients(
     context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
     method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
     sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
-    backward=Tensor.backward,  # what to do with each batch's loss
-    items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
+    backward=Tensor.backward, items_in_mean: float | None = None,  # of each loss; divisor, None: the work's items
 ) -> UpdateStats:
     "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
     adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
