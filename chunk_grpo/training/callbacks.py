@@ -17,6 +17,11 @@ from .. import InputError
 from ..core.files import append_json_line, read_json, read_json_lines, write_json
 from ..core.settings import ALARMS, Settings
 
+MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
+_IN_A_ROW = 3  # iterations for which an alarm must hold
+_WINDOW = 5  # iterations of a mean, at the beginning and at the end of a run
+_QUIET = 10  # iterations in which an alarm must not have stood
+
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
     "Raised by a callback's `on_log` to end the run after a checkpoint."
@@ -76,9 +81,8 @@ def format_progress(
                 f"{sum(line['seconds'].values()):.1f} s  left {left / 60:.1f} min")
     cut = f"  clipped {words(100 * share, '.1f')}%" if clipped else ""
     spread = f" \u00b1 {words(1.96 * line['reward_se'])}" if line.get("reward_se") is not None else ""
-    place = f"{number:>{len(str(iterations))}}/{iterations}"
-    return (f"iteration {place}  reward {words(line['reward_mean'])}{spread}{cut}{held}"
-            f"  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
+    return (f"iteration {number:>{len(str(iterations))}}/{iterations}  reward {words(line['reward_mean'])}{spread}{cut}"
+            f"{held}  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10008
 class Logger(Callback):
@@ -120,9 +124,6 @@ class Logger(Callback):
             tracker.finish()
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40002
-_IN_A_ROW = 3  # iterations
-
-
 def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> bool:
     "Whether something holds for each of the newest lines of the metrics, and there are so many iterations."
     last = [line for line in lines[-_IN_A_ROW:] if "reward_mean" in line]  # the base's line has none
@@ -168,9 +169,6 @@ def _norm_alarm(lines: Sequence[dict], s: Settings) -> str:
             f"iterations before")
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40005
-_WINDOW = 5  # iterations
-
-
 def _first_and_last(lines: Sequence[dict], name: str) -> tuple[float, float, float] | None:  # None: too few iterations
     "Mean of a number in the first and in the last iterations of a run, and the standard error of their difference."
     found = [line[name] for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]] if line.get(name) is not None]
@@ -210,7 +208,6 @@ def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
     return f"{_IMAGE_WORDS[name]} went from {before:.3g} to {after:.3g}{beside}"
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40008
-_QUIET = 10  # iterations in which an alarm must not have stood
 _ALARMS = {"clip_fraction": _clip_alarm, "ratio_floor": _floor_alarm, "flat_groups": _flat_alarm,
            "gradient_norm": _norm_alarm, "hacking": _hacking_alarm,
            **{name: functools.partial(_image_alarm, name) for name in _IMAGE_WORDS}}  # what each says: "" if nothing
@@ -230,9 +227,6 @@ def alarm_history(lines: Sequence[dict], s: Settings) -> list[dict]:  # a row an
             for i in range(len(lines)) for name, words in raised_alarms(lines[: i + 1], s).items()]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10011
-MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
-
-
 class Alarms(Callback):
     "Warns of what goes wrong, and ends the run where nothing is trained or `stop_on` says so."
 

@@ -128,8 +128,7 @@ def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
         elif isinstance(value, dict):
             out |= {f"{name}/{part}": x for part, x in value.items()}
         elif isinstance(value, (int, float)) and name != "iteration":
-            group, held_out = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            out[f"{group}/{held_out}"] = value
+            out[f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"] = value
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #3bde6c5c

@@ -114,8 +114,7 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None,
-                spread=0.0) -> Iterator[tuple]:
+def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None, spread=0.0) -> Iterator:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
     start, first = initial_noise(policy, keys, shared, table, spread).to(policy.device), []
     shared = shared and not spread

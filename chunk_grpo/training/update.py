@@ -64,10 +64,9 @@ def all_evidence(
     context: ReplayContext, work: UpdateBatch, method: Method, graph: bool = False,  # whether one is made on the way
 ) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the work; the log-probability first
     "Evidence of all the work's transitions, in the batches that training uses."
-    idle = [work.batches[0][:1]] * work.idle_forwards
     with torch.set_grad_enabled(graph or context.policy.compiled):  # a compiled forward with graph differs
         parts = [[x.detach() for x in method.replay(context, work.sample[part], work.index[part], anchor=False)[0]]
-                 for part in [*work.batches, *idle]]
+                 for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]]
     order = torch.cat(work.batches).argsort().to(parts[0][0].device)
     return tuple(torch.cat(x)[order] for x in zip(*parts[: len(work.batches)], strict=True))
 
