@@ -42,10 +42,9 @@ from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
 
+_LATER: Any = None  # of what a state gets before anybody asks for it
+
 # %% ../../nbs/07_training/04_iteration.ipynb #2928d2b7
-_LATER: Any = None  # of what the state gets before anybody asks for it
-
-
 @dataclass
 class TrainingState:
     "What a run has, and what of it lasts from one iteration to the next."

@@ -17,8 +17,7 @@ import torch
 from accelerate.utils import gather_object
 
 from .. import InputError
-from ..core import files
-from ..core import settings as setting
+from ..core import files, settings as setting
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
