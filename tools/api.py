@@ -116,16 +116,24 @@ def public(nodes: list[ast.stmt], kind: type) -> list:
     return [node for node in nodes if isinstance(node, kind) and not name(node).startswith("_")]
 
 
-def class_text(node: ast.ClassDef, comments: dict[int, str]) -> str:
+def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
+    "What a class body says, after what its private bases say."
+    bases = {base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")}
+    above = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in bases]
+    return [part for base in above for part in whole_body(base, tree)] + node.body
+
+
+def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -> str:
     "A class with its fields and public methods."
-    start = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    bases = ", ".join(ast.unparse(base) for base in node.bases)
+    body_nodes = whole_body(node, tree)
+    start = next((n for n in body_nodes if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    bases = ", ".join(base for base in map(ast.unparse, node.bases) if not base.startswith("_"))
     body = [plain(ast.get_docstring(node) or ""), ""] + ([f"Bases: `{bases}`.", ""] if bases else [])
     if start:
         body += [f":param {name}: {plain(text)}" for name, text in docments(start, comments).items()] + [""]
-    for part in public(node.body, ast.AnnAssign):
+    for part in public(body_nodes, ast.AnnAssign):
         body += [field(part, comments), ""]
-    for part in public(node.body, ast.FunctionDef):
+    for part in public(body_nodes, ast.FunctionDef):
         body += [function(part, comments, method=True), ""]
     return directive("class", node.name + (signature(start, True).split(" -> ")[0] if start else ""), body, deep=4)
 
@@ -157,8 +165,8 @@ def entries(path: Path) -> dict[str, str]:
     wanted = exported(tree)
     for node in tree.body:
         if isinstance(node, Definition) and node.name in wanted:
-            make = class_text if isinstance(node, ast.ClassDef) else function
-            found.setdefault(node.name, make(node, comments))
+            is_class = isinstance(node, ast.ClassDef)
+            found.setdefault(node.name, class_text(node, comments, tree) if is_class else function(node, comments))
         for name, value in assigned(node):
             text = ast.unparse(value) if value else ""
             options = {"value": text} if text and len(text) <= LONGEST_VALUE else {}
@@ -172,7 +180,7 @@ def members(path: Path) -> dict[str, list[str]]:
     "The public methods and fields of each public class of a module."
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
-            + [part.name for part in public(node.body, ast.FunctionDef)]
+            + [part.name for part in public(whole_body(node, tree), ast.FunctionDef)]
             for node in tree.body if isinstance(node, ast.ClassDef) and node.name in exported(tree)}
 
 

@@ -40,7 +40,7 @@ from ..rewards import rewards
 from .run_folder import file_of_run, find_run, has_final_weights, is_own_run, read_run_settings
 from ..training import checkpoints
 from ..training.methods import load_method
-from ..training.rollout import sample_images, sample_sde_images
+from ..training.rollout import sample_images
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #96a14825
 def find_trained_weights(run: Path | str) -> Path:  # its folder final/
@@ -114,12 +114,10 @@ def sample_arm_images(
     arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     "Images of an arm, reproducible image by image; sets the model's resolution."
-    if arm in AS_TRAINED_ARMS:
-        sampler, base = load_method(s).sampler(s.iterations - 1), split == 0
-        given = prompts, places, s.eval_seed, sampler, base, s.rollout_batch
-        return sample_sde_images(model.set_resolution(s.resolution), *given, TORCH_DTYPES[s.latents_dtype])
-    model.set_resolution(s.eval_resolution)
-    return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch)
+    sampler = load_method(s).sampler(s.iterations - 1) if arm in AS_TRAINED_ARMS else None
+    model.set_resolution(s.resolution if sampler else s.eval_resolution)
+    return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch, sampler,
+                         TORCH_DTYPES[s.latents_dtype])
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ae0ef414
 def score_prompt_images(images: torch.Tensor, texts: list[str], scorers: Mapping[str, Callable]) -> list[dict]:

@@ -7,15 +7,20 @@ __all__ = ['MOST_IDLE', 'StopTraining', 'Callback', 'as_callbacks', 'format_prog
            'Alarms']
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10001
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .. import InputError
 from ..core.files import append_json_line, read_json, read_json_lines, write_json
 from ..core.settings import ALARMS, Settings
+
+MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
+_IN_A_ROW = 3  # iterations for which an alarm must hold
+_WINDOW = 5  # iterations of a mean, at the beginning and at the end of a run
+_QUIET = 10  # iterations in which an alarm must not have stood
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
@@ -45,7 +50,6 @@ class _LogFunction(Callback):
         self.function = function
 
     def on_log(self, state, line: dict) -> None:
-        "Hand the line on."
         self.function(line, state.s)
 
 
@@ -60,8 +64,7 @@ def format_progress(
 ) -> str:
     "An iteration in one line of text, with the time that is left; what is no usable number is a dash."
     def words(x, form: str = ".4f") -> str:
-        usable = isinstance(x, (int, float)) and abs(x) < 1e15
-        return format(x, form) if usable else "\u2013"
+        return format(x, form) if isinstance(x, (int, float)) and abs(x) < 1e15 else "\u2013"
 
     other = ("_se", "_hybrid") if log else ("_se",)
     held = "".join(f"  held-out {name[5:]} {words(x)}" for name, x in line.items()
@@ -78,9 +81,8 @@ def format_progress(
                 f"{sum(line['seconds'].values()):.1f} s  left {left / 60:.1f} min")
     cut = f"  clipped {words(100 * share, '.1f')}%" if clipped else ""
     spread = f" \u00b1 {words(1.96 * line['reward_se'])}" if line.get("reward_se") is not None else ""
-    place = f"{number:>{len(str(iterations))}}/{iterations}"
-    return (f"iteration {place}  reward {words(line['reward_mean'])}{spread}{cut}{held}"
-            f"  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
+    return (f"iteration {number:>{len(str(iterations))}}/{iterations}  reward {words(line['reward_mean'])}{spread}{cut}"
+            f"{held}  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10008
 class Logger(Callback):
@@ -103,9 +105,8 @@ class Logger(Callback):
         beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
         self.say(f"training {beside} {share:.1%} of the model")
         if state.s.tracker != "none":
-            dumped = state.s.model_dump(mode="json")
-            plain = {k: v if isinstance(v, (int, float)) else str(v) for k, v in dumped.items()}
-            state.accelerator.init_trackers("chunk_grpo", config=plain)
+            flat = {k: v if isinstance(v, (int, float)) else str(v) for k, v in state.s.model_dump(mode="json").items()}
+            state.accelerator.init_trackers("chunk_grpo", config=flat)
 
     def on_log(self, state, line: dict) -> None:
         "Append the line, hand its numbers on and print it."
@@ -123,16 +124,10 @@ class Logger(Callback):
             tracker.finish()
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40002
-_IN_A_ROW = 3  # iterations
-
-
-def _holds_in_a_row(
-    lines: Sequence[dict],  # of the metrics, the newest last
-    holds: Callable[[dict], bool], count: int = _IN_A_ROW,
-) -> bool:
-    "Whether something holds for each of the last lines, and there are so many iterations."
-    last = [line for line in lines[-count:] if "reward_mean" in line]  # the base's line has none
-    return len(last) == count and all(map(holds, last))
+def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> bool:
+    "Whether something holds for each of the newest lines of the metrics, and there are so many iterations."
+    last = [line for line in lines[-_IN_A_ROW:] if "reward_mean" in line]  # the base's line has none
+    return len(last) == _IN_A_ROW and all(map(holds, last))
 
 
 def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
@@ -174,13 +169,8 @@ def _norm_alarm(lines: Sequence[dict], s: Settings) -> str:
             f"iterations before")
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40005
-_WINDOW = 5  # iterations
-
-
-def _first_and_last(
-    lines: Sequence[dict], name: str,  # of the metrics, the newest last; of a number in them
-) -> tuple[float, float, float] | None:  # mean of the first, of the last, standard error; None: too few iterations
-    "A number of a run in its first and in its last iterations."
+def _first_and_last(lines: Sequence[dict], name: str) -> tuple[float, float, float] | None:  # None: too few iterations
+    "Mean of a number in the first and in the last iterations of a run, and the standard error of their difference."
     found = [line[name] for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]] if line.get(name) is not None]
     if len(lines) <= 2 * _WINDOW or len(found) < 2 * _WINDOW:
         return None
@@ -195,11 +185,8 @@ def _hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
     if moved is None or moved[1] - moved[0] <= 2 * moved[2]:
         return ""
     for name in [key for key in now if key.startswith("eval_") and f"{key}_se" in now and not key.endswith("_hybrid")]:
-        numbers: list[Any] = [line.get(key) for line in (base, now) for key in (name, f"{name}_se")]
-        if None in numbers:
-            continue
-        before, error, after, other = numbers
-        if before - after > 2 * math.hypot(error, other):
+        before, error, after, other = numbers = [line.get(key) for line in (base, now) for key in (name, f"{name}_se")]
+        if None not in numbers and before - after > 2 * math.hypot(error, other):
             return (f"the reward rose from {moved[0]:.4g} to {moved[1]:.4g} while held-out {name[5:]} fell from "
                     f"{before:.4g} to {after:.4g}")
     return ""
@@ -209,40 +196,29 @@ _IMAGE_WORDS = {"saturation": "the saturation of the images", "high_frequency": 
                "grid": "the grid in the images, at the period of the patches,"}
 
 
-def _image_alarm(lines: Sequence[dict], name: str) -> str:
+def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
     "A statistic of the images leaves the base's."
     moved, reward = _first_and_last(lines, f"image_{name}"), _first_and_last(lines, "reward_mean")
-    if moved is None:
-        return ""
-    before, after, error = moved
+    before, after, error = moved or (0.0, 0.0, 0.0)
     far = after - before > 0.5 * before if name == "grid" else abs(after - before) > 0.25 * before
     if not far or abs(after - before) <= 4 * error:
         return ""
-    beside = ""
-    if reward is not None and reward[1] - reward[0] > 2 * reward[2]:
-        beside = f" while the reward rose from {reward[0]:.4g} to {reward[1]:.4g}"
+    rose = reward and reward[1] - reward[0] > 2 * reward[2]
+    beside = f" while the reward rose from {reward[0]:.4g} to {reward[1]:.4g}" if rose else ""
     return f"{_IMAGE_WORDS[name]} went from {before:.3g} to {after:.3g}{beside}"
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40008
-_QUIET = 10  # iterations in which an alarm must not have stood
-_OWN_ALARMS = {"clip_fraction": _clip_alarm, "ratio_floor": _floor_alarm, "flat_groups": _flat_alarm,
-              "gradient_norm": _norm_alarm, "hacking": _hacking_alarm}
+_ALARMS = {"clip_fraction": _clip_alarm, "ratio_floor": _floor_alarm, "flat_groups": _flat_alarm,
+           "gradient_norm": _norm_alarm, "hacking": _hacking_alarm,
+           **{name: functools.partial(_image_alarm, name) for name in _IMAGE_WORDS}}  # what each says: "" if nothing
 
 
-def _alarm_words(name: str, lines: Sequence[dict], s: Settings) -> str:  # nothing where it does not stand
-    "What an alarm says at the newest line."
-    return _OWN_ALARMS[name](lines, s) if name in _OWN_ALARMS else _image_alarm(lines, name)
-
-
-def raised_alarms(
-    lines: Sequence[dict],  # of the metrics, iteration 0 first
-    s: Settings,
-) -> dict[str, str]:  # name -> words
+def raised_alarms(lines: Sequence[dict], s: Settings) -> dict[str, str]:  # metrics, iteration 0 first -> name: words
     "The alarms that begin with the newest line."
-    standing = {name: _alarm_words(name, lines, s) for name in ALARMS}
+    standing = {name: _ALARMS[name](lines, s) for name in ALARMS}
     before = [lines[:-k] for k in range(1, min(_QUIET, len(lines) - 1) + 1)]
     return {name: words for name, words in standing.items()
-            if words and not any(_alarm_words(name, earlier, s) for earlier in before)}
+            if words and not any(_ALARMS[name](earlier, s) for earlier in before)}
 
 
 def alarm_history(lines: Sequence[dict], s: Settings) -> list[dict]:  # a row an alarm: iteration, alarm, words
@@ -251,9 +227,6 @@ def alarm_history(lines: Sequence[dict], s: Settings) -> list[dict]:  # a row an
             for i in range(len(lines)) for name, words in raised_alarms(lines[: i + 1], s).items()]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10011
-MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
-
-
 class Alarms(Callback):
     "Warns of what goes wrong, and ends the run where nothing is trained or `stop_on` says so."
 

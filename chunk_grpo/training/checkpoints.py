@@ -64,8 +64,7 @@ def _sign_manifest(content: Mapping) -> str:
 
 def write_manifest(folder: Path, about: Mapping, digests: Mapping[str, str] = MappingProxyType({})) -> None:
     "Write down what every file must be, with iteration, run_id and settings; `digests` are of files hashed already."
-    files = {file.name: digests.get(file.name) or sha256_of(file) for file in sorted(folder.iterdir())}
-    content = {**about, "files": files}
+    content = {**about, "files": {f.name: digests.get(f.name) or sha256_of(f) for f in sorted(folder.iterdir())}}
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": _sign_manifest(content)}, indent=1) + "\n")
 
 
@@ -102,10 +101,8 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 
 def write_checkpoint(
     run: Path, iteration: int, groups: Groups, state: Mapping,  # finished iterations; what else to remember, JSON
-    keep: int = 2,  # newest checkpoints to keep
-    keep_every: int = 0,  # iterations between those that are kept for good; 0: none
-    about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to
-    sharded: bool = False,  # tensors lie in parts: every process has to call it
+    keep: int = 2, keep_every: int = 0,  # newest checkpoints; iterations between those kept for good, 0: none
+    about: Mapping = MappingProxyType({}), sharded: bool = False,  # run_id and settings; parts: every process calls it
 ) -> None:
     "Write a checkpoint, there whole or not at all, and remove older ones."
     if sharded and dist.get_rank():
@@ -155,9 +152,8 @@ def read_manifest(folder: Path) -> dict:
 def verify_checkpoint(folder: Path, about: Mapping) -> None:
     "InputError where a file is not what was written, or the checkpoint is not of the run_id and settings of `about`."
     manifest, there = read_manifest(folder), {file.name for file in folder.iterdir()} - {"manifest.json"}
-    odd = sorted(there ^ set(manifest["files"]))
-    if odd:
-        raise damaged(folder, f"{odd[0]} {'is none of its files' if odd[0] in there else 'is missing'}")
+    for name in sorted(there ^ set(manifest["files"])):
+        raise damaged(folder, f"{name} {'is none of its files' if name in there else 'is missing'}")
     with refuse_damaged(folder):
         changed = [k for k, digest in manifest["files"].items() if sha256_of(folder / k) != digest]
         state = {} if changed else read_json(folder / "state.json", CheckpointState)
@@ -183,8 +179,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def tensor_problem(
-    groups: Groups, trained: Sequence[Tensor],  # the weights that they are for
-    averages: Sequence[str] = (),  # ema, and copies that a method keeps
+    groups: Groups, trained: Sequence[Tensor], averages: Sequence[str] = (),  # weights they are for; ema, and copies
 ) -> str:  # nothing where all is well
     "What keeps tensors of a checkpoint from being used."
     shapes = {str(i): p.shape for i, p in enumerate(trained)}

@@ -28,9 +28,8 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
+from ..method import credit, sharing
 from ..method.chunks import Chunks
-from ..method.credit import combine_rewards, nearest_distances, outrun_images
-from ..method.sharing import edge_advantages, shared_states
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
@@ -43,10 +42,9 @@ from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
 
+_LATER: Any = None  # of what a state gets before anybody asks for it
+
 # %% ../../nbs/07_training/04_iteration.ipynb #2928d2b7
-_LATER: Any = None  # of what the state gets before anybody asks for it
-
-
 @dataclass
 class TrainingState:
     "What a run has, and what of it lasts from one iteration to the next."
@@ -154,10 +152,8 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
 @torch.no_grad()
-def _score_completions(
-    state: TrainingState, context: ReplayContext, start: int, grid: Tensor,  # transition; levels, from its own to 0
-) -> dict[str, Tensor]:  # raw, by reward trained on, (B,)
-    "Scores of the images that the ODE makes of the states before a transition; one for a group that shares its state."
+def _score_completions(state: TrainingState, context: ReplayContext, start: int, grid: Tensor) -> dict[str, Tensor]:
+    "Raw scores (B,) of what the ODE makes, on the grid, of the states before transition `start`; one where they agree."
     paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
     alike = state.s.images_per_prompt if is_one_state(state.s, paths.sampler, start) else 1
     now, first = paths.latents[:, start].float(), torch.arange(0, len(paths.keys), alike)
@@ -175,19 +171,17 @@ def chunk_gains(
     places = state.method.places(paths.sampler)
     for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):  # from the image back to the noise
         start = int(places[chunk][0])
-        rest = paths.sampler.sigmas[start:]
-        if s.completion_steps:
-            steps = min(s.completion_steps, len(rest) - 1)
-            rest = rest[torch.linspace(0, len(rest) - 1, steps + 1).round().long()]
-        before = {name: x.to(after[name]) for name, x in _score_completions(state, context, start, rest).items()}
+        last = len(paths.sampler) - start
+        kept = start + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
+        before = _score_completions(state, context, start, paths.sampler.sigmas[kept])
+        before = {name: x.to(after[name]) for name, x in before.items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
         after = before
     return gains
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4812e474
-def _of_all_groups(state: TrainingState, scores: dict[str, Tensor], function: Callable) -> Tensor:
-    # scores: (B, ...) by reward; function: of these of all processes, (P, G ...) each; returns (B, ...)
-    "This process' part of what a function says of all groups."
+def _of_all_groups(state: TrainingState, scores: dict[str, Tensor], function: Callable) -> Tensor:  # (B, ...)
+    "This process' part of what a function says of the scores (B, ...) of all processes, in groups (P, G ...)."
     alike, device = next(iter(scores.values())), state.accelerator.device
     size = state.s.images_per_prompt * alike[0].numel()
     every = {name: state.accelerator.gather(x.to(device)).cpu().reshape(-1, size) for name, x in scores.items()}
@@ -204,17 +198,16 @@ def compare_groups(
     def compared(of: dict[str, Tensor]) -> Tensor:
         return _of_all_groups(state, of, lambda every: method.advantages(every, state.reward_weights))
 
-    if s.credit_of == "image" and s.completion_strides == "1":
-        return compared(scores)
     if s.credit_of == "image":
         of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
         for stride in map(int, s.completion_strides.split(",")[1:]):  # the first is the rollout's own
             grid = torch.cat([sampler.sigmas[start:-1:stride], sampler.sigmas[-1:]])
             of_strides.append(compared(_score_completions(state, context, start, grid)))
-        return torch.stack(of_strides).sum(0).clamp(-s.advantage_clamp, s.advantage_clamp)
+        most = s.advantage_clamp
+        return of_strides[0] if len(of_strides) == 1 else torch.stack(of_strides).sum(0).clamp(-most, most)
     if s.credit_of in ("depth", "leaves"):
-        states = shared_states(method.table, sampler.stochastic)
-        return edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
+        states = sharing.shared_states(method.table, sampler.stochastic)
+        return sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
     advantage, gains = torch.zeros(combined.numel(), len(sampler)), chunk_gains(state, context, scores)
     if s.credit_of == "gain":
         of_chunks = [compared(gain) for _, gain in gains]
@@ -272,40 +265,34 @@ def sample_groups(state: TrainingState) -> Rollout:
 
     before = ReplayContext(state.policy, conditioning, _LATER, state.copies)
     with count_seconds(seconds, "rollout"):
-        stored = {"store": TORCH_DTYPES[s.latents_dtype], "host": s.latents_on == "host"}
-        how = method.sampler(state.iteration), s.rollout_batch, s.shared_noise
-        stored |= {"table": method.table, "spread": s.noise_spread}
         with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
-            paths = sample_trajectories(state.policy, conditioning, row, keys, *how, ready=ready, **stored)
+            paths = sample_trajectories(
+                state.policy, conditioning, row, keys, method.sampler(state.iteration), s.rollout_batch, s.shared_noise,
+                TORCH_DTYPES[s.latents_dtype], s.latents_on == "host", ready, method.table, s.noise_spread)
     with count_seconds(seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     groups = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
-    scores = {name: scores[name] for name in state.reward_weights}
-    combined = combine_rewards(groups, state.reward_weights)
+    combined, others = credit.combine_rewards(groups, state.reward_weights), {name: scores.pop(name) for name in beside}
     anchored = None
     if s.anchor_share < 1:
-        told = {"": combined.flatten(), **{name: groups[name].flatten() for name in beside}}
-        anchored = _of_all_groups(state, told, lambda every: outrun_images(
-            every[""], [every[name] for name in beside], s.anchor_share))
+        anchored = _of_all_groups(state, {"": combined.flatten(), **others}, lambda every: credit.outrun_images(
+            every.pop(""), list(every.values()), s.anchor_share))
     context = replace(before, trajectories=paths, anchored=anchored)
     further = "gain" in s.credit_of or "," in s.completion_strides
     with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
     if s.diversity:
-        apart = nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
+        apart = credit.nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
         advantage = torch.where(advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage)
     return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
-def score_base(
-    state: TrainingState, rollout: Rollout,  # of the same prompts
-) -> dict[str, Tensor]:  # raw scores by name, of `baseline_images` images a prompt
+def score_base(state: TrainingState, rollout: Rollout) -> dict[str, Tensor]:  # raw, of `baseline_images` a prompt
     "Scores of what the base draws for this process' prompts from the noise of each group's first images."
-    s = state.s
+    s, context = state.s, rollout.context
     _, keys, row, arriving = _begin_groups(state, s.baseline_images, state.reward_weights)
-    how = state.method.sampler(state.iteration), s.rollout_batch, s.shared_noise, TORCH_DTYPES[s.latents_dtype]
-    batches = sde_batches(state.policy, rollout.context.conditioning, row, keys, *how, state.method.table,
-                          s.noise_spread)
+    batches = sde_batches(state.policy, context.conditioning, row, keys, context.trajectories.sampler, s.rollout_batch,
+                          s.shared_noise, TORCH_DTYPES[s.latents_dtype], state.method.table, s.noise_spread)
     with trainable.base_weights(state.policy):
         for path, _ in batches:  # drawn here
             arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
@@ -337,28 +324,27 @@ def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Metho
 # %% ../../nbs/07_training/04_iteration.ipynb #c5062ddd
 def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
-    s, method, paths, device = state.s, state.method, rollout.context.trajectories, state.accelerator.device
+    s, method, paths = state.s, state.method, rollout.context.trajectories
+    accelerator: Any = state.accelerator  # what it gives of a tensor is one
     assert state.profile is not None  # it was measured
     shares = split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration)
     chunks = method.partition(paths, state.profile)
     chosen = method.draw(paths, chunks, state.profile, state.iteration)
     weights, places = method.weights(paths.sampler), method.places(paths.sampler)
-    largest = rollout.advantage.reshape(len(paths.keys), -1).abs().amax(1)
-    spread = largest.reshape(-1, s.images_per_prompt).amax(1).repeat_interleave(s.images_per_prompt)
+    spread = rollout.advantage.abs().unflatten(0, (-1, s.images_per_prompt)).flatten(1).amax(1)
+    spread = spread.repeat_interleave(s.images_per_prompt)
     works, means = [], []
     for part in shares:
-        items = torch.tensor(float((chosen[part] >= 0).sum()), device=device)
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         kept = kept if len(kept) else part[:1]
         works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, places))
         ragged = not isinstance(chunks, Chunks) or s.drop_flat_groups  # else all processes have equally many
-        mean: Any = state.accelerator.reduce(items, "mean") if ragged else None  # a tensor, as what is given
-        means.append(None if mean is None else float(mean))
+        items = torch.tensor(float((chosen[part] >= 0).sum()), device=accelerator.device)
+        means.append(float(accelerator.reduce(items, "mean")) if ragged else None)
     if s.sharding != "none":  # as many forwards and passes as the process with most
-        own = torch.tensor([[len(work.batches), -int(work.whole)] for work in works], device=device)
-        every: Any = state.accelerator.gather(own[None])
+        own = torch.tensor([[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device)
         works = [replace(work, idle_forwards=n - len(work.batches), whole=split < 0)
-                 for work, (n, split) in zip(works, every.amax(0).tolist(), strict=True)]
+                 for work, (n, split) in zip(works, accelerator.gather(own[None]).amax(0).tolist(), strict=True)]
     return works, means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1
@@ -391,11 +377,6 @@ class Update:
     norms: list[float]  # of the gradients, before clipping; a step whose norm is not finite is skipped
     floors: list[float]  # of the ratio, as `measure_ratio_floor` has them; empty after the first iteration
 
-    @property
-    def skipped(self) -> int:
-        "How many steps were skipped."
-        return sum(not math.isfinite(norm) for norm in self.norms)
-
 
 def update_policy(state: TrainingState, rollout: Rollout) -> Update:
     "Take the iteration's optimizer steps; then average the copies that the method keeps."
@@ -413,8 +394,8 @@ def update_policy(state: TrainingState, rollout: Rollout) -> Update:
     stats, norms = [], []
     for work, old, mean in zip(works, olds, means, strict=True):
         state.optimizer.zero_grad()
-        given = rollout.advantage, method, old, sync, accelerator.backward, mean
-        stats.append(accumulate_gradients(context, work, *given))
+        stats.append(accumulate_gradients(
+            context, work, rollout.advantage, method, old, sync, accelerator.backward, mean))
         refuse_silent_weights(state.policy, accelerator.num_processes if s.sharding == "none" else 1)
         norms.append(step_optimizer(state))
     for name, decay in method.copies.items():

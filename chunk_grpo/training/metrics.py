@@ -26,8 +26,7 @@ from .rollout import sample_images
 
 # %% ../../nbs/07_training/05_metrics.ipynb #d8746280
 def above_base_metrics(
-    state: TrainingState, scores: dict[str, Tensor],  # raw, by reward, (B,) of this process
-    base: dict[str, Tensor],  # of `score_base`
+    state: TrainingState, scores: dict[str, Tensor], base: dict[str, Tensor],  # raw, by reward, (B,); of `score_base`
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
     "How far training is above the base on the prompts of all processes, from the same noise."
     s = state.s
@@ -47,10 +46,9 @@ def above_base_metrics(
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
 def collect_metrics(
-    state: TrainingState,  # after the iteration
-    rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
+    state: TrainingState, rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
-    "The metrics of an iteration, over all processes."
+    "The metrics of a finished iteration, over all processes."
     s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
     gather: Any = state.accelerator.gather  # makes a tensor of a tensor
     columns = {name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items}
@@ -61,28 +59,27 @@ def collect_metrics(
     assert state.profile is not None  # it was measured
     count = len(method.chunks(state.profile[method.places(method.sampler(state.iteration - 1))]))
     items = method.metrics(dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count)
-    totals = {"images": len(rollout.advantage), "transitions_trained": sum(len(work.segment) for work in update.works),
-              "kl": sum(one.kl for one in update.stats) / len(update.stats)}
-    every = {name: gather(torch.tensor([x], device=device)).cpu() for name, x in totals.items()}
+    trained, kl = sum(len(work.segment) for work in update.works), sum(one.kl for one in update.stats)
+    trained, kl = (gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats)))
     above = above_base_metrics(state, rollout.scores, base) if base else {}
 
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
 
-    largest = rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1)
+    largest = grouped(rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1))
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
     mean, se = mean_se(next(iter(groups.values())).mean(1))
     return {
         "iteration": state.iteration, "reward_mean": mean, "reward_std": grouped(rollout.combined).std(1).mean().item(),
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
-        "advantage_std_zero_groups": int((grouped(largest).amax(1) == 0).sum()),
+        "advantage_std_zero_groups": int((largest.amax(1) == 0).sum()),
         **{f"image_{name}": grouped(x).double().mean().item()
            for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)},
-        **items, "grad_norm": sum(norms) / len(norms), "lr": s.learning_rate, "images": int(every["images"].sum()),
-        "transitions_trained": int(every["transitions_trained"].sum()), "skipped_updates": update.skipped,
+        **items, "grad_norm": sum(norms) / len(norms), "lr": s.learning_rate, "images": largest.numel(),
+        "transitions_trained": int(trained.sum()), "skipped_updates": int(np.sum(~np.isfinite(norms))),
         **dict(zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)),  # in the first iteration
-        "kl": every["kl"].mean().item(), **above}
+        "kl": kl.mean().item(), **above}
 
 # %% ../../nbs/07_training/05_metrics.ipynb #5af73cca
 def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
@@ -104,8 +101,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
     for arm in arms:
         for name, reward in state.rewards.items():
             own = rewards.score_images(name, reward, images[arm][: len(mine)], texts).tolist() if mine else []
-            parts = gather_object([dict(zip(mine, own, strict=True))])
-            scores = {place: x for part in parts for place, x in part.items()}
+            scores = dict(gather_object(list(zip(mine, own, strict=True))))
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
     make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
@@ -132,8 +128,7 @@ def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
         elif isinstance(value, dict):
             out |= {f"{name}/{part}": x for part, x in value.items()}
         elif isinstance(value, (int, float)) and name != "iteration":
-            group, held_out = ("eval", name.removeprefix("eval_")) if name.startswith("eval_") else ("train", name)
-            out[f"{group}/{held_out}"] = value
+            out[f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"] = value
     return out
 
 # %% ../../nbs/07_training/05_metrics.ipynb #3bde6c5c

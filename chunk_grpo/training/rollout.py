@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['derive_seed', 'make_generator', 'Trajectories', 'initial_noise', 'step_noise', 'sample_sde', 'sde_batches',
-           'sample_trajectories', 'sample_ode', 'sample_images', 'sample_sde_images']
+           'sample_trajectories', 'sample_ode', 'sample_images']
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -83,7 +82,7 @@ def step_noise(
         return torch.stack([draw(key) for key in keys], dim=1)
     rows = table[1 : shape[0] + 1]  # a grid with merged transitions is shorter
     owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]  # of each image's T draws
-    drawn = {key: draw(key) for key in set(itertools.chain(*owners))}
+    drawn = {key: draw(key) for key in set().union(*owners)}
     return torch.stack([torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9
@@ -115,8 +114,7 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None,
-                spread=0.0) -> Iterator[tuple]:
+def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None, spread=0.0) -> Iterator:
     "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
     start, first = initial_noise(policy, keys, shared, table, spread).to(policy.device), []
     shared = shared and not spread
@@ -136,14 +134,12 @@ def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, 
 @torch.no_grad()
 def sample_trajectories(
     policy: Policy, conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
-    row: Tensor,  # (B,) long: which row each image has
-    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
+    row: Tensor, keys: list[tuple[int, int, int, int]],  # (B,) long; (seed, iteration, prompt, generation), an image
     sampler: Sampler, batch: int = 16,  # images in one forward
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
-    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
-    spread: float = 0.0,  # of `initial_noise`
+    table: Tensor | None = None, spread: float = 0.0,  # whose draws images use, of `Sharing.table`; of `initial_noise`
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     parts = []
@@ -161,14 +157,12 @@ def sample_ode(
     split: int | None = None,  # step at which the base takes over; None: never, 0: the base alone
 ) -> Tensor:  # (B, S, C) at sigma 0
     "Euler samples of the ODE; hybrid inference where `split` is given."
-    steps = len(grid) - 1
-    split = steps if split is None else split
-    out = []
-    sampler = Sampler(grid, "ode")
+    sampler, out = Sampler(grid, "ode"), []
+    split = len(sampler) if split is None else split
     for low in range(0, len(noise), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         x = noise[low : low + batch].to(policy.device)
-        for part, weights in ((range(split), nullcontext()), (range(split, steps), base_weights(policy))):
+        for part, weights in ((range(split), nullcontext()), (range(split, len(sampler)), base_weights(policy))):
             with weights:
                 for i in part:
                     v = policy.velocity(x, grid[i].expand(len(x)), rows)
@@ -177,39 +171,22 @@ def sample_ode(
     return torch.cat(out)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
-def _place_conditioning(policy, prompts, places, seed) -> tuple[list[tuple], dict[str, Tensor]]:
-    "Keys and rows, one an image, of images that places (prompt, image) name; iteration -1 is none of training's."
-    order = sorted({prompt for prompt, _ in places})
-    rows = policy.encode([prompts[p] for p in order])
-    row = torch.tensor([order.index(prompt) for prompt, _ in places])
-    return [(seed, -1, prompt, image) for prompt, image in places], {k: v[row] for k, v in rows.items()}
-
-
 def sample_images(
     policy: Policy, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    seed: int, steps: int = 50,  # of the evaluation; Euler steps
+    seed: int, steps: int = 50,  # of the evaluation; Euler steps of the ODE
     split: int | None = None, batch: int = 16,  # step at which the base takes over; None: never; images in one forward
+    sampler: Sampler | None = None,  # of the training, to draw as a rollout does, where `split` is 0 or None
+    store: torch.dtype = torch.float32,  # that a rollout's latents are rounded to
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    "ODE samples of held-out prompts, reproducible image by image."
-    keys, rows = _place_conditioning(policy, prompts, places, seed)
-    latents = sample_ode(policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split)
-    return decode_latents(policy, latents, batch)
-
-# %% ../../nbs/07_training/01_rollout.ipynb #97bb6f6d
-@torch.no_grad()
-def sample_sde_images(
-    policy: Policy,  # at the resolution of the training
-    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
-    places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    seed: int, sampler: Sampler, base: bool = False,  # of the evaluation; of the training; with the base's weights
-    batch: int = 16,  # images in one forward
-    store: torch.dtype = torch.float32,  # that the training's latents are rounded to
-) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    "Images of held-out prompts as a rollout draws them, reproducible image by image."
-    keys, rows = _place_conditioning(policy, prompts, places, seed)
-    each = torch.arange(len(keys))
-    with base_weights(policy) if base else nullcontext():
-        batches = sde_batches(policy, rows, each, keys, sampler, batch, False, store)
-        latents = torch.cat([path[:, -1] for path, _ in batches])
+    "Samples of held-out prompts, reproducible image by image: of the ODE or, with a sampler, as a rollout draws them."
+    order, keys = sorted({p for p, _ in places}), [(seed, -1, *place) for place in places]  # none of training's keys
+    row = torch.tensor([order.index(p) for p, _ in places])
+    rows = {k: v[row] for k, v in policy.encode([prompts[p] for p in order]).items()}
+    if sampler is None:
+        latents = sample_ode(policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split)
+    else:
+        with base_weights(policy) if split == 0 else nullcontext():
+            paths = sde_batches(policy, rows, torch.arange(len(keys)), keys, sampler, batch, False, store)
+            latents = torch.cat([path[:, -1] for path, _ in paths])
     return decode_latents(policy, latents, batch)

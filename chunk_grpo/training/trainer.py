@@ -17,9 +17,7 @@ import torch
 from accelerate.utils import gather_object
 
 from .. import InputError
-from ..core import settings as setting
-from ..core.files import CheckpointState, RunProfile, atomic_write, clean_run_folder, read_json
-from ..core.files import hash_files, write_json
+from ..core import files, settings as setting
 from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
@@ -45,10 +43,8 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
     return state.run / "checkpoints" / f"{state.iteration:06d}"
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
-def _read_checkpoint(
-    state: TrainingState, folder: Path,  # of a checkpoint
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:  # tensors, the rest, what keeps them from being used
-    "What a checkpoint holds; the sentence is the same in all processes."
+def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
+    "What a checkpoint holds, tensors and the rest, and what keeps it from being used: the same in all processes."
     groups, rest, problem = {}, {}, ""
     try:
         if state.accelerator.is_main_process:
@@ -57,8 +53,8 @@ def _read_checkpoint(
         problem = str(error)
     if not any(gather_object([problem])):
         try:
-            rest = read_json(folder / "state.json", CheckpointState)
-            rest["profile"] = read_json(folder / "profile.json", RunProfile)["mean"]
+            rest = files.read_json(folder / "state.json", files.CheckpointState)
+            rest["profile"] = files.read_json(folder / "profile.json", files.RunProfile)["mean"]
             groups = checkpoints.read_tensors(folder, _named(state.policy.trained))
             why = checkpoints.tensor_problem(groups, state.policy.trained, list(state.averages()))
             problem = why and str(checkpoints.damaged(folder, why))
@@ -67,12 +63,9 @@ def _read_checkpoint(
     return groups, rest, next(filter(None, gather_object([problem])), "")
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
-def _restore_log(
-    run: Path, folder: Path | None,  # the checkpoint; None: the run begins anew
-    say: Callable[[str], None],  # prints a line
-) -> None:
+def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> None:  # None: the run begins anew
     "Give metrics.jsonl and profile.json back what a checkpoint says of them."
-    clean_run_folder(run)
+    files.clean_run_folder(run)
     log = run / "metrics.jsonl"
     if folder is None:
         text = log.read_bytes() if log.is_file() else b""  # a crash may have left anything in it
@@ -84,7 +77,7 @@ def _restore_log(
     for file, content in wanted.items():
         if not (file.is_file() and file.read_bytes().startswith(content)) and content:
             say(f"warning: {file} was changed or lost; it is as in {folder / file.name} again")
-        with atomic_write(file) as temporary:
+        with files.atomic_write(file) as temporary:
             temporary.write_bytes(content)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #64472d24
@@ -140,18 +133,17 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         due = state.iteration % s.profile_every == 0 if s.profile_every else state.iteration == 0
         profile = measure_profile(state, rollout.context.trajectories) if due else {}
         update = update_policy(state, rollout)
-    chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
     state.iteration += 1
     line = collect_metrics(state, rollout, update, base)
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
     if profile and state.accelerator.is_main_process:
-        write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
+        chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
+        files.write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
     state.cpu += time.process_time() - cpu
-    spent = {"seconds_total": state.total, "seconds_cpu_total": state.cpu}
-    return line | {"seconds": dict(rollout.seconds)} | spent
+    return line | {"seconds": dict(rollout.seconds), "seconds_total": state.total, "seconds_cpu_total": state.cpu}
 
 # %% ../../nbs/07_training/08_trainer.ipynb #4f2da6cc
 def _refuse_infinite_weights(state: TrainingState) -> None:
@@ -169,9 +161,9 @@ def save_final_weights(state: TrainingState) -> None:
     if state.s.sharding != "none":
         state.policy.transformer = trainable.gather_model(state.policy.transformer)
     if state.accelerator.is_main_process:
-        with atomic_write(state.run / "final", replace=True) as temporary:
+        with files.atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)
-            old, new = map(hash_files, (state.run / "final", temporary))
+            old, new = map(files.hash_files, (state.run / "final", temporary))
             before, after = ({k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new))
             if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
@@ -180,8 +172,7 @@ def save_final_weights(state: TrainingState) -> None:
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
     s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
-    callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
-    say: Callable[[str], None] = print,  # prints a line of the log
+    callbacks: Sequence[Callback] = (), say: Callable[[str], None] = print,  # beside the log's and the alarms; prints
 ) -> None:
     "Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."
     state = prepare_state(s, Path(run))
@@ -199,7 +190,6 @@ def train_run(
         load_policy_and_optimizer(state)
         resume(state, say)
         announce("on_train_begin")
-        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
             stop = None
@@ -214,8 +204,8 @@ def train_run(
             if stop:
                 raise stop
 
-        if base:
-            finish_iteration(base)
+        if not state.iteration:
+            finish_iteration({"iteration": 0, **evaluate_held_out(state)})
         while state.iteration < s.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)

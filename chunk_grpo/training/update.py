@@ -24,12 +24,9 @@ def split_updates(
     group: int, updates: int,  # G, images a prompt; U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
     "The images of each update: G / U of every group, shuffled."
-    out = [[] for _ in range(updates)]
-    for low in range(0, len(keys), group):
-        order = low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
-        for u in range(updates):
-            out[u].append(order[u::updates])
-    return [torch.cat(part) for part in out]
+    orders = [low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
+              for low in range(0, len(keys), group)]
+    return [torch.cat([order[u::updates] for order in orders]) for u in range(updates)]
 
 # %% ../../nbs/07_training/03_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
@@ -48,8 +45,7 @@ class UpdateBatch:
 
 # %% ../../nbs/07_training/03_update.ipynb #d60b1160
 def build_update_batch(
-    images: Tensor,  # (b,) positions of the update's images
-    chosen: Tensor,  # (B, k) chunks of every image of the iteration
+    images: Tensor, chosen: Tensor,  # (b,) positions of the update's images; (B, k) chunks of all of the iteration
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
     limit: int, weights: Tensor | None = None,  # transitions in one forward; (T,) of each transition in the objective
     stochastic: Tensor | None = None,  # (n,) the transitions that the chunks divide; None: the first ones
@@ -59,21 +55,18 @@ def build_update_batch(
     drawn = chosen[images]
     sample, index, segment = flatten_chunks(own, drawn)
     index = index if stochastic is None else stochastic[index]
-    owner = images[(drawn >= 0).nonzero()[:, 0]]
-    parts, whole = split_into_batches(segment, limit), fits_in_batch(segment, limit)
     mean = None if weights is None else torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
-    return UpdateBatch(images[sample], index, segment, drawn[drawn >= 0], owner, parts, whole, mean)
+    return UpdateBatch(images[sample], index, segment, drawn[drawn >= 0], images[(drawn >= 0).nonzero()[:, 0]],
+                       split_into_batches(segment, limit), fits_in_batch(segment, limit), mean)
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def all_evidence(
-    context: ReplayContext, work: UpdateBatch, method: Method,
-    graph: bool = False,  # whether one is made on the way, as in training; the evidence has none
+    context: ReplayContext, work: UpdateBatch, method: Method, graph: bool = False,  # whether one is made on the way
 ) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the work; the log-probability first
     "Evidence of all the work's transitions, in the batches that training uses."
-    idle = [work.batches[0][:1]] * work.idle_forwards
     with torch.set_grad_enabled(graph or context.policy.compiled):  # a compiled forward with graph differs
         parts = [[x.detach() for x in method.replay(context, work.sample[part], work.index[part], anchor=False)[0]]
-                 for part in [*work.batches, *idle]]
+                 for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]]
     order = torch.cat(work.batches).argsort().to(parts[0][0].device)
     return tuple(torch.cat(x)[order] for x in zip(*parts[: len(work.batches)], strict=True))
 
@@ -88,18 +81,12 @@ def item_groups(context: ReplayContext, work: UpdateBatch) -> Tensor:  # (N,) lo
     return context.trajectories.row[work.owner] * (int(work.chunk.max()) + 1) + work.chunk
 
 
-def ratio_floor(
-    new: Tensor,  # (M,) log-probabilities now
-    old: Tensor,  # (M,) log-probabilities of the same weights, computed another way
-    work: UpdateBatch,
-) -> float:  # largest |ratio - 1|
-    "How far the ratio is from 1 although nothing changed: below it, clipping is noise."
+def ratio_floor(new: Tensor, old: Tensor, work: UpdateBatch) -> float:  # log-probabilities (M,) -> largest |ratio - 1|
+    "How far the ratio of the same weights, asked in two ways, is from 1: below it, clipping is noise."
     return (item_means(new - old.to(new), work.segment.to(new.device)).exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
-def _objective_slopes(
-    method: Method, statistic: Tensor, adv: Tensor, group: Tensor,  # (N, ...) mean of each item; (N,), (N,) of each
-) -> Tensor:  # (N, ...)
+def _objective_slopes(method: Method, statistic: Tensor, adv: Tensor, group: Tensor) -> Tensor:  # (N, ...) as statistic
     "Derivative of every item's worth by its mean statistic."
     with torch.enable_grad():
         at = statistic.detach().requires_grad_()
@@ -147,8 +134,7 @@ def accumulate_gradients(
     context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
     method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
     sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
-    backward=Tensor.backward,  # what to do with each batch's loss
-    items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
+    backward=Tensor.backward, items_in_mean: float | None = None,  # of each loss; divisor, None: the work's items
 ) -> UpdateStats:
     "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
     adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
