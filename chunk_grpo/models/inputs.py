@@ -19,6 +19,7 @@ import math
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 from .. import InputError
 from ..core.files import sha256_of
@@ -28,10 +29,8 @@ _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*
 OTHER_FILES = ["text_encoders/*", "*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*"]  # the same weights once more
 
 
-def locate_model(
-    model: str,  # "pocket", a folder that diffusers saved, or a hub id
-) -> Path:  # the folder with model_index.json
-    "The folder of a model; InputError where there is none."
+def locate_model(model: str) -> Path:  # model: "pocket", a folder that diffusers saved, or a hub id
+    "The folder of a model, with its model_index.json; InputError where there is none."
     if model == "pocket":
         from chunk_grpo import pocket  # the embedded default: imported only when it is asked for
 
@@ -96,8 +95,6 @@ def read_model_json(folder: Path, name: str) -> dict:  # folder: a pipeline's fo
         raise InputError(f"model: {Path(folder) / name} must hold a JSON object; it holds a {type(content).__name__}.")
     return content
 
-
-
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
 def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "FluxPipeline"
     "Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."
@@ -131,18 +128,20 @@ def find_family(pipeline: str) -> type:  # pipeline: a key of FAMILIES; returns 
     return import_class(f"chunk_grpo.{FAMILIES[pipeline]}")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
-def build_meta_network(kind: type, config: dict, file: str):  # class of diffusers; its configuration; where that is
+def build_meta_network(kind: Any, config: dict, file: str, what: str = "network") -> Any:
+    # kind: class of diffusers, or what makes a network of a configuration; file: where the configuration is
     "A network that has shapes and no memory; InputError where the configuration describes none."
     import torch
 
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
-            built = kind.from_config(config)
+            built = getattr(kind, "from_config", kind)(config)
         if not all(x.numel() for x in built.parameters()):
             raise ValueError("a weight of it has no number")
         return built
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"model: {file} describes no network ({error}).") from None
+    except Exception as error:  # diffusers and transformers check with exceptions of their own
+        raise InputError(f"model: {file} describes no {what} "
+                         f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
 
 
 def check_network_weights(folder: Path, part: str, kind: type) -> None:
@@ -159,8 +158,6 @@ def check_network_weights(folder: Path, part: str, kind: type) -> None:
         words = [list(shapes[wrong[0]]) if wrong[0] in shapes else "missing" for shapes in (built, stored)]
         raise InputError(f"model: {folder}/{part} has a config.json and weights of different networks: {wrong[0]} is "
                          f"{words[0]} by the one and {words[1]} in the other, as are {len(wrong) - 1} more.")
-
-
 
 # %% ../../nbs/03_models/00_inputs.ipynb #70cce202
 def _load_tokenizer(folder: Path, part: str):
@@ -196,25 +193,10 @@ def unknown_words(folder: Path, prompts: list[str]) -> list[str]:  # folder: a p
     return [word for word in words if known.unk_token_id in known(word, add_special_tokens=False)["input_ids"]]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
-def _check_text_encoder(folder: Path, part: str) -> None:
-    "InputError where a text encoder's configuration describes no network of the class that the pipeline names."
-    import torch
-    import transformers
-
-    config = read_model_json(folder, f"{part}/config.json")
-    try:
-        kind = getattr(transformers, read_model_json(folder, "model_index.json")[part][1])
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
-            built = kind(kind.config_class.from_dict(config))
-        if not all(x.numel() for x in built.parameters()):
-            raise ValueError("a weight of it has no number")
-    except Exception as error:  # transformers checks with exceptions of its own
-        raise InputError(f"model: {folder}/{part}/config.json describes no text encoder "
-                         f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
-
-
 def check_parts(folder: Path) -> None:  # a pipeline's folder
     "InputError where the pipeline lacks a part, or a part cannot be what its configuration says."
+    import transformers  # takes seconds
+
     index = read_model_json(folder, "model_index.json")
     named = [part for part, what in index.items() if isinstance(what, list) and len(what) == 2 and all(what)]
     wanted = inspect.signature(import_class(index["_class_name"])).parameters.values()
@@ -226,7 +208,11 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
         if part.startswith("tokenizer"):
             _load_tokenizer(folder, part)
         elif part.startswith("text_encoder"):
-            _check_text_encoder(folder, part)
+            def make(config: dict, name: str = index[part][1]) -> Any:
+                return (kind := getattr(transformers, name))(kind.config_class.from_dict(config))
+
+            file = f"{part}/config.json"
+            build_meta_network(make, read_model_json(folder, file), f"{folder}/{file}", "text encoder")
     for part, network in zip(("transformer", "vae"), find_family(index["_class_name"]).network_classes, strict=True):
         check_network_weights(folder, part, import_class(network))
 
@@ -239,9 +225,8 @@ _PROMPT_FILES = {
 _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 
 
-def _parse_prompts(text: str, kind: str) -> list:
-    # text: of a file; kind: its ending, of _PROMPT_FILES; any other: as .txt; returns what stands where a prompt should
-    "The prompts in the text of a file; KeyError, TypeError or ValueError where it is of another form."
+def _parse_prompts(text: str, kind: str) -> list:  # kind: the file's ending, of _PROMPT_FILES; any other: as .txt
+    "What stands where prompts should in a file's text; KeyError, TypeError or ValueError where it is of another form."
     lines = [line.strip() for line in text.split("\n") if line.strip()]  # U+2028 may stand in a line
     if kind == ".jsonl":
         return [json.loads(line)["prompt"] for line in lines]
@@ -258,11 +243,9 @@ def _parse_prompts(text: str, kind: str) -> list:
     return [(row[name] or "").strip() for row in rows]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #d1c0a5e2
-def read_prompts(
-    source: str,  # "pocket:train" (or validation, test), or a file of one of the _PROMPT_FILES
-    field: str = "prompts",  # the setting's name, for the error's sentence
-) -> list[str]:  # without empty lines
-    "The prompts of a list; InputError where it is missing, empty or unreadable."
+def read_prompts(source: str, field: str = "prompts") -> list[str]:
+    # source: "pocket:train" (or validation, test), or a file of one of the _PROMPT_FILES; field: the setting's name
+    "The prompts of a list, without empty lines; InputError where it is missing, empty or unreadable."
     path = Path(source)
     if source.startswith("pocket:"):
         from chunk_grpo import pocket  # the embedded default: imported only when it is asked for
@@ -299,8 +282,7 @@ def sample_prompt_indices(
 
 def evenly_spaced_positions(total: int, count: int) -> list[int]:
     "Positions of `count` prompts spread evenly over a list of `total`."
-    count = min(count, total)
-    return [i * total // count for i in range(count)]
+    return [i * total // min(count, total) for i in range(min(count, total))]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
 MODEL_FOLDERS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",

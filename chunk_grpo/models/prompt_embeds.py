@@ -54,8 +54,6 @@ def _save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: st
     finally:
         beside.unlink(missing_ok=True)
 
-
-
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(path: Path, prompt: str, key: str) -> dict[str, Tensor]:
     "The tensors of a prompt's file; InputError where it cannot be read or is not what its label or its name says."
