@@ -942,6 +942,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable._check_compiler': ( '03_models/trainable.html#_check_compiler',
                                                                                               'chunk_grpo/models/trainable.py'),
+                                             'chunk_grpo.models.trainable._find_blocks': ( '03_models/trainable.html#_find_blocks',
+                                                                                           'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable._find_lora_targets': ( '03_models/trainable.html#_find_lora_targets',
                                                                                                  'chunk_grpo/models/trainable.py'),
                                              'chunk_grpo.models.trainable._has_attention_backend': ( '03_models/trainable.html#_has_attention_backend',

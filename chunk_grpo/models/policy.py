@@ -33,13 +33,11 @@ def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network
             tensor.data = tensor.data.clone()
 
 
-def _load_network(
-    policy: "Policy", number: int,  # whose folder and device are set; 0: the transformer, 1: the VAE
-    stored: torch.dtype, host: bool = False,  # leave it on the CPU
-) -> Any:  # frozen; a network of diffusers, a torch module with more methods than torch's types say
-    "A network where it computes, in aligned memory where that is the CPU."
-    kind, part = import_class(policy.network_classes[number]), ("transformer", "vae")[number]
-    network = kind.from_pretrained(policy.folder, subfolder=part, dtype=stored)
+def _load_network(policy: "Policy", number: int, stored: torch.dtype, host: bool = False) -> Any:
+    # policy: its folder and device are set; number: 0: the transformer, 1: the VAE; host: leave it on the CPU
+    "A frozen network where it computes, in aligned memory where that is the CPU."
+    kind: Any = import_class(policy.network_classes[number])
+    network = kind.from_pretrained(policy.folder, subfolder=("transformer", "vae")[number], dtype=stored)
     network.to("cpu" if host else policy.device).eval().requires_grad_(False)
     if policy.device.type == "cpu":  # elsewhere the file's own memory is only read once
         align_parameters(network)
@@ -70,9 +68,7 @@ def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:
     return (1000 * sigma).trunc() / 1000 if policy.truncate_timesteps else sigma
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
-def _largest_vae_activation(
-    config, resolution: int,  # of a VAE: block_out_channels, or base_dim and dim_mult; pixels a side
-) -> int:  # numbers, of one image
+def _largest_vae_activation(config, resolution: int) -> int:  # config: a VAE's; resolution: pixels a side
     "The most numbers that a layer of a VAE's decoder makes of one image."
     wide = getattr(config, "block_out_channels", None) or [config.base_dim * n for n in config.dim_mult]
     wide = [*wide, wide[-1]]  # a level begins with the channels of the one below it, already at its own size

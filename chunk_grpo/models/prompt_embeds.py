@@ -34,9 +34,8 @@ def prompt_cache_folder() -> Path:
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
 
 
-def _label(row: dict[str, Tensor], prompt: str, key: str) -> dict[str, str]:
-    # row: tensors of one prompt, on the CPU; key: everything else that they depend on; returns owner and sha256
-    "What stands beside the tensors in their file: whose they are, and what they are."
+def _label(row: dict[str, Tensor], prompt: str, key: str) -> dict[str, str]:  # key: all else that they depend on
+    "What stands beside a prompt's tensors in their file: whose they are, and what they are."
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -150,9 +149,8 @@ def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; Non
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #d0337809
 @contextlib.contextmanager
-def lazy_prompt_encoder(
-    policy: Any,  # with folder, dtype, device, `pipeline` and `embed`
-) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
+def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
+    # policy: with folder, dtype, device, `pipeline` and `embed`
     "A function that encodes prompts; it loads the encoders at its first call, and they are freed at the end."
     pipe = []
 

@@ -36,11 +36,8 @@ from .inputs import check_pipeline_folder, find_family, import_class, locate_mod
 from .policy import LORA_TARGETS, Family, Policy, load_policy
 
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
-def _find_lora_targets(
-    net: nn.Module,  # a transformer
-    lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: those of the family
-    usual: tuple[str, ...] = LORA_TARGETS,  # of the family: endings of layer names within blocks
-) -> list[str]:  # those of the endings that a layer has, or the family's layers
+def _find_lora_targets(net: nn.Module, lora_targets: tuple[str, ...] = (), usual=LORA_TARGETS) -> list[str]:
+    # lora_targets: endings of layer names, none: the family's; usual: the family's endings, within blocks
     "The layers to adapt; InputError where no layer has a target's name, but for the attention's projections."
     known = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
     ends = tuple(f".{target}" for target in usual)
@@ -54,16 +51,17 @@ def _find_lora_targets(
     return targets
 
 
-def freeze_unread(
-    net: Any,  # a transformer of diffusers with trainable weights, changed in place
-    unread: tuple[str, ...],  # layers of the last block, by name
-) -> None:
-    "Freeze the weights of the last block whose results nothing reads."
+def _find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
+    "The modules that a transformer repeats, by name."
     kinds = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
-    blocks = [name for name, part in net.named_modules() if type(part).__name__ in kinds]
-    for name, p in net.named_parameters():
-        if blocks and name.startswith(tuple(f"{blocks[-1]}.{layer}." for layer in unread)):
-            p.requires_grad_(False)
+    return {name: part for name, part in net.named_modules() if type(part).__name__ in kinds}
+
+
+def freeze_unread(net: Any, unread: tuple[str, ...]) -> None:  # unread: layers of the last block, by name
+    "Freeze the weights of a transformer's last block whose results nothing reads."
+    for block in list(_find_blocks(net).values())[-1:]:
+        for layer in unread:
+            block.get_submodule(layer).requires_grad_(False)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
@@ -238,12 +236,10 @@ def _check_compiler(device: torch.device) -> None:
 def compile_blocks(policy: Policy) -> None:  # changed in place, before a trainer wraps its transformer
     "Compile the transformer's blocks at their first forward; InputError where this machine has no compiler."
     _check_compiler(policy.device)
-    net = policy.transformer
-    names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
-    blocks = [m for m in net.modules() if type(m).__name__ in names]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
-    for block in blocks:
+    blocks = _find_blocks(policy.transformer)
+    for block in blocks.values():
         block.compile(dynamic=False)
     policy.compiled = bool(blocks)
 
@@ -268,8 +264,8 @@ def load_trainable_policy(
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)
-    how = lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed, sharding, frozen
-    out.trained = make_trainable(out, *how)
+    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed,
+                                 sharding, frozen)
     return out
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
@@ -291,8 +287,8 @@ def shard_model(
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_TIMEOUT)
-    mesh, names = init_device_mesh(device.type, (dist.get_world_size(),)), net._repeated_blocks or net._no_split_modules
-    for part in [*(m for m in net.modules() if type(m).__name__ in names), net]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in [*_find_blocks(net).values(), net]:
         for p in part.parameters():
             if not isinstance(p, DTensor):
                 p.data = p.data.float()
