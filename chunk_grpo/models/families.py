@@ -86,21 +86,18 @@ class FluxPolicy(Policy):
         return self.vae_decode(pictures / config.scaling_factor + (config.shift_factor or 0.0))
 
 # %% ../../nbs/03_models/03_families.ipynb #0edf14e8
-def _sd35_config(blocks: int, places: int, dual: int = 0) -> ModelConfig:
-    "The sizes of a Stable Diffusion 3.5; the first `dual` blocks have a second attention."
-    sizes = {"num_layers": blocks, "num_attention_heads": blocks, "caption_projection_dim": 64 * blocks,
-             "pos_embed_max_size": places, "dual_attention_layers": list(range(dual)), "qk_norm": "rms_norm"}
-    return ModelConfig("StableDiffusion3Pipeline", json.dumps(sizes), _FLUX_VAE, 77)
-
-
 class SD3Policy(Policy):
     "Stable Diffusion 3 and 3.5."
 
     pipeline, network_classes = "StableDiffusion3Pipeline", ("SD3Transformer2DModel", "AutoencoderKL")
     lora_targets = (*LORA_TARGETS, *_FEED_FORWARD)
     text_folders = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
-    known_configs = {"stabilityai/stable-diffusion-3.5-medium": _sd35_config(24, 384, 13),
-                     "stabilityai/stable-diffusion-3.5-large": _sd35_config(38, 192)}
+    known_configs = {
+        f"stabilityai/stable-diffusion-3.5-{size}": ModelConfig("StableDiffusion3Pipeline", json.dumps({
+            "num_layers": blocks, "num_attention_heads": blocks, "caption_projection_dim": 64 * blocks,
+            "pos_embed_max_size": places, "dual_attention_layers": list(range(dual)), "qk_norm": "rms_norm"}),
+            _FLUX_VAE, 77)
+        for size, blocks, places, dual in (("medium", 24, 384, 13), ("large", 38, 192, 0))}
     noise, decode, packed = FluxPolicy.noise, FluxPolicy.decode, 1
 
     @classmethod
@@ -218,21 +215,18 @@ class QwenImagePolicy(Policy):
         return self.vae_decode(frames * std + mean)[:, :, 0]
 
 # %% ../../nbs/03_models/03_families.ipynb #d25bcbe4
-def _klein_config(double: int, single: int, heads: int, text: int) -> ModelConfig:
-    "The sizes of a FLUX.2-klein: its double and single blocks, heads, and channels of the text."
-    sizes = {"num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
-             "joint_attention_dim": text, "guidance_embeds": False}
-    return ModelConfig("Flux2KleinPipeline", json.dumps(sizes))
-
-
 class Flux2KleinPolicy(Policy):
     "FLUX.2-klein."
 
     pipeline, network_classes = "Flux2KleinPipeline", ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
     lora_targets = (*LORA_TARGETS, "to_qkv_mlp_proj", "to_out", "ff.linear_in", "ff.linear_out", "ff_context.linear_in",
                     "ff_context.linear_out")
-    known_configs = {f"black-forest-labs/FLUX.2-klein-{kind}{size}B": _klein_config(*sizes) for kind in ("", "base-")
-                     for size, sizes in ((4, (5, 20, 24, 3 * 2560)), (9, (8, 24, 32, 3 * 4096)))}
+    known_configs = {
+        f"black-forest-labs/FLUX.2-klein-{kind}{size}B": ModelConfig("Flux2KleinPipeline", json.dumps({
+            "num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
+            "joint_attention_dim": text, "guidance_embeds": False}))
+        for kind in ("", "base-")
+        for size, double, single, heads, text in ((4, 5, 20, 24, 3 * 2560), (9, 8, 24, 32, 3 * 4096))}
 
     def __init__(self, folder: Path, *given, true_cfg_scale: float = 1.0, **more):
         index = json.loads((Path(folder) / "model_index.json").read_text())

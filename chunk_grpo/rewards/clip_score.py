@@ -67,11 +67,9 @@ def transform_from_config(
                           tuple(config.get("image_std", OPENAI_CLIP_STD)))
 
 
-def _load_clip(
-    weights: str, processor: str,  # folders or hub ids
-    model_id: str, processor_id: str,  # hub ids that have such files, for the error's sentence
-    scale: float | None, device: str, dtype: str, batch_size: int,  # None: the model's own; as given
-) -> _CLIPScorer:
+def _load_clip(weights: str, processor: str, model_id: str, processor_id: str, scale: float | None, device: str,
+               dtype: str, batch_size: int) -> _CLIPScorer:
+    # model_id, processor_id: hub ids that have such files, for the error's sentence; scale: None: the model's own
     where, kind = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
     tokenizer = load_tokenizer("processor", processor, processor_id)

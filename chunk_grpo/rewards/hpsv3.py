@@ -41,10 +41,8 @@ def format_hpsv3_chat(prompt: str) -> str:  # with one `IMAGE_TOKEN` for the who
 IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pixels of a picture
 
 
-def patchify_image(
-    image: Images,  # one: a tensor (1, 3, H, W), or a list of one PIL image
-    device: str | torch.device = "cpu",
-) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14); the grid: 1, rows, columns
+def patchify_image(image: Images, device: str | torch.device = "cpu") -> tuple[Tensor, list[int]]:
+    # image: one, (1, 3, H, W) or in a list; returns (patches, 3 * 2 * 14 * 14), and the grid: 1, rows, columns
     "A picture, resized and normalised, as rows of patches in the order of the vision tower."
     x = images_to_tensor(image, device)
     try:
@@ -78,9 +76,7 @@ def build_hpsv3_inputs(
     return {name: value.to(device) for name, value in inputs.items()}
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #5b46069e
-def build_reward_head(
-    hidden_size: int,  # of the model's state
-) -> nn.Sequential:  # a state in; mu and log sigma out
+def build_reward_head(hidden_size: int) -> nn.Sequential:  # of the model's state; gives mu and log sigma
     "HPSv3's head; dropout does nothing here but keeps the published numbering."
     return nn.Sequential(nn.Linear(hidden_size, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(),
                          nn.Linear(16, 2))

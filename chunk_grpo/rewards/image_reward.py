@@ -28,10 +28,8 @@ KEY_REPLACEMENTS = (("cls_token", "embeddings.class_embedding"), ("pos_embed", "
                     (".attn.qkv.", ".self_attn.qkv."), (".attn.proj.", ".self_attn.projection."))
 
 
-def read_imagereward_weights(
-    pt: Path,  # ImageReward.pt
-) -> dict[str, dict[str, Tensor]]:  # of `vision`, `text` and `mlp`: float32, under transformers' names
-    "The weights of the published file; InputError for one that holds more than tensors, or no ImageReward."
+def read_imagereward_weights(pt: Path) -> dict[str, dict[str, Tensor]]:  # of `vision`, `text` and `mlp`
+    "ImageReward.pt as float32 under transformers' names; InputError where it has more than tensors, or no ImageReward."
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
     except Exception as error:  # reading a damaged pickle can raise anything

@@ -80,11 +80,8 @@ class ImageTransform:
     even: bool = False  # an odd rest: half of it rounded to the even number (torchvision), else down (transformers)
 
 
-def transform_images(
-    images: Images,  # of any sizes
-    transform: ImageTransform, device: str | torch.device = "cpu",
-) -> Tensor:  # (B, 3, crop_size, crop_size), float32
-    "Images as a CLIP-like model wants them."
+def transform_images(images: Images, transform: ImageTransform, device: str | torch.device = "cpu") -> Tensor:
+    "Images of any sizes as a CLIP-like model wants them: (B, 3, crop_size, crop_size), float32."
     side, edge, parts = transform.crop_size, transform.shortest_edge, []
     for batch in [images] if isinstance(images, Tensor) else [[image] for image in images]:
         x = images_to_tensor(batch, device)
