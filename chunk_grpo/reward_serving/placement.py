@@ -172,8 +172,7 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
 
     def run(*command) -> None:
         with open(log, "ab") as handle:
-            done = subprocess.run([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=handle,
-                                  stderr=handle)
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
         if done.returncode:
             plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))  # pip writes in colours
             said = [line.strip() for line in plain.splitlines() if line.strip()] or ["nothing"]

@@ -127,9 +127,8 @@ def compressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scor
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
     "A thread whose current GPU, where there is one, is that of the thread which asks for it."
-    if not torch.cuda.is_available():
-        return ThreadPoolExecutor(1)
-    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a negative one changes nothing
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 
 class StreamingScores:
