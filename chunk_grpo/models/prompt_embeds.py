@@ -27,6 +27,9 @@ from torch import Tensor
 from .. import InputError
 from .inputs import hash_model_files, import_class
 
+_KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
+_PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
+
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #24e67666
 def prompt_cache_folder() -> Path:
     "Where embeddings are kept: $CHUNK_GRPO_CACHE, else chunk_grpo in the user's cache folder."
@@ -127,10 +130,6 @@ def open_prompt_cache() -> Path:  # its folder, which is there afterwards
     return folder
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
-_KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
-_PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
-
-
 def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; None: the limit; returns files removed
     "Remove the embeddings that were not used for longest, until the rest fits."
     most = _prompt_cache_limit() if gigabytes is None else gigabytes

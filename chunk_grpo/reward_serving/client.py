@@ -27,6 +27,9 @@ from ..core.validation import validation_message
 from .server import PROTOCOL_VERSION, pack_request
 from ..rewards.images import Images, images_to_tensor
 
+_MAX_ANSWER_BYTES = 4_000_000  # scores take far less
+_JITTER = random.Random()  # of its own: the numbers of a run stay as they were
+
 # %% ../../nbs/05_reward_serving/01_client.ipynb #6e3ddf0b
 def encode_images(images: Images, pixels: str = "exact") -> np.ndarray | list[np.ndarray]:
     # images: (B, 3, H, W) float in [0, 1], or PIL; pixels: tensors as they are, or "bytes": rounded
@@ -45,9 +48,6 @@ class TransientError(Exception):
     "The other end did not answer, or the fault was its own: asking again may help."
 
 
-_JITTER = random.Random()
-
-
 def call_with_retries(
     ask: Callable, what: str,  # may raise TransientError; the other end, "the server http://..."
     retries: int, pause: float,  # tries after the first, and seconds before the first of these
@@ -63,9 +63,6 @@ def call_with_retries(
                                 "can be resumed when it works again.") from None
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #e362956c
-_MAX_ANSWER_BYTES = 4_000_000  # scores take far less
-
-
 def exchange(
     url: str, path: str, timeout: float,  # server, /score or /health, seconds of the whole exchange
     token: str | None = None, body: bytes | None = None,  # what is posted

@@ -33,10 +33,10 @@ from . import client
 from ..rewards import rewards
 from ..rewards.images import Images
 
-# %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 ENVIRONMENTS_DIR = Path(client.__file__).parent  # lists of packages, and the server's file
+_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
 
-
+# %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
     "A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."
     own = {k: v for k, v in os.environ.items() if not server.python or not k.startswith("PYTHON")}
@@ -199,9 +199,6 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
     return place
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
-_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
-
-
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
     here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`

@@ -37,12 +37,10 @@ from safetensors.numpy import load, save
 from starlette.requests import ClientDisconnect
 
 PROTOCOL_VERSION = 2  # of bodies and answers; both ends must have the same
-
-# %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 _MAX_TEXT = 1_000_000  # bytes of the head, and of the prompts as JSON
 _PROMPTS = TypeAdapter(list[str])
 
-
+# %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 def pack_request(images: np.ndarray | Sequence[np.ndarray], prompts: Sequence[str]) -> bytes:
     "The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."
     named = {"images": images} if isinstance(images, np.ndarray) else {f"{i:06}": x for i, x in enumerate(images)}

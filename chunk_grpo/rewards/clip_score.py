@@ -20,6 +20,9 @@ from .. import InputError
 from .images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, Images, ImageTransform, transform_images
 from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
+_CLIP_ID = "openai/clip-vit-large-patch14"
+_PICKSCORE_ID, _PICKSCORE_PROCESSOR_ID = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
 class _CLIPScorer(ModelScorer):
@@ -50,10 +53,8 @@ class _CLIPScorer(ModelScorer):
         return self.scale * F.cosine_similarity(self._embed_batch(images), text[rows])
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
-def transform_from_config(
-    config: dict, side: int,  # what preprocessor_config.json says; pixels that the model's positions are for
-) -> ImageTransform:
-    "The transform of a checkpoint; InputError for one that is not a shorter side and a middle square."
+def transform_from_config(config: dict, side: int) -> ImageTransform:  # side: pixels that the model's positions are for
+    "What preprocessor_config.json says; InputError where it is not a shorter side and a middle square."
     size, cut = config.get("size", side), config.get("crop_size", side)
     short = size.get("shortest_edge") if isinstance(size, dict) else size
     square = cut if isinstance(cut, int) else cut.get("height")
@@ -86,10 +87,6 @@ def _load_clip(weights: str, processor: str, model_id: str, processor_id: str, s
                        scale)
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7c0f7734
-_CLIP_ID = "openai/clip-vit-large-patch14"
-_PICKSCORE_ID, _PICKSCORE_PROCESSOR_ID = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-
-
 def load_clip_score(
     weights: str = _CLIP_ID,  # a folder or hub id of a CLIP in transformers' layout
     scale: float = 1.0,  # what the cosine is multiplied with

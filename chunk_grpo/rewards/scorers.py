@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .. import InputError
 from .images import Images
 
+_SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 # %% ../../nbs/04_rewards/02_scorers.ipynb #3bcb3c25
 def locate_hub_file(
     option: str, place: str | Path,  # the option's name, for the error's sentence; a folder or hub id
@@ -47,9 +49,6 @@ def load_tokenizer(option: str, place: str, default: str) -> PreTrainedTokenizer
         raise
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #6f6d1715
-_SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def resolve_device(
     device: str, dtype: str,  # auto, cpu, cuda or cuda:0 ...; auto or a name of `_SCORER_DTYPES`
     batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
