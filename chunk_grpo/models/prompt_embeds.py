@@ -27,6 +27,9 @@ from torch import Tensor
 from .. import InputError
 from .inputs import hash_model_files, import_class
 
+_KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
+_PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
+
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #24e67666
 def prompt_cache_folder() -> Path:
     "Where embeddings are kept: $CHUNK_GRPO_CACHE, else chunk_grpo in the user's cache folder."
@@ -34,9 +37,8 @@ def prompt_cache_folder() -> Path:
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
 
 
-def _label(row: dict[str, Tensor], prompt: str, key: str) -> dict[str, str]:
-    # row: tensors of one prompt, on the CPU; key: everything else that they depend on; returns owner and sha256
-    "What stands beside the tensors in their file: whose they are, and what they are."
+def _label(row: dict[str, Tensor], prompt: str, key: str) -> dict[str, str]:  # key: all else that they depend on
+    "What stands beside a prompt's tensors in their file: whose they are, and what they are."
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -53,8 +55,6 @@ def _save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: st
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(path: Path, prompt: str, key: str) -> dict[str, Tensor]:
@@ -130,10 +130,6 @@ def open_prompt_cache() -> Path:  # its folder, which is there afterwards
     return folder
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
-_KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
-_PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
-
-
 def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; None: the limit; returns files removed
     "Remove the embeddings that were not used for longest, until the rest fits."
     most = _prompt_cache_limit() if gigabytes is None else gigabytes
@@ -152,9 +148,8 @@ def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; Non
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #d0337809
 @contextlib.contextmanager
-def lazy_prompt_encoder(
-    policy: Any,  # with folder, dtype, device, `pipeline` and `embed`
-) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
+def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
+    # policy: with folder, dtype, device, `pipeline` and `embed`
     "A function that encodes prompts; it loads the encoders at its first call, and they are freed at the end."
     pipe = []
 

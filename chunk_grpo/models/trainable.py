@@ -33,14 +33,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
 from .inputs import check_pipeline_folder, find_family, import_class, locate_model
-from .policy import LORA_TARGETS, Family, Policy, load_policy
+from .policy import LORA_TARGETS, Policy, load_policy
+
+PROCESS_TIMEOUT = timedelta(hours=2)  # that processes wait for each other: one may encode prompts or score long
+_COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable, and names
+_SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+                 "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
-def _find_lora_targets(
-    net: nn.Module,  # a transformer
-    lora_targets: tuple[str, ...] = (),  # endings of layer names; empty: those of the family
-    usual: tuple[str, ...] = LORA_TARGETS,  # of the family: endings of layer names within blocks
-) -> list[str]:  # those of the endings that a layer has, or the family's layers
+def _find_lora_targets(net: nn.Module, lora_targets: tuple[str, ...] = (), usual=LORA_TARGETS) -> list[str]:
+    # lora_targets: endings of layer names, none: the family's; usual: the family's endings, within blocks
     "The layers to adapt; InputError where no layer has a target's name, but for the attention's projections."
     known = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
     ends = tuple(f".{target}" for target in usual)
@@ -54,16 +56,17 @@ def _find_lora_targets(
     return targets
 
 
-def freeze_unread(
-    net: Any,  # a transformer of diffusers with trainable weights, changed in place
-    unread: tuple[str, ...],  # layers of the last block, by name
-) -> None:
-    "Freeze the weights of the last block whose results nothing reads."
+def _find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
+    "The modules that a transformer repeats, by name."
     kinds = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
-    blocks = [name for name, part in net.named_modules() if type(part).__name__ in kinds]
-    for name, p in net.named_parameters():
-        if blocks and name.startswith(tuple(f"{blocks[-1]}.{layer}." for layer in unread)):
-            p.requires_grad_(False)
+    return {name: part for name, part in net.named_modules() if type(part).__name__ in kinds}
+
+
+def freeze_unread(net: Any, unread: tuple[str, ...]) -> None:  # unread: layers of the last block, by name
+    "Freeze the weights of a transformer's last block whose results nothing reads."
+    for block in list(_find_blocks(net).values())[-1:]:
+        for layer in unread:
+            block.get_submodule(layer).requires_grad_(False)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
@@ -167,10 +170,8 @@ def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_t
     return state
 
 
-def load_trained_weights(
-    policy: Policy, folder: Path,  # trainable in the way of the saved weights; written by `save_trained_weights`
-    state: dict[str, Tensor] | None = None,  # of `read_saved_weights`, where it was read before
-) -> None:
+def load_trained_weights(policy: Policy, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+    # policy: trainable in the way of the saved weights; state: of `read_saved_weights`, where it was read before
     "Put trained weights back into the policy; InputError where they are missing, damaged or another model's."
     state = read_saved_weights(folder) if state is None else state
     try:
@@ -182,10 +183,6 @@ def load_trained_weights(
         raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
-_SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-                 "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-
-
 def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype, width: int = 64) -> bool:
     # name: flash, cudnn, efficient or math; width: channels of a head
     "Whether torch has this attention there, forward and backward."
@@ -212,21 +209,10 @@ def set_attention_backend(policy: Policy, name: str) -> None:
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
         raise InputError(f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
                          f"directly; got {name!r}")
-    _check_attention_mask(type(policy), name)
     with attention_backend("native"):
         policy.transformer.set_attention_backend(f"_native_{name}")
 
-
-def _check_attention_mask(family: type[Family], name: str) -> None:
-    "InputError where a family passes masks and the kernel takes none."
-    if name == "flash" and family.masks_attention:
-        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
-                         "attention has a mask for prompts of different lengths; got 'flash'")
-
 # %% ../../nbs/03_models/04_trainable.ipynb #18ada06f
-_COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable, and names
-
-
 def _check_compiler(device: torch.device) -> None:
     "InputError where this machine has no compiler for torch.compile on the device."
     variable, *names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
@@ -238,12 +224,10 @@ def _check_compiler(device: torch.device) -> None:
 def compile_blocks(policy: Policy) -> None:  # changed in place, before a trainer wraps its transformer
     "Compile the transformer's blocks at their first forward; InputError where this machine has no compiler."
     _check_compiler(policy.device)
-    net = policy.transformer
-    names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
-    blocks = [m for m in net.modules() if type(m).__name__ in names]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
-    for block in blocks:
+    blocks = _find_blocks(policy.transformer)
+    for block in blocks.values():
         block.compile(dynamic=False)
     policy.compiled = bool(blocks)
 
@@ -262,37 +246,33 @@ def load_trainable_policy(
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
     if compile:  # said before the weights are read
         _check_compiler(torch.device(given.get("device", "cpu")))
-    if attention != "native":
-        _check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), attention)
+    if attention == "flash" and (family := find_family(check_pipeline_folder(locate_model(model)))).masks_attention:
+        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
+                         "attention has a mask for prompts of different lengths; got 'flash'")
     out = load_policy(model, dtype=dtype, weights=stored, host=sharding != "none", **given)
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)
-    how = lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed, sharding, frozen
-    out.trained = make_trainable(out, *how)
+    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed,
+                                 sharding, frozen)
     return out
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
-PROCESS_TIMEOUT = timedelta(hours=2)  # that processes wait for each other: one may encode prompts or score long
-
-
 def full_tensor(tensor: Tensor) -> Tensor:  # a part, or whole already
     "The whole tensor; every process has to call it."
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_model(
-    net: Any,  # a transformer of diffusers, on any device; changed in place
-    device: torch.device, dtype: torch.dtype,  # where the parts are to be; of the forward
-) -> list[nn.Parameter]:  # the parts, float32, to be optimised
+def shard_model(net: Any, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
+    # net: a transformer of diffusers, changed in place; device: of the parts; dtype: of the forward; returns the parts
     "Leave this process its part of every weight; block after block, so that no device holds the whole."
     low = None if dtype == torch.float32 else dtype
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_TIMEOUT)
-    mesh, names = init_device_mesh(device.type, (dist.get_world_size(),)), net._repeated_blocks or net._no_split_modules
-    for part in [*(m for m in net.modules() if type(m).__name__ in names), net]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in [*_find_blocks(net).values(), net]:
         for p in part.parameters():
             if not isinstance(p, DTensor):
                 p.data = p.data.float()

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 import torch
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from torch import Tensor
@@ -26,14 +25,15 @@ from torch import Tensor
 from .. import InputError
 from ..core.validation import validation_message
 from .server import PROTOCOL_VERSION, pack_request
-from ..rewards.images import images_to_tensor
+from ..rewards.images import Images, images_to_tensor
+
+_MAX_ANSWER_BYTES = 4_000_000  # scores take far less
+_JITTER = random.Random()  # of its own: the numbers of a run stay as they were
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #6e3ddf0b
-def encode_images(
-    images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) float in [0, 1], or PIL
-    pixels: str = "exact",  # tensors as they are, or "bytes": rounded
-) -> np.ndarray | list[np.ndarray]:  # what `pack_request` takes
-    "Images as arrays; InputError for a tensor of another kind, or with values outside [0, 1]."
+def encode_images(images: Images, pixels: str = "exact") -> np.ndarray | list[np.ndarray]:
+    # images: (B, 3, H, W) float in [0, 1], or PIL; pixels: tensors as they are, or "bytes": rounded
+    "Images as `pack_request` takes them; InputError for a tensor of another kind, or with values outside [0, 1]."
     if not isinstance(images, Tensor):
         return [np.asarray(image.convert("RGB")) for image in images]
     found = images_to_tensor(images.detach()).cpu()
@@ -48,9 +48,6 @@ class TransientError(Exception):
     "The other end did not answer, or the fault was its own: asking again may help."
 
 
-_JITTER = random.Random()
-
-
 def call_with_retries(
     ask: Callable, what: str,  # may raise TransientError; the other end, "the server http://..."
     retries: int, pause: float,  # tries after the first, and seconds before the first of these
@@ -58,8 +55,7 @@ def call_with_retries(
     "What `ask` gives; RewardUnavailable after the last try."
     retrying = Retrying(
         retry=retry_if_exception_type(TransientError), stop=stop_after_attempt(retries + 1), reraise=True,
-        wait=lambda state: min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5),
-        sleep=lambda seconds: time.sleep(seconds))
+        wait=lambda state: min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5))
     try:
         return retrying(ask)
     except TransientError as error:
@@ -67,9 +63,6 @@ def call_with_retries(
                                 "can be resumed when it works again.") from None
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #e362956c
-_MAX_ANSWER_BYTES = 4_000_000  # scores take far less
-
-
 def exchange(
     url: str, path: str, timeout: float,  # server, /score or /health, seconds of the whole exchange
     token: str | None = None, body: bytes | None = None,  # what is posted
@@ -81,8 +74,8 @@ def exchange(
     local = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")  # no proxy lies between
     limits = httpx.Timeout(timeout, connect=min(10.0, timeout))
     try:
-        with httpx.Client(timeout=limits, trust_env=not local) as client, client.stream(
-                "GET" if body is None else "POST", url.rstrip("/") + path, content=body, headers=headers) as reply:
+        with httpx.stream("GET" if body is None else "POST", url.rstrip("/") + path, content=body, headers=headers,
+                          timeout=limits, trust_env=not local) as reply:
             for part in reply.iter_raw():  # as it came: what is packed can be a thousand times as long
                 answer += part
                 if len(answer) > _MAX_ANSWER_BYTES:
@@ -111,7 +104,7 @@ def exchange(
 
 def request_scores(
     ask: Callable[[str, bytes], dict], what: str,  # path and body -> answer; who answers
-    images: Tensor | Sequence[Image.Image], prompts: Sequence[str], pixels: str,  # as in `encode_images`
+    images: Images, prompts: Sequence[str], pixels: str,  # as in `encode_images`
 ) -> Tensor:  # (B,) float32
     "Ask for scores; InputError where they are not one finite number an image."
     if len(images) != len(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
@@ -153,7 +146,7 @@ class RemoteReward(Patience):
     token_variable: str | None = None  # environment variable that holds the token
     about: dict = Field({}, repr=False)  # what the server said of itself
 
-    def __call__(self, images: Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> Tensor:  # (B,)
+    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,)
         "Scores of the images."
         return request_scores(self.ask, f"the server {self.url}", images, prompts, self.pixels)
 

@@ -37,10 +37,8 @@ class HPSv3PackageReward:
         if isinstance(images, torch.Tensor):
             rows = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
             images = [Image.fromarray(x) for x in rows]
-        scores = []
-        for low in range(0, len(prompts), self.batch):
-            part = slice(low, low + self.batch)
-            scores.append(self.scorer.reward(image_paths=list(images[part]), prompts=list(prompts[part]))[:, 0])
+        parts = [slice(low, low + self.batch) for low in range(0, len(prompts), self.batch)]
+        scores = [self.scorer.reward(image_paths=list(images[p]), prompts=list(prompts[p]))[:, 0] for p in parts]
         return torch.cat(scores).float().cpu()
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #d29d0776

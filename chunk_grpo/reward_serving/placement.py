@@ -24,20 +24,19 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from PIL import Image
 from pydantic import Field
 from torch import Tensor
-import chunk_grpo
+
 from .. import InputError
 from ..core.machine import terminate_process_group
 from . import client
-from .client import TransientError
 from ..rewards import rewards
+from ..rewards.images import Images
+
+ENVIRONMENTS_DIR = Path(client.__file__).parent  # lists of packages, and the server's file
+_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
-ENVIRONMENTS_DIR = Path(chunk_grpo.__file__).parent / "reward_serving"  # lists of packages, and the server's file
-
-
 def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
     "A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."
     own = {k: v for k, v in os.environ.items() if not server.python or not k.startswith("PYTHON")}
@@ -56,7 +55,7 @@ def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
             came = select.select([pipe], [], [], server.how.start_timeout)[0]
             line = pipe.readline() if came else b""
         if not line:
-            raise TransientError(_end_of(child) if came else f"no answer within {server.how.start_timeout:g} s")
+            raise client.TransientError(_end_of(child) if came else f"no answer within {server.how.start_timeout:g} s")
         if "failed" in (said := json.loads(line)):
             raise InputError(f"reward: the worker of {server.name} cannot load it: {said['failed']}")
         return child, f"http://127.0.0.1:{said['port']}"
@@ -96,7 +95,7 @@ class LocalServer:
         self.how, self.lock, self.token = LocalPatience.of(**how), threading.Lock(), secrets.token_hex(16)
         self.child, self.url, self.about = None, "", {}  # the process, its address, what it said of itself
 
-    def __call__(self, images: Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> Tensor:  # (B,)
+    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,)
         "Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."
         return client.request_scores(self._with_child, self.name, images, prompts, self.how.pixels)
 
@@ -131,8 +130,8 @@ class LocalServer:
         except InputError:  # the child said it, and may be asked again
             raise
         except BaseException as error:
-            lost = isinstance(error, TransientError) and self.child and "no answer within" not in str(error)
-            said = TransientError(_end_of(self.child)) if lost else error
+            lost = isinstance(error, client.TransientError) and self.child and "no answer within" not in str(error)
+            said = client.TransientError(_end_of(self.child)) if lost else error
             self.close()
             raise said from None
 
@@ -173,8 +172,7 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
 
     def run(*command) -> None:
         with open(log, "ab") as handle:
-            done = subprocess.run([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=handle,
-                                  stderr=handle)
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
         if done.returncode:
             plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))  # pip writes in colours
             said = [line.strip() for line in plain.splitlines() if line.strip()] or ["nothing"]
@@ -201,34 +199,29 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
     return place
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
-_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
-
-
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
     here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
     **options,  # of the reward, and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name, loaded where its options say; InputError where they are wrong."
-    backend = options.get("backend", "plain") if name == "hpsv3" else "plain"
+    backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
-    named = [key for key in _PLACES if options.get(key)] + ["backend"] * (backend == "package")
+    places = {key: options.pop(key, None) for key in _PLACES}
+    named = [key for key in _PLACES if places[key]] + ["backend"] * (backend == "package")
     if len(named) > 1:
         raise InputError(f"`reward_options` must name one place to run at; got {' and '.join(named)}")
-    places = (*_PLACES, *["backend"] * (name == "hpsv3"))
-    rest = {key: value for key, value in options.items() if key not in places}
-    if named and name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
-        rest.setdefault("pixels", "bytes")
-    if named == ["url"]:
-        return client.load_remote_reward(options["url"], **{"reward": name} | rest)
-    if named:
-        how = {key: rest.pop(key) for key in LocalPatience.model_fields if key in rest}
-        environment = "hpsv3" if backend == "package" else options.get("environment")
-        loader, given = name, rest
-        if backend == "package":
-            loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
-        elif not environment:
-            loader, given = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | rest
-        return LocalServer(name, loader, given, environment_python(environment) if environment else None, **how).start()
-    return rewards.load_reward(name, here, **rest)
+    if not named:
+        return rewards.load_reward(name, here, **options)
+    if name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
+        options.setdefault("pixels", "bytes")
+    if places["url"]:
+        return client.load_remote_reward(places["url"], **{"reward": name} | options)
+    how = {key: options.pop(key) for key in LocalPatience.model_fields if key in options}
+    loader, environment = name, places["environment"]
+    if backend == "package":
+        loader, environment = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package", "hpsv3"
+    elif not environment:
+        loader, options = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | options
+    return LocalServer(name, loader, options, environment_python(environment) if environment else None, **how).start()

@@ -10,7 +10,6 @@ __all__ = ['PROTOCOL_VERSION', 'pack_request', 'unpack_request', 'import_loader'
 import asyncio
 import contextlib
 import hmac
-import importlib
 import importlib.util
 import ipaddress
 import json
@@ -30,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
@@ -38,12 +37,10 @@ from safetensors.numpy import load, save
 from starlette.requests import ClientDisconnect
 
 PROTOCOL_VERSION = 2  # of bodies and answers; both ends must have the same
-
-# %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 _MAX_TEXT = 1_000_000  # bytes of the head, and of the prompts as JSON
 _PROMPTS = TypeAdapter(list[str])
 
-
+# %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 def pack_request(images: np.ndarray | Sequence[np.ndarray], prompts: Sequence[str]) -> bytes:
     "The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."
     named = {"images": images} if isinstance(images, np.ndarray) else {f"{i:06}": x for i, x in enumerate(images)}
@@ -144,16 +141,18 @@ def create_scoring_app(
     token: str | None = None, limits: ServerLimits = ServerLimits(),  # token that clients must send; None: any
 ) -> FastAPI:
     "The application that scores."
-    app, scorer = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), ThreadPoolExecutor(1)
     inside: list[int] = []  # bytes of each request that waits or is scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
     about = {"name": name, "protocol": PROTOCOL_VERSION, "device": str(device), "versions": scorer_versions(),
              **{f"max_{key}": value for key, value in asdict(limits).items()}}
 
-    def check_token(request: Request) -> None:
+    async def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise HTTPException(401, "token: it is missing or wrong; allowed is the one that the server was given")
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_token)])
+    scorer = ThreadPoolExecutor(1)
 
     @contextlib.contextmanager
     def place(size: int) -> Iterator[None]:
@@ -176,13 +175,11 @@ def create_scoring_app(
             raise HTTPException(422, format_error(error)) from None
 
     @app.get("/health")
-    async def health(request: Request) -> dict:
-        check_token(request)
+    async def health() -> dict:
         return about | {"waiting": max(0, len(inside) - 1)}
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:
-        check_token(request)
         size = request.headers.get("content-length", "")
         if not (size.isascii() and size.isdigit()):
             raise HTTPException(411, "body: its length must be said in the head of the request")

@@ -18,10 +18,12 @@ from torch.nn.functional import pad
 
 from .. import InputError
 
-# %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, by channel
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # see `image_statistics`
 
-
+# %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 def images_to_tensor(images: Images, device: str | torch.device = "cpu") -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     "One batch of images; InputError for what is no image, for values outside [0, 1] and for several sizes."
     if isinstance(images, Tensor):
@@ -48,24 +50,16 @@ def images_to_tensor(images: Images, device: str | torch.device = "cpu") -> Tens
     return torch.from_numpy(arrays).to(device).permute(0, 3, 1, 2).float() / 255
 
 # %% ../../nbs/04_rewards/01_images.ipynb #3d6d8137
-def resize_like_pillow(
-    x: Tensor, size: tuple[int, int],  # (B, 3, H, W), in [0, 1]; height, width
-) -> Tensor:  # (B, 3, *size), float32 in [0, 1], whole grey levels, where `x` is
-    "Pillow's antialiased bicubic resize: rows first, then columns, each rounded to grey levels."
+def resize_like_pillow(x: Tensor, size: tuple[int, int]) -> Tensor:  # x: (B, 3, H, W), in [0, 1]; size: height, width
+    "Pillow's antialiased bicubic resize where `x` is: rows first, then columns, each rounded to grey levels."
     pixels, (height, width) = (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy(), size
     wide = [Image.fromarray(one).resize((width, x.shape[-2]), Image.Resampling.BICUBIC) for one in pixels]
     return images_to_tensor([one.resize((width, height), Image.Resampling.BICUBIC) for one in wide], x.device)
 
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022
-OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures
-OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-def normalize_images(
-    x: Tensor, mean: Sequence[float] = OPENAI_CLIP_MEAN,  # (B, 3, H, W), in [0, 1]; by channel
-    std: Sequence[float] = OPENAI_CLIP_STD,  # by channel
-) -> Tensor:  # the same shape
-    "Channels with the mean taken off, divided by the standard deviation."
+def normalize_images(x: Tensor, mean: Sequence[float] = OPENAI_CLIP_MEAN,
+                     std: Sequence[float] = OPENAI_CLIP_STD) -> Tensor:
+    "Channels of (B, 3, H, W) in [0, 1] with the mean taken off, divided by the standard deviation."
     return (x - x.new_tensor(mean)[:, None, None]) / x.new_tensor(std)[:, None, None]
 
 
@@ -80,11 +74,8 @@ class ImageTransform:
     even: bool = False  # an odd rest: half of it rounded to the even number (torchvision), else down (transformers)
 
 
-def transform_images(
-    images: Images,  # of any sizes
-    transform: ImageTransform, device: str | torch.device = "cpu",
-) -> Tensor:  # (B, 3, crop_size, crop_size), float32
-    "Images as a CLIP-like model wants them."
+def transform_images(images: Images, transform: ImageTransform, device: str | torch.device = "cpu") -> Tensor:
+    "Images of any sizes as a CLIP-like model wants them: (B, 3, crop_size, crop_size), float32."
     side, edge, parts = transform.crop_size, transform.shortest_edge, []
     for batch in [images] if isinstance(images, Tensor) else [[image] for image in images]:
         x = images_to_tensor(batch, device)
@@ -103,9 +94,6 @@ def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
     return bright - (wide[:-2, 1:-1] + wide[2:, 1:-1] + wide[1:-1, :-2] + wide[1:-1, 2:]) / 4
 
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
-IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")
-
-
 def image_statistics(
     images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
     period: int,  # pixels of a patch a side, at least 2

@@ -22,7 +22,7 @@ from .. import InputError
 from ..core.settings import REWARD_LOADERS, import_callable
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4ae9e0da
-def _check_reward_options(name: str, found: Callable, options: dict, given: int = 0) -> None:
+def _check_reward_options(name: str, found: Callable, options: dict, given: int) -> None:
     "InputError for options that a callable does not take, and for missing ones, after so many given arguments."
     try:
         signature = inspect.signature(found)
@@ -47,15 +47,15 @@ def load_reward(
         raise InputError(f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or "
                          "package.module:function.")
     found: Any = import_callable(REWARD_LOADERS.get(name, name), here=here or name in REWARD_LOADERS)
-    if name in REWARD_LOADERS or inspect.isclass(found):
-        _check_reward_options(name, found, options)
-        made = found(**options)
-        if not callable(made):
-            raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a "
-                             "class with __call__(images, prompts).")
-        return made
-    _check_reward_options(name, found, options, given=2)
-    return functools.partial(found, **options) if options else found
+    makes = name in REWARD_LOADERS or inspect.isclass(found)
+    _check_reward_options(name, found, options, given=0 if makes else 2)
+    if not makes:
+        return functools.partial(found, **options) if options else found
+    made = found(**options)
+    if not callable(made):
+        raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a "
+                         "class with __call__(images, prompts).")
+    return made
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
 @torch.inference_mode()
@@ -127,9 +127,8 @@ def compressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scor
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
     "A thread whose current GPU, where there is one, is that of the thread which asks for it."
-    if not torch.cuda.is_available():
-        return ThreadPoolExecutor(1)
-    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a negative one changes nothing
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 
 class StreamingScores:

@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .. import InputError
 from .images import Images
 
+_SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 # %% ../../nbs/04_rewards/02_scorers.ipynb #3bcb3c25
 def locate_hub_file(
     option: str, place: str | Path,  # the option's name, for the error's sentence; a folder or hub id
@@ -47,9 +49,6 @@ def load_tokenizer(option: str, place: str, default: str) -> PreTrainedTokenizer
         raise
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #6f6d1715
-_SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def resolve_device(
     device: str, dtype: str,  # auto, cpu, cuda or cuda:0 ...; auto or a name of `_SCORER_DTYPES`
     batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
@@ -62,10 +61,8 @@ def resolve_device(
     here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if device not in ("auto", *here):
         raise InputError(f"device: got {device!r}, allowed here are auto, {', '.join(here)}.")
-    if device in ("auto", "cuda") and "cuda" in here:
-        device = f"cuda:{torch.cuda.current_device()}"
-    elif device == "auto":
-        device = "cpu"
+    if device in ("auto", "cuda"):
+        device = f"cuda:{torch.cuda.current_device()}" if "cuda" in here else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if large and device != "cpu" else "float32"
     return torch.device(device), _SCORER_DTYPES[dtype]
@@ -85,9 +82,7 @@ class ModelScorer:
         raise NotImplementedError
 
     @torch.inference_mode()
-    def __call__(
-        self, images: Images, prompts: Sequence[str],  # one an image
-    ) -> Tensor:  # (B, ...), float32, on the CPU
+    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B, ...), float32, on the CPU
         "Scores of all images; InputError where images and prompts do not belong together."
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
             raise InputError(f"prompts: {prompts!r} came; allowed is a list of strings.")
