@@ -231,7 +231,8 @@ def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
 
 
 def test_of_two_values_each_is_an_edge():
-    study = design.Study(title="t", question="q", reference="a", tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]})
+    study = design.Study(title="t", question="q", reference="a", arms={"a": {}},
+                         tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]})
     assert pilot.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
     assert pilot.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
     edges = [row["at the edge"] for row in pilot.tuned_rows("chunk-setting")]
