@@ -28,9 +28,7 @@ PROMPT_SPLITS = ("train", "validation", "test")
 PROMPT_FILES = {split: POCKET_DIR / "prompts" / f"{split}.txt" for split in PROMPT_SPLITS}
 
 
-def read_pocket_prompts(
-    split: str = "train", # one of PROMPT_SPLITS
-) -> list[str]:
+def read_pocket_prompts(split: str = "train") -> list[str]:  # split: one of PROMPT_SPLITS
     "The shipped prompts of a split; raises InputError for any other split."
     if split not in PROMPT_SPLITS:
         raise InputError(f"`split` must be train, validation or test; got {split!r}")

@@ -26,24 +26,18 @@ def tokenize_captions(tokenize: PreTrainedTokenizerFast, captions: list[str]) ->
     return torch.tensor(tokenize(captions, **kwargs)["input_ids"])
 
 
-def numpy_to_vae_input(
-    array: np.ndarray, # (B, H, W, 3), uint8
-) -> torch.Tensor: # (B, 3, H, W) in [-1, 1]
+def numpy_to_vae_input(array: np.ndarray) -> torch.Tensor:  # (B, H, W, 3) uint8 -> (B, 3, H, W) in [-1, 1]
     "Bytes to the range a diffusers VAE works in."
     return torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def embed_text(
-    model: CLIPModel, ids: torch.Tensor,  # (B, MAX_TOKENS)
-) -> torch.Tensor: # (B, 64), unit length
+def embed_text(model: CLIPModel, ids: torch.Tensor) -> torch.Tensor:  # (B, MAX_TOKENS) -> (B, 64), unit length
     "Directions of captions."
     return F.normalize(model.text_projection(model.text_model(input_ids=ids).pooler_output), dim=-1)
 
 
-def embed_image(
-    model: CLIPModel, x: torch.Tensor,  # (B, 3, 64, 64) in [-1, 1]
-) -> torch.Tensor: # (B, 64), unit length
-    "Directions of images."
+def embed_image(model: CLIPModel, x: torch.Tensor) -> torch.Tensor:  # (B, 3, 64, 64) -> (B, 64), unit length
+    "Directions of images with values in [-1, 1]."
     return F.normalize(model.visual_projection(model.vision_model(pixel_values=x).pooler_output), dim=-1)
 
 # %% ../../nbs/01_pocket/03_clip.ipynb #7ff69475

@@ -20,7 +20,6 @@ from .. import InputError
 from .world import CaptionSpec, POCKET_CATEGORIES, POCKET_COLOURS, SHAPES, Scene, SceneObject
 from .world import matches_caption, parse_caption, render_scene, spatial_relations
 
-
 _Images = Sequence[Image.Image] | torch.Tensor # PIL; or (B, 3, H, W), float in [0, 1] or uint8
 
 

@@ -55,9 +55,7 @@ class CaptionSpec:
     relation: str | None = None
 
 
-def parse_caption(
-    caption: str, # lower-case words of the grammar
-) -> CaptionSpec:
+def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the grammar
     "The meaning of a caption; raises InputError for one outside the grammar."
     body = caption[_PREFIX.match(caption).end():]
     for category, pattern in _CAPTION_PATTERNS.items():
@@ -98,20 +96,16 @@ class Scene:
     background: tuple[int, int] = (228, 228)
 
 
-def _outline(
-    shape: str, # a polygon: square, triangle, star or cross
-) -> np.ndarray: # corners (N, 2) in the square [-1, 1]^2, which they fill
-    "Corners of a shape of radius 1."
+def _outline(shape: str) -> np.ndarray:  # corners (N, 2) in the square [-1, 1]^2, which they fill
+    "Corners of a polygon of radius 1: square, triangle, star or cross."
     if shape == "square":
         return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], float)
     if shape == "triangle":
         return np.array([(0, -1), (1, 1), (-1, 1)], float)
     if shape == "cross":
-        a, corners = 0.34, []
-        for sx, sy in ((1, -1), (1, 1), (-1, 1), (-1, -1)):
-            arm = [(a * sx, sy), (a * sx, a * sy), (sx, a * sy)]
-            corners += arm if sx * sy < 0 else arm[::-1]
-        return np.array(corners, float)
+        a = 0.34
+        return np.array([(a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1),
+                         (-a, 1), (-a, a), (-1, a), (-1, -a), (-a, -a), (-a, -1)], float)
     angle = np.arange(10) * np.pi / 5 - np.pi / 2
     corners = np.stack([np.cos(angle), np.sin(angle)], 1) * np.where(np.arange(10) % 2, 0.42, 1.0)[:, None]
     low, high = corners.min(0), corners.max(0)
@@ -124,27 +118,24 @@ def render_scene(
 ) -> Image.Image: # RGB
     "The picture of a scene, antialiased."
     scale = size / IMAGE_SIZE * finer
-    top, bottom = scene.background
-    ramp = np.linspace(top, bottom, size * finer).round().astype(np.uint8)
+    ramp = np.linspace(*scene.background, size * finer).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
     pen = ImageDraw.Draw(image)
     for thing in scene.things:
         centre, r = np.array([thing.x, thing.y]) * scale, thing.radius * scale
         fill = POCKET_COLOURS[thing.colour]
-        if thing.shape in ("circle", "ring"):
-            box = (*(centre - r), *(centre + r))
-            if thing.shape == "circle":
-                pen.ellipse(box, fill=fill)
-            else:
-                pen.ellipse(box, outline=fill, width=round(0.5 * r))
+        box = (*(centre - r), *(centre + r))
+        if thing.shape == "circle":
+            pen.ellipse(box, fill=fill)
+        elif thing.shape == "ring":
+            pen.ellipse(box, outline=fill, width=round(0.5 * r))
         else:
             pen.polygon([tuple(p) for p in _outline(thing.shape) * r + centre], fill=fill)
     return image.reduce(finer)
 
 # %% ../../nbs/01_pocket/01_world.ipynb #60ac4609
 def spatial_relations(
-    a: SceneObject, # the first object named
-    b: SceneObject, # the second
+    a: SceneObject, b: SceneObject,  # in the order in which a caption names them
     margin: float = 0.1, # share of the two objects' widths that does not count
 ) -> set[str]: # which of the four relations hold
     "Relations of `a` to `b`, by GenEval's rule on the offset of the centres."
@@ -209,8 +200,6 @@ def sample_scene(
             return Scene(caption, tuple(things), tuple(int(grey + g) for g in ramp))
 
 
-def sample_scene_image(
-    caption: str, rng: np.random.Generator, free: bool = False,  # as in `sample_scene`
-) -> Image.Image: # RGB, 64 x 64
-    "A random picture of which a caption is true."
+def sample_scene_image(caption: str, rng: np.random.Generator, free: bool = False) -> Image.Image:  # RGB, 64 x 64
+    "A random picture of which a caption is true; `free` as in `sample_scene`."
     return render_scene(sample_scene(caption, rng, free))
