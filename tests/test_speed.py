@@ -27,6 +27,7 @@ from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+import method_costs  # noqa: E402
 import orders  # noqa: E402
 
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
@@ -51,6 +52,23 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
     assert kept["images"] == 2 and kept["transitions"] == 6
     assert set(kept["phases"]) == {"rollout", "decode", "reward", "update"}
     assert {"torch", "diffusers"} <= set(kept["versions"]) and kept["machine"]["cores"]
+
+
+def test_costs_are_measured_for_every_row_of_the_table(tmp_path, monkeypatch):
+    assert set(method_costs.looked_at()) == set(settings.METHODS)
+    monkeypatch.setattr(method_costs, "SIZES", {"pocket": method_costs.SIZES["pocket"] | {"images_per_prompt": 2}})
+    monkeypatch.setattr(method_costs, "save_middle", lambda folder: "pocket")
+    monkeypatch.setattr(method_costs, "MIDDLE_SIZE", "pocket")
+    method_costs.work(["fast", "steps"], tmp_path / "costs.json")
+    fast, steps = json.loads((tmp_path / "costs.json").read_text())["rows"]["pocket"]
+    assert (fast["method"], steps["method"], steps["images"]) == ("fast", "steps", 4) and 0 < fast["work"]
+
+
+def test_a_row_that_the_table_lacks_is_refused(tmp_path):
+    words = ["tools/method_costs.py", "--methods", "steps,fats", "--out", tmp_path / "costs.json"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "--methods must be of" in done.stderr and done.stderr.rstrip().endswith("got fats")
+    assert not (tmp_path / "costs.json").exists()
 
 
 def test_the_orders_of_other_code_are_measured_in_turn():
@@ -111,6 +129,13 @@ def test_two_passes_take_the_memory_of_one_transition():
     s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
     one, two, whole = orders.measure_two_passes(speed.prepare_workload(s)).values()
     assert abs(two / one - 1) < 0.1 and whole > 4 * one
+
+
+def test_torch_may_not_choose_cudnns_attention(tiny):
+    "Its backward is wrong on Hopper, and torch prefers it there."
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    trainable.load_trainable_policy(tiny, **SIZE)
+    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
 
 
 def test_attention_kernels(tiny):

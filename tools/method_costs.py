@@ -33,9 +33,10 @@ from chunk_grpo.runs import launch, run_folder
 LOOKS = PRESETS_DIR / "pocket" / "looks"
 SHORT = {"iterations": 2, "eval_steps": 1, "hybrid_split": 0, "eval_count": 1, "checkpoint_every": 2, "threads": 1,
          "reward": {"pocket-clip": 1}, "eval_rewards": ["pocket-clip", "pocket-partial"]}
+MIDDLE_SIZE = "a FLUX of middle size"
 SIZES = {"pocket": {"prompts_per_iteration": 2, "images_per_prompt": 12, "rollout_batch": 24, "update_batch": 96},
-         "a FLUX of middle size": {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128,
-                                   "eval_resolution": 128, "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
+         MIDDLE_SIZE: {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128, "eval_resolution": 128,
+                       "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
 FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four images
 ASIDE = ("decode", "reward", "evaluate")  # the same for every row that draws as many images
 
@@ -82,12 +83,11 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
 
 def work(words: list[str], out: Path) -> None:
     "Measure these rows, or the orders where there are none, at both sizes; in a process pinned to a core."
-    torch.set_num_threads(1)
     arms, found = looked_at(), {"rows": {size: [] for size in SIZES}, "orders": {}}
     with tempfile.TemporaryDirectory() as tmp:
         plain = read_settings_file(LOOKS / "methods" / "base.yaml")
         bases = {size: plain | SHORT | changes for size, changes in SIZES.items()}
-        bases["a FLUX of middle size"]["model"] = save_middle(Path(tmp) / "middle")
+        bases[MIDDLE_SIZE]["model"] = save_middle(Path(tmp) / "middle")
         for size, base in bases.items():
             for name in words:
                 fewer = FEWER.get(name, {}) if base["images_per_prompt"] == 4 else {}
@@ -96,7 +96,7 @@ def work(words: list[str], out: Path) -> None:
                 write_json(out, found)
                 say(f"{size}, {name}: {cost['work']:.3g} s an image")
             if not words:
-                found["orders"][size] = measure_orders(base, size != "pocket", 3)
+                found["orders"][size] = measure_orders(base, size == MIDDLE_SIZE, 3)
                 write_json(out, found)
 
 
@@ -109,6 +109,7 @@ def main():
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.inside is not None:
+        torch.set_num_threads(1)
         work([*filter(None, a.inside.split(","))], a.out)
         return
     arms, asked = looked_at(), [*filter(None, a.methods.split(","))]

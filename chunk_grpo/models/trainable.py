@@ -196,8 +196,9 @@ def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype, 
 
 
 def set_attention_backend(policy: Policy, name: str) -> None:
-    # policy: changed in place; name: native: torch's own choice, or one of _SDPA_BACKENDS
+    # policy: changed in place; name: native: torch's choice but cuDNN's, or one of _SDPA_BACKENDS
     "Fix the kernel of the transformer's attention; InputError where there is none of that name."
+    torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")  # never torch's own choice: github.com/pytorch/pytorch 196678
     if name == "native":
         return
     device, dtype = policy.device, policy.dtype
