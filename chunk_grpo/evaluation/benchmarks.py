@@ -22,7 +22,7 @@ from PIL import Image
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
-from ..core.files import write_json
+from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
 from .evaluate import compare_arms, evaluation_settings, ode_arms, summarise_evaluation
 from ..models.inputs import read_prompts
@@ -125,24 +125,21 @@ def draw_benchmark(
             places, size, began = what.missing(Path(out) / arm, share), 4 * s.rollout_batch, time.monotonic()
             for low in range(0, len(places), size):
                 part = places[low : low + size]
-                images = sample_arm_images(model, s, list(what.prompts), part, arm, split)
-                for image, (prompt, sample) in zip(images, part, strict=True):
-                    pil = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0]
+                images = sample_arm_images(model, s, list(what.prompts), part, arm, split).permute(0, 2, 3, 1).numpy()
+                for image, (prompt, sample) in zip(VaeImageProcessor.numpy_to_pil(images), part, strict=True):
                     if what.records:
-                        geneval.write_geneval_image(Path(out) / arm, prompt, sample, what.records[prompt], pil)
+                        geneval.write_geneval_image(Path(out) / arm, prompt, sample, what.records[prompt], image)
                         continue
                     with atomic_write(Path(out) / arm / what.file(prompt, sample)) as temporary:
-                        pil.save(temporary, "PNG")
+                        image.save(temporary, "PNG")
                 done, left = low + len(part), len(places) - low - len(part)
                 say(f"{what.name}, {arm}: {progress_text(done, len(places), time.monotonic() - began, done, left)}")
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #29d22671
-def _score_with_rewards(
-    what: BenchmarkTask, arms: Mapping[str, Path], scorers: Mapping[str, Callable], out: Path,
-    say: Callable[[str], None] = lambda text: None, batch: int = 32,  # images
-) -> list[dict]:  # records as an evaluation's, arm by arm
-    "Score what has no score yet; InputError where the scores there are of other rewards."
-    file, places = Path(out) / "scores.jsonl", what.places()
+def _score_with_rewards(what: BenchmarkTask, arms: Mapping[str, Path], scorers: Mapping[str, Callable], out: Path,
+                        say: Callable[[str], None] = lambda text: None) -> list[dict]:
+    "Records as an evaluation's, arm by arm; InputError where the scores that are there are of other rewards."
+    file, places, batch = Path(out) / "scores.jsonl", what.places(), 32  # images
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(file)
     done = {(r["arm"], r["prompt_index"], r["image_index"]): r for r in read_json_lines(file)}
@@ -151,7 +148,7 @@ def _score_with_rewards(
                          f"remove it or name another folder")
     for arm, folder in arms.items():
         files = {place: Path(folder) / what.file(*place) for place in places}
-        seen = {place: hashlib.sha256(image.read_bytes()).hexdigest() for place, image in files.items()}
+        seen = {place: sha256_of(image) for place, image in files.items()}
         todo = [place for place in places if done.get((arm, *place), {}).get("image_sha256") != seen[place]]
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
@@ -277,8 +274,7 @@ def run_benchmark(
     source: str | Path | None = None, samples: int | None = None,  # images a prompt; None: as the benchmark has it
     processes: int = 0,  # 0: as many as trained the run, at most one a GPU or core
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
-    names: Sequence[str] = (),  # rewards that score; empty: those of the run
-    tools: Mapping | None = None,  # as in `score_benchmark`
+    names: Sequence[str] = (), tools: Mapping | None = None,  # rewards, empty: the run's; as in `score_benchmark`
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:  # the benchmark's folder
     "Draw and score a benchmark with a run's base, trained and hybrid weights; what is there is kept."

@@ -82,15 +82,12 @@ class DetectedObject:
     mask: np.ndarray | None = field(default=None, repr=False, compare=False)  # (H, W), bool
 
 
-def _post_process(
-    classes: Tensor, masks: Tensor,  # logits of one image: (Q, C + 1) and (Q, h, w)
-    padded: tuple[int, int], fitted: tuple[int, int],  # height and width that the network got, and before padding
-    original: tuple[int, int],  # height and width of the image
-    min_score: float = 0.0, max_candidates: int = 100,  # lower ones are left out; pairs of query and class
-) -> list[DetectedObject]:  # the best first
-    "The objects of one image."
+def _post_process(classes: Tensor, masks: Tensor, padded: tuple[int, int], fitted: tuple[int, int],
+                  original: tuple[int, int], min_score: float = 0.0) -> list[DetectedObject]:
+    """The objects of one image, the best first, by its logits (Q, C + 1) and (Q, h, w); height and width of what the
+    network got, of that before padding, and of the image."""
     chances = classes.float().softmax(-1)[:, :-1]
-    best, order = chances.flatten().topk(min(max_candidates, chances.numel()))
+    best, order = chances.flatten().topk(min(100, chances.numel()))  # pairs of query and class
     best, order = best[best > min_score], order[best > min_score]  # a score is at most its class's probability
     found = []
     for chance, number in zip(best, order.tolist(), strict=True):
@@ -101,9 +98,8 @@ def _post_process(
         score = float(chance * ((x.sigmoid() * inside).sum() / (inside.sum() + 1e-6)))
         if score > min_score:
             mask = inside.bool().cpu().numpy()
-            x, y = np.flatnonzero(mask.any(0)), np.flatnonzero(mask.any(1))
-            box = (float(x[0]), float(y[0]), float(x[-1] + 1), float(y[-1] + 1)) if len(x) else (0.0, 0.0, 0.0, 0.0)
-            found.append(DetectedObject(label, score, box, mask))
+            box = Image.fromarray(mask).getbbox() or (0, 0, 0, 0)
+            found.append(DetectedObject(label, score, tuple(map(float, box)), mask))
     return sorted(found, key=lambda one: -one.score)
 
 
@@ -136,8 +132,7 @@ def _colour_directions(model: torch.nn.Module, tokenizer: Callable, thing: str) 
     "Where in CLIP's space the colours of a thing lie."
     texts = [s.format(colour=colour, name=thing) for colour in GENEVAL_COLOURS for s in _COLOUR_TEMPLATES]
     tokens = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-    given = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
-    features = F.normalize(model.get_text_features(**given).pooler_output, dim=-1)
+    features = F.normalize(model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output, dim=-1)
     return F.normalize(features.reshape(len(GENEVAL_COLOURS), len(_COLOUR_TEMPLATES), -1).mean(1), dim=-1)
 
 

@@ -10,7 +10,6 @@ __all__ = ['COCO_CLASSES', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE',
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #4648045a
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -90,10 +89,9 @@ _POSITION_SHARE = 0.1  # of the two objects' sizes, by which one must be off the
 def select_objects(found: Sequence[DetectedObject], tag: str) -> dict[str, list[DetectedObject]]:
     "The objects of an image that a prompt of this tag looks at, by the class's name, the best first."
     least = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
-    kept: dict[str, list[DetectedObject]] = {}
+    kept = {}
     for label, name in enumerate(COCO_CLASSES):
-        mine = [one for one in found if one.label == label and np.float32(one.score) > least]
-        if mine:
+        if mine := [one for one in found if one.label == label and np.float32(one.score) > least]:
             kept[name] = sorted(mine, key=lambda one: one.score)[::-1][:_MAX_OBJECTS]
     return kept
 
@@ -183,9 +181,8 @@ def score_geneval_images(
         objects = select_objects(see(image), record["tag"])
         correct, reason = geneval_verdict(objects, record, partial(colours, image))
         details = json.dumps({name: [[*one.box, one.score] for one in mine] for name, mine in objects.items()})
-        line = {"filename": str(file), "tag": record["tag"], "prompt": record["prompt"], "correct": correct,
-                "reason": reason, "metadata": known[str(file)]["metadata"], "details": details}
-        done[str(file)] = line | known[str(file)]
+        done[str(file)] = {"filename": str(file), "tag": record["tag"], "prompt": record["prompt"], "correct": correct,
+                           "reason": reason, "metadata": json.dumps(record), "details": details} | known[str(file)]
         append_json_line(out, done[str(file)])
         say(f"{i} of {len(images)} images")
     return [done[str(file)] for file, _ in images]
@@ -234,7 +231,7 @@ def evaluate_geneval(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, label = load_detector(detector, device)
     judge = load_colour_classifier(clip, device)
-    label += "" if str(clip) == GENEVAL_CLIP_ID else f"; colours not official: {os.fspath(clip)}"
+    label += "" if str(clip) == GENEVAL_CLIP_ID else f"; colours not official: {clip}"
     lines = score_geneval_images(images, Path(out) / "results.jsonl",
                                  lambda image: detect_objects(model, image, _SCORE_THRESHOLD), judge, label, say)
     summary = summarise_geneval(lines)

@@ -155,17 +155,13 @@ def _open_client(judge: Judge, http: httpx.Client | None = None):
     return openai.OpenAI(base_url=judge.base_url, api_key=judge.api_key() or "none", max_retries=0, http_client=http)
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #72f3e90d
-def _spoken(text: str) -> str:
-    "An answer without what a judge that thinks aloud wrote before it."
-    return text.rpartition("</think>")[2].strip()
-
-
 def parse_scale_scores(text: str, scales: Mapping[str, str], highest: int) -> dict[str, int] | None:
     "The number after each scale's name, a regular expression; None where there is not exactly one up to `highest`."
+    spoken = text.rpartition("</think>")[2]  # what a judge that thinks aloud says in the end
     found, markup = {}, r"""[\s*_"'`\[(]*"""  # what judges put around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
     for name, written in scales.items():
-        numbers = re.findall(rf"\b{written}{between}(\d+(?:\.\d+)?)", _spoken(text), re.IGNORECASE)
+        numbers = re.findall(rf"\b{written}{between}(\d+(?:\.\d+)?)", spoken, re.IGNORECASE)
         values = {float(number) for number in numbers}
         if len(values) != 1 or not values <= set(range(highest + 1)):
             return None
@@ -175,7 +171,7 @@ def parse_scale_scores(text: str, scales: Mapping[str, str], highest: int) -> di
 
 def parse_yes_no(text: str) -> bool | None:
     "Yes or no: the first word, or the only one of the two in the answer; else None."
-    said = _spoken(text).lower()
+    said = text.rpartition("</think>")[2].lower()
     first = re.match(r"\W*(yes|no)\b", said)
     found = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", said))
     return found == {"yes"} if len(found) == 1 else None

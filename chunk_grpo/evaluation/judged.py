@@ -136,11 +136,10 @@ def read_dpg_prompts(file: Path) -> tuple[list[JudgedPrompt], dict[str, str]]:  
     items = []
     for name, rows in table.groupby("item_id", sort=False):
         asked = {}  # a number that comes twice is the later one
-        for row in rows.to_dict("records"):
-            number, parents = int(row["proposition_id"]), [int(p) for p in row["dependency"].split(",")]
-            kind = re.split(r"[-(]", row["tuple"])[0].strip().lower()
-            text, rests_on = row["question_natural_language"], tuple(p for p in parents if p)
-            asked[number] = _Proposition(number, text, rests_on, kind)
+        for row in rows.itertuples():
+            number, parents = int(row.proposition_id), tuple(p for p in map(int, row.dependency.split(",")) if p)
+            kind = re.split(r"[-(]", row.tuple)[0].strip().lower()
+            asked[number] = _Proposition(number, row.question_natural_language, parents, kind)
         items.append(JudgedPrompt(str(name), rows.text.iloc[0], propositions=tuple(asked.values())))
     return items, {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
@@ -154,11 +153,10 @@ def apply_dependencies(item: JudgedPrompt, yes: Mapping[int, bool]) -> list[bool
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #aab7ed37
 def _judge_images(
-    name: str, items: Sequence[JudgedPrompt], images: Mapping[str, Path],  # score; arm -> folder with {id}.png
-    judge: Judge, out: Path, say: Callable[[str], None], http: httpx.Client | None,
+    name: str, items: Sequence[JudgedPrompt], images: Mapping[str, Path], judge: Judge, out: Path, say: Callable,
+    http: httpx.Client | None,
     ask: Callable[[JudgedPrompt], dict[str, str]],  # a prompt -> end of an id: what is asked about its image
-    parse: Callable[[str], object | None],
-    score: Callable[[JudgedPrompt, list], dict],  # what the answers about an image add to its record
+    parse: Callable[[str], object | None], score: Callable[[JudgedPrompt, list], dict],  # answers -> of its record
     weights: Mapping[str, float] | None = None,  # of categories
 ) -> tuple[list[dict], dict]:  # a record an image whose answers could all be read; judge, arms and overall
     "Ask about every image; InputError where one is missing."
@@ -174,19 +172,18 @@ def _judge_images(
                              for end, text in ask(items[i]).items()] for i, file in enumerate(files)}
     questions = [question for part in asked.values() for question in part]
     answers, account = ask_judge(judge, questions, parse, Path(out) / "answers.jsonl", say, http)
-    records, arms = [], {arm: {"images": 0, "unparsed": 0, "between": [0.0, 0.0]} for arm in images}
+    records, arms = [], {}
     for (arm, i), part in asked.items():
         parsed = [answers[question.id]["parsed"] for question in part]
-        if None in parsed:
-            arms[arm]["unparsed"] += 1
-            continue
-        arms[arm]["images"] += 1
-        records.append({"arm": arm, "prompt_index": i, "image_index": 0, "prompt": items[i].prompt,
-                        "prompt_id": items[i].name, "file": str(part[0].image), "category": {}}
-                       | score(items[i], parsed))
-    for arm, found in arms.items():
-        total, unread = sum(r["scores"][name] for r in records if r["arm"] == arm), found["unparsed"]
-        found["between"] = [x / (found["images"] + unread) for x in (total, total + unread)]
+        if None not in parsed:
+            records.append({"arm": arm, "prompt_index": i, "image_index": 0, "prompt": items[i].prompt,
+                            "prompt_id": items[i].name, "file": str(part[0].image), "category": {}}
+                           | score(items[i], parsed))
+    for arm in images:
+        scores = [r["scores"][name] for r in records if r["arm"] == arm]
+        unread, total = len(items) - len(scores), sum(scores)
+        arms[arm] = {"images": len(scores), "unparsed": unread,
+                     "between": [x / len(items) for x in (total, total + unread)]}
     return records, {"judge": account, "arms": arms, "overall": compare_arms(records, list(arms), name, weights)}
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #952f4767

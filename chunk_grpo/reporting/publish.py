@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import ipywidgets as W
-import jinja2
 import numpy as np
 from diffusers.image_processor import VaeImageProcessor
 from huggingface_hub import ModelCardData
@@ -214,11 +213,9 @@ def model_card(
     named = {"settings": _markdown_table(rows or [{"setting": "none", "value": ""}]), "method": s.method,
              "rewards": " and ".join(setting.reward_weights(s))}
     named = {key: re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text) for key, text in named.items()}  # no folders here
-    book = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    book.filters["repr"] = repr
-    text = (Path(chunk_grpo.__file__).parent / "reports" / "card.j2").read_text(encoding="utf-8")
-    return book.from_string(text).render(
-        named, data=card_data(s).to_yaml(), name=name, s=s, version=chunk_grpo.__version__, summary=summary, hub=hub,
+    return tables.render_template(
+        "card.j2",
+        **named, data=card_data(s).to_yaml(), name=name, s=s, version=chunk_grpo.__version__, summary=summary, hub=hub,
         pocket=s.model == "pocket", base=s.model if hub else Path(s.model).resolve().name,
         done=s.iterations if final else int(weights.name), hybrid="hybrid" in evaluating.ode_arms(s),
         options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),

@@ -9,7 +9,6 @@ __all__ = ['list_reports', 'find_report_notebook', 'report_parameters', 'execute
 # %% ../../nbs/12_reporting/02_reports.ipynb #5c82b2e0
 import ast
 import difflib
-import html as markup
 import os
 import shutil
 from collections import Counter
@@ -24,6 +23,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import atomic_write, check_place, remove_abandoned, temporary_folder
 from ..core.settings import Settings, training_method
+from .tables import render_template
 from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, read_evaluation_summary
 from ..runs.run_folder import read_metrics_lines, read_run_settings
 
@@ -45,9 +45,7 @@ def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report,
     return file
 
 
-def report_parameters(
-    name: str | Path,  # name of a shipped report, or a notebook file
-) -> dict[str, dict]:  # name -> {"type": "int", "default": 1, "help": "..."}
+def report_parameters(name: str | Path) -> dict[str, dict]:  # name -> {"type": "int", "default": 1, "help": "..."}
     "The parameters that a report notebook takes, read from its tagged cell."
     import papermill  # here, since it takes a second
 
@@ -108,15 +106,6 @@ def execute_report(
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #9b4e88fe
-_HTML = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
-<body><main>
-{body}
-</main></body></html>
-"""
-
-
 def notebook_to_html(source: str | Path, out: str | Path) -> Path:  # an executed notebook; the page; returns out
     "One HTML file without code, scripts or anything to fetch."
     import nbformat  # these here, since they take a second
@@ -138,10 +127,10 @@ def notebook_to_html(source: str | Path, out: str | Path) -> Path:  # an execute
                            require_js_url="").from_notebook_node(book)
     words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"
              for line in cell.source.splitlines() if line.startswith("# ")]
-    title = markup.escape(words[0] if words else source.stem)
+    title = words[0] if words else source.stem
     style = (_REPORTS / "report.css").read_text(encoding="utf-8")
     with atomic_write(out) as new:
-        new.write_text(_HTML.format(title=title, style=style, body=body), encoding="utf-8")
+        new.write_text(render_template("page.html.j2", title=title, style=style, body=body), encoding="utf-8")
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #383dc7af
@@ -169,9 +158,7 @@ def write_run_report(run: str | Path, name: str = "train") -> Path:  # its folde
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
-def group_runs(
-    runs: Sequence[Settings],
-) -> list[tuple[str, str, str]]:  # of each run: its group, the group's letter, and the run's own label, such as A2
+def group_runs(runs: Sequence[Settings]) -> list[tuple[str, str, str]]:  # of each: group, its letter, a label as A2
     "Groups of runs, equal where the settings differ by the seed alone, or by what changes no number."
     plain = [s.model_dump(mode="json", exclude={"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"})
              for s in runs]

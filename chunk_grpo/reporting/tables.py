@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['format_number', 'format_small_number', 'format_interval', 'format_seconds', 'describe_change', 'count_directions',
-           'describe_extremes', 'rows_to_html', 'paragraph_html', 'details_html', 'display_html', 'evaluation_rows',
-           'evaluation_html', 'as_trained_note', 'category_html']
+           'describe_extremes', 'render_template', 'rows_to_html', 'paragraph_html', 'details_html', 'display_html',
+           'evaluation_rows', 'evaluation_html', 'as_trained_note', 'category_html']
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #756ca1c9
 import html as markup
 import math
 from collections.abc import Mapping, Sequence
 
+import jinja2
 from IPython.display import HTML, display
 
 from .figures import ARM_LABELS
@@ -29,10 +30,7 @@ def format_small_number(x: float | None) -> str:
     return "\u2013" if x is None or not math.isfinite(x) else f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
 
 
-def format_interval(
-    value: Mapping | None,  # mean, lo, hi; None where it was not measured
-    signed: bool = False,
-) -> str:
+def format_interval(value: Mapping | None, signed: bool = False) -> str:  # value: mean, lo, hi; None: not measured
     "A mean with its 95% interval; without the interval where there was one prompt only."
     if not value:
         return "\u2013"
@@ -89,26 +87,26 @@ def describe_extremes(changes: Mapping[str, float]) -> str:  # changes: name -> 
             f"{f'the largest fall {fell}' if changes[low] < 0 else 'nothing fell'}")
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #697daf7a
+_TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("chunk_grpo", "reports"), undefined=jinja2.StrictUndefined,
+                                autoescape=jinja2.select_autoescape(["html.j2"]), trim_blocks=True, lstrip_blocks=True)
+_TEMPLATES.filters["repr"] = repr
+
+
+def render_template(template: str, /, **values) -> str:  # template: such as card.j2, which lies beside the reports
+    "A template of the package, filled in; one of HTML escapes what fills it."
+    return _TEMPLATES.get_template(template).render(values)
+
+
 def rows_to_html(
     rows: Sequence[Mapping], right: Sequence[str] = (),  # a mapping a row: column -> text; columns of numbers
     marks: Sequence[Mapping] = (),  # a mapping a row: column -> "good" or "bad"
 ) -> str:
     "Rows as an HTML table."
-    def cell(tag, name, text, mark=""):
-        words = " ".join(w for w in ("number" if name in right else "", mark) if w)
-        return f'<{tag}{f" class={chr(34)}{words}{chr(34)}" if words else ""}>{markup.escape(str(text))}</{tag}>'
-
-    names = list(rows[0]) if rows else []
-    head = "".join(cell("th", name, name) for name in names)
-    body = "".join(f"<tr>{''.join(cell('td', n, row[n], mark.get(n, '')) for n in names)}</tr>"
-                   for row, mark in zip(rows, marks or [{}] * len(rows), strict=True))
-    return f'<div class="tablebox"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    marked = list(zip(rows, marks or [{}] * len(rows), strict=True))
+    return render_template("table.html.j2", names=list(rows[0]) if rows else [], rows=marked, right=right)
 
 
-def paragraph_html(
-    text: str, kind: str = "",  # plain text; lead, caption, note or warning
-    tag: str = "p",  # or h3, a heading within a section
-) -> str:
+def paragraph_html(text: str, kind: str = "", tag: str = "p") -> str:  # kind: lead, caption, note, warning; tag: or h3
     "A paragraph of HTML."
     return f'<{tag} class="{kind}">{markup.escape(text)}</{tag}>'
 
@@ -124,9 +122,7 @@ def display_html(*parts: str) -> None:  # parts: HTML
     display(HTML("\n".join(parts)))
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #1b2689cc
-def evaluation_rows(
-    rewards: Mapping[str, Mapping],  # reward -> arms and differences, as in an evaluation's summary
-) -> list[dict[str, str]]:  # a row a reward and arm
+def evaluation_rows(rewards: Mapping[str, Mapping]) -> list[dict[str, str]]:  # as above; returns a row a reward and arm
     "Mean of every arm and its difference to its base, with 95% intervals."
     rows = []
     for name, row in rewards.items():

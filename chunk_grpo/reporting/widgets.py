@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import ipywidgets as W
-import jinja2
 import nbformat
 import numpy as np
 import torch
@@ -25,7 +24,6 @@ import traitlets
 from PIL import Image
 from torch import Tensor
 
-import chunk_grpo
 from .. import InputError
 from ..core.files import atomic_write, check_place
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
@@ -95,15 +93,9 @@ def gallery_html(
         Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
         return _png_html(buffer.getvalue(), words, width, crisp=pixels.shape[0] < width)
 
-    cell = "border: 0; padding: 2px 6px 2px 0; font-size: 12px; line-height: 1.3; vertical-align: middle"
-    head = "".join(f'<td style="{cell}; text-align: center">{markup.escape(name)}</td>' for name in columns)
-    body = ""
-    for words, images in rows:
-        cells = (picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True))
-        body += f'<tr style="background: none"><td style="{cell}; text-align: left">{markup.escape(words)}</td>'
-        body += "".join(f'<td style="{cell}">{image}</td>' for image in cells) + "</tr>"
-    return (f'<div style="overflow-x: auto"><table style="border: 0; border-collapse: collapse; margin: 4px 0">'
-            f'<tr style="background: none"><td style="{cell}"></td>{head}</tr>{body}</table></div>')
+    pictured = [(words, [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)])
+                for words, images in rows]
+    return tables.render_template("gallery.html.j2", columns=columns, rows=pictured)
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #588d9dd1
 _MAX_SLIDER_CHUNKS = 8  # chunks whose boundaries have sliders
@@ -230,8 +222,7 @@ def write_lab_notebook(
     if not file.exists():
         check_place(file, "`--folder`")
         kinds = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-        template = (Path(chunk_grpo.__file__).parent / "reports" / "lab.j2").read_text(encoding="utf-8")
-        filled = jinja2.Template(template).render(name=run.name, path=repr(str(run.resolve())))
+        filled = tables.render_template("lab.j2", name=run.name, path=repr(str(run.resolve())))
         texts = re.split(r"\n*# %%.*\n", filled)[1:]  # text and code in turn
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         with atomic_write(file) as temporary:
