@@ -531,7 +531,6 @@ WRONG = [
     ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"), ("best-of-n", {"sharing": "group"}, "sharing"),
     ("online-dpo", {"credit_of": "gain"}, "credit_of"), ("steps", {"credit_of": "depth"}, "credit_of"),
     ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"), ("steps", {"sharing": "seeds:3"}, "sharing"),
-    ("steps", {"sharing": "seeds:4"}, "sharing"),
     ("mixed", {}, "method"), ("steps", {"merge": "window"}, "merge"), ("mix", {"merge": "entropy"}, "merge"),
     ("mix", {"merge": "entropy:2.2"}, "window"), ("mix", {"merge": "entropy:0", "window": "random:1"}, "merge"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "2,2"}, "chunks"),

@@ -56,9 +56,8 @@ class Sharing:
                 below = images // self.number ** sum(row > split for split in self.splits)
                 own[row] = each // below * below
         elif self.kind != "own":
-            if self.kind == "seeds" and (images % self.number or images == self.number):
-                raise InputError(f"`sharing` must share {images} images evenly among its seeds, two or more each; got "
-                                 f"{self.number}")
+            if self.kind == "seeds" and images % self.number:
+                raise InputError(f"`sharing` must share {images} images evenly among its seeds; got {self.number}")
             below = images // self.number if self.kind == "seeds" else images
             own[0] = each // below * below
         return own

@@ -124,7 +124,8 @@ def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_lo
     quiet = {"checkpoint_every": iterations, "keep_checkpoints": 1, "keep_every": 0, "tracker": "none", "stop_on": ()}
     callbacks = [on_log] if on_log and processes == 1 else []
     try:
-        return launch.train(load_settings(s, {"iterations": iterations} | quiet), folder, False, processes, callbacks)
+        return launch.train(load_settings(s, {"iterations": iterations} | quiet), folder, processes=processes,
+                            callbacks=callbacks)
     except launch.TrainingFailed:  # which names a log that nobody will find
         why = run_folder.read_run_info(folder)["error"]
         raise InputError(f"the run must be one that can be trained here; it was not: {why}") from None
