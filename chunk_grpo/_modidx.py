@@ -17,8 +17,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.examples': ( '14_cli/evaluation.html#examples',
                                                                                    'chunk_grpo/cli/evaluation.py'),
-                                           'chunk_grpo.cli.evaluation.foreign_demands': ( '14_cli/evaluation.html#foreign_demands',
-                                                                                          'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.parse_numbers': ( '14_cli/evaluation.html#parse_numbers',
                                                                                         'chunk_grpo/cli/evaluation.py'),
                                            'chunk_grpo.cli.evaluation.print_json': ( '14_cli/evaluation.html#print_json',
