@@ -40,8 +40,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'chunk_grpo.cli.main._Lasting.write': ('14_cli/main.html#_lasting.write', 'chunk_grpo/cli/main.py'),
                                      'chunk_grpo.cli.main._Screen': ('14_cli/main.html#_screen', 'chunk_grpo/cli/main.py'),
                                      'chunk_grpo.cli.main._Screen.write': ('14_cli/main.html#_screen.write', 'chunk_grpo/cli/main.py'),
-                                     'chunk_grpo.cli.main._check_run_model': ( '14_cli/main.html#_check_run_model',
-                                                                               'chunk_grpo/cli/main.py'),
                                      'chunk_grpo.cli.main._finish_training': ( '14_cli/main.html#_finish_training',
                                                                                'chunk_grpo/cli/main.py'),
                                      'chunk_grpo.cli.main._print_version': ('14_cli/main.html#_print_version', 'chunk_grpo/cli/main.py'),

@@ -37,8 +37,7 @@ DrawersOption = Annotated[int, typer.Option(min=0, max=1000, help="Processes; 0:
 def print_rows(table: list[tuple[str, str]]) -> None:
     "Print rows of a name and a text, with the names in one column."
     width = max(len(name) for name, _ in table) + 2
-    for name, text in table:
-        typer.echo(f"{name:{width}}{text}")
+    typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
 
 
 def split_commas(text: str) -> list[str] | None:
@@ -178,11 +177,10 @@ def evaluate(
     if images:
         task, place = benchmarks.load_benchmark_task(*what), out or Path("benchmarks") / Path(benchmark).stem
         files.check_place(place / "scores.jsonl", "`--out`", file=True)
-        scorers, folders = {name: placement.load_placed_reward(name) for name in names}, {}
-        for arm, _, folder in (pair.partition("=") for pair in images):
-            if not arm or not Path(folder).is_dir():
-                raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}")
-            folders[arm] = Path(folder)
+        folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
+        if wrong := [f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()]:
+            raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {wrong[0]}")
+        scorers = {name: placement.load_placed_reward(name) for name in names}
         benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
     else:
         place = benchmarks.run_benchmark(run, *what, processes, overrides or (), names, tools, typer.echo)
