@@ -99,7 +99,7 @@ def evaluate_heldout(run: Path, overrides: Sequence[str], processes: int, as_jso
 
     print_json(summary) if as_json else print_means(summary)
     say(f"report: {reports.write_run_report(run, 'evaluate')}")
-    if (Path(run) / "report.html").is_file():  # it shows the evaluation before
+    if (run / "report.html").is_file():  # it shows the evaluation before
         say(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #76d7ef5e

@@ -10,7 +10,6 @@ __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'root_cal
 import contextlib
 import errno
 import io
-import math
 import os
 import signal
 import sys
@@ -18,11 +17,9 @@ import tempfile
 import threading
 import traceback
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
 import typer.core
 
 from .. import InputError, __version__
@@ -125,7 +122,7 @@ def plan(
     as_json: JsonOption = False,
 ):
     "Say what a run would draw, hold and take."
-    if not 0 <= rate < math.inf or (rate and device):
+    if not 0 <= rate < float("inf") or (rate and device):
         raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
     if share is not None and not (device and 0 < share <= 1):
         raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
@@ -134,7 +131,7 @@ def plan(
     if run:
         from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-        note = run_folder.read_run_info(run_folder.find_run(run), ("settings", "processes", "machine"))
+        note = run_folder.read_run_info(run, ("settings", "processes", "machine"))
         lines, processes = run_folder.read_metrics_lines(run), note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
@@ -188,8 +185,8 @@ def speed(
 
     named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
     changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
-    result = measuring.measure_iteration(measuring.load_workload_settings(model, changes), repeats,
-                                         partial(typer.echo, err=True))
+    workload = measuring.load_workload_settings(model, changes)
+    result = measuring.measure_iteration(workload, repeats, lambda line: typer.echo(line, err=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
     if file:
         files.write_json(file, result)
@@ -301,14 +298,12 @@ def study(
         typer.echo(f"report: {write_report('study', page, home=str(home), folder=str(folder.resolve()))}")
 
 # %% ../../nbs/14_cli/02_main.ipynb #c05f084c
-_PATH_PROBLEMS = {getattr(errno, f"E{name}") for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()}
-
-
 def describe_error(error: Exception) -> tuple[int, str]:
     "The exit code that an error ends a command with, and one sentence."
+    of_paths = {getattr(errno, f"E{name}") for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()}
     if isinstance(error, (InputError, machine.TrainingFailed)):
         code, text = 2 if isinstance(error, InputError) else 1, str(error)
-    elif isinstance(error, OSError) and error.filename and error.errno in _PATH_PROBLEMS:
+    elif isinstance(error, OSError) and error.filename and error.errno in of_paths:
         code, text = 2, f"the path {error.filename} cannot be used ({error.strerror})"
     elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
         code, text = 1, f"the output cannot be written ({error.strerror})"
