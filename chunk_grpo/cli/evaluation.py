@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'DrawersOption', 'print_rows',
            'split_commas', 'parse_numbers', 'printable', 'ends_if_interrupted', 'examples', 'print_json',
-           'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'foreign_demands', 'check_trust', 'evaluate',
-           'reward_env', 'serve_reward', 'doctor']
+           'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'check_trust', 'evaluate', 'reward_env',
+           'serve_reward', 'doctor']
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError, __version__
-from ..core.files import check_place
+from ..core import files, settings, validation
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -37,8 +37,7 @@ DrawersOption = Annotated[int, typer.Option(min=0, max=1000, help="Processes; 0:
 def print_rows(table: list[tuple[str, str]]) -> None:
     "Print rows of a name and a text, with the names in one column."
     width = max(len(name) for name, _ in table) + 2
-    for name, text in table:
-        typer.echo(f"{name:{width}}{text}")
+    typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
 
 
 def split_commas(text: str) -> list[str] | None:
@@ -75,34 +74,32 @@ def examples(*lines: str) -> str:  # each without the command's name
     return "\b\nExamples:\n" + "\n".join(f"  chunk-grpo {line}" for line in lines)
 
 
-def print_json(content: dict) -> None:
-    "Print an object for a script, alone on the standard output."
-    typer.echo(json.dumps(content, indent=1, default=str))
+def print_json(content: dict | list) -> None:
+    "Print what a script reads, alone on the standard output; JSON has no infinity, so what is not finite is null."
+    finite = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    typer.echo(json.dumps(finite, indent=1))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #69b37d0a
-def evaluate_with_progress(run: Path, overrides: list[str] | None = None, processes: int = 0,
-                           say: Callable[[str], None] = typer.echo) -> dict:
+def evaluate_with_progress(run: Path, overrides: Sequence[str] = (), processes: int = 0, say=typer.echo) -> dict:
     "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-    again = " ".join(["chunk-grpo evaluate", str(run), *(overrides or [])])
+    again = " ".join(["chunk-grpo evaluate", str(run), *overrides])
     with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {again}"):
-        return evaluation.evaluate(run, say, overrides or (), processes=processes)
+        return evaluation.evaluate(run, say, overrides, processes=processes)
 
 
-def evaluate_heldout(run: Path, overrides: list[str] | None, processes: int, as_json: bool = False) -> None:
+def evaluate_heldout(run: Path, overrides: Sequence[str], processes: int, as_json: bool = False) -> None:
     "Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."
-    from chunk_grpo.runs import run_folder  # these here, since they import torch
-
     def say(text: str) -> None:  # on the error stream where the standard output holds JSON
         typer.echo(printable(text), err=as_json)
 
-    summary = evaluate_with_progress(run_folder.find_run(run), overrides, processes, say)
+    summary = evaluate_with_progress(run, overrides, processes, say)
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
     print_json(summary) if as_json else print_means(summary)
     say(f"report: {reports.write_run_report(run, 'evaluate')}")
-    if (Path(run) / "report.html").is_file():  # it shows the evaluation before
+    if (run / "report.html").is_file():  # it shows the evaluation before
         say(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #76d7ef5e
@@ -117,26 +114,6 @@ def print_means(summary: dict) -> None:
         print_rows([(f"{name} {arm}", "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)) for arm, row in cells.items()])
     typer.echo(tables.as_trained_note(summary))
 
-# %% ../../nbs/14_cli/00_evaluation.ipynb #a4c8d6de
-def foreign_demands(
-    s, changed: set[str],  # the run's settings; settings that the user has given
-    rewards_too: bool = True,  # the images are scored
-) -> list[str]:
-    "What a command would fetch, run or contact because the run's settings name it."
-    from chunk_grpo.core import settings as setting  # these here, since they import torch
-    from chunk_grpo.planning.plan import known_model_configs
-    from chunk_grpo.rewards import rewards
-
-    here = s.model == "pocket" or s.model in known_model_configs() or Path(s.model).is_dir()
-    demands = [f"the code {code}" for code in setting.named_code(s)]
-    demands += [] if here or "model" in changed else [f"the model {s.model} of the hub"]
-    if not rewards_too:
-        return demands
-    names = dict.fromkeys([*setting.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
-    found = [f"the code {name}" for name in names if name not in rewards.REWARD_LOADERS]
-    given = {} if "reward_options" in changed else s.reward_options
-    return found + demands + [f"{name} with {given[name]}" for name in names if given.get(name)]
-
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b26d0682
 def check_trust(
     run: Path, trust: bool, overrides: Sequence[str] = (),  # whether the user trusts it; settings that the user gives
@@ -145,12 +122,18 @@ def check_trust(
     "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
     if trust:
         return
-    from chunk_grpo.runs import run_folder  # here, since it imports torch
+    from chunk_grpo.planning.plan import known_model_configs  # these here, since they import torch
+    from chunk_grpo.runs import run_folder
 
-    folder = run_folder.find_run(run)
-    changed = {text.partition("=")[0] for text in overrides}
-    wanted = foreign_demands(run_folder.read_run_settings(folder), changed, rewards_too)
-    if wanted and not run_folder.is_own_run(folder):
+    s, changed = run_folder.read_run_settings(run), {text.partition("=")[0] for text in overrides}
+    names = dict.fromkeys([*settings.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
+    names, given = names if rewards_too else {}, {} if "reward_options" in changed else s.reward_options
+    wanted = [f"the code {name}" for name in names if name not in settings.REWARD_LOADERS]
+    wanted += [f"the code {code}" for code in settings.named_code(s)]
+    if not ("model" in changed or s.model in ("pocket", *known_model_configs()) or Path(s.model).is_dir()):
+        wanted.append(f"the model {s.model} of the hub")
+    wanted += [f"{name} with {given[name]}" for name in names if given.get(name)]
+    if wanted and not run_folder.is_own_run(run):
         raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
                          f"{', and '.join(wanted)}; look at its run.json, then add --trust"
                          f"{', or give other rewards' * rewards_too}.")
@@ -181,31 +164,27 @@ def evaluate(
         raise InputError("benchmark: --images needs --benchmark; got none." if images else
                          "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
     if run is not None and not images:
-        check_trust(run, trust, overrides or [])
+        check_trust(run, trust, overrides or ())
     if not benchmark:
-        return evaluate_heldout(run, overrides, processes, as_json)
-    from chunk_grpo.core.files import read_json  # these here, since they import torch
-    from chunk_grpo.evaluation import benchmarks
-    from chunk_grpo.evaluation.judge import Judge
+        return evaluate_heldout(run, overrides or (), processes, as_json)
+    from chunk_grpo.evaluation import benchmarks, judge  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
-    from chunk_grpo.runs.run_folder import find_run
 
     what, names = (benchmark, source, samples or None), split_commas(rewards) or []
-    judge = Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
-    tools = {"detector": detector, "judge": judge}
+    asked = judge.Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
+    tools = {"detector": detector, "judge": asked}
     if images:
         task, place = benchmarks.load_benchmark_task(*what), out or Path("benchmarks") / Path(benchmark).stem
-        check_place(place / "scores.jsonl", "`--out`", file=True)
-        scorers, folders = {name: placement.load_placed_reward(name) for name in names}, {}
-        for arm, _, folder in (pair.partition("=") for pair in images):
-            if not arm or not Path(folder).is_dir():
-                raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}")
-            folders[arm] = Path(folder)
+        files.check_place(place / "scores.jsonl", "`--out`", file=True)
+        folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
+        if wrong := [f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()]:
+            raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {wrong[0]}")
+        scorers = {name: placement.load_placed_reward(name) for name in names}
         benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
     else:
-        place = benchmarks.run_benchmark(find_run(run), *what, processes, overrides or [], names, tools, typer.echo)
-    table = benchmarks.benchmark_table(read_json(place / "summary.json"))
+        place = benchmarks.run_benchmark(run, *what, processes, overrides or (), names, tools, typer.echo)
+    table = benchmarks.benchmark_table(files.read_json(place / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
     typer.echo(f"scores: {place / 'summary.json'}")
     if report:
@@ -233,7 +212,6 @@ def serve_reward(
     secret = os.environ.get(token) if token else None
     if token and not secret:
         raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
-    from chunk_grpo.core import validation
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
     pairs = (text.partition("=") for text in options or ())
@@ -245,14 +223,12 @@ def serve_reward(
         raise InputError(str(error)) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #0c1a0c3d
-_REPORTED_PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "pydantic", "typer", "papermill",
-                      "jupyterlab")
-
-
 def _reward_note(needs: dict[str, str]) -> str:
     "What a reward's weights lack in the hub's cache, with the command that brings it; or ready."
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
+    if not needs:
+        return "ready, shipped"
     gone = {hub: [file for file in files.split() if not isinstance(try_to_load_from_cache(hub, file), str)]
             for hub, files in needs.items() if hub != "or"}
     commands = " && ".join(f"hf download {hub} {' '.join(files)}" for hub, files in gone.items() if files)
@@ -266,13 +242,13 @@ def doctor(as_json: JsonOption = False):
 
     import chunk_grpo
     from chunk_grpo import pocket
-    from chunk_grpo.core.validation import read_yaml_file
     from chunk_grpo.evaluation.geneval import GENEVAL_METADATA_FILE
     from chunk_grpo.models.prompt_embeds import prompt_cache_folder
     from chunk_grpo.reward_serving import placement
 
+    packages = "torch diffusers transformers accelerate peft pydantic typer papermill jupyterlab".split()
     versions = [("chunk-grpo", __version__), ("python", f"{platform.python_version()}, {sys.executable}"),
-                *((name, importlib.metadata.version(name)) for name in _REPORTED_PACKAGES)]
+                *((name, importlib.metadata.version(name)) for name in packages)]
     devices = [("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
                *((f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB")
                  for i, p in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))))]
@@ -281,18 +257,15 @@ def doctor(as_json: JsonOption = False):
     places = [("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
               ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped")]
     pocket.verify_pocket_files()
-    needs = read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
-    known = [(f"reward {name}", "ready, shipped")
-             for name in ("pocket-clip", "pocket-geneval", "incompressibility", "compressibility")]
-    known += [(f"reward {name}", _reward_note(files)) for name, files in needs["rewards"].items()]
+    needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
+    rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
     try:
-        made = f"ready, {placement.environment_python('hpsv3').parents[1]}"
+        rewards["hpsv3, backend package"] = f"ready, {placement.environment_python('hpsv3').parents[1]}"
     except InputError:
-        made = "missing its environment: chunk-grpo reward-env hpsv3"
-    known += [("reward hpsv3, backend package", made)]
-    known += [(f"prompts {name}", text) for name, text in needs["prompts"].items()]
-    known += [("prompts GenEval", f"MIT, shipped: {GENEVAL_METADATA_FILE}")]
-    known += [(f"benchmark {name}", text) for name, text in needs["benchmarks"].items()]
+        rewards["hpsv3, backend package"] = "missing its environment: chunk-grpo reward-env hpsv3"
+    prompts = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
+    parts = {"reward": rewards, "prompts": prompts, "benchmark": needs["benchmarks"]}
+    known = [(f"{kind} {name}", text) for kind, notes in parts.items() for name, text in notes.items()]
     found = {"versions": versions, "devices": devices, "places": places, "rewards and benchmarks": known,
              "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")]}
     if as_json:

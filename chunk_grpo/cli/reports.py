@@ -8,7 +8,6 @@ __all__ = ['reports_app', 'PageOption', 'report', 'watch', 'lab', 'output_file',
 
 # %% ../../nbs/14_cli/01_reports.ipynb #ac8a451b
 import itertools
-import math
 import os
 import re
 import subprocess
@@ -21,40 +20,30 @@ from .. import InputError
 from .evaluation import DrawersOption, JsonOption, OverridesArgument, RunArgument, TrustOption
 from .evaluation import check_trust, ends_if_interrupted, examples, parse_numbers
 from .evaluation import print_json, print_rows, split_commas
-from ..core import settings
-from ..core.validation import dump_yaml
-from ..core.files import check_place
-from ..core.machine import raise_on_sigterm
+from ..core import files, machine, settings, validation
 
 reports_app = typer.Typer(rich_markup_mode=None)
-PageOption = Annotated[str, typer.Option(metavar="FILE", help="The page to write.")]
 
 # %% ../../nbs/14_cli/01_reports.ipynb #4a6437b6
 @reports_app.command(epilog=examples("report runs/one"))
 def report(run: RunArgument):
     "Write a run's report again from its folder."
-    from chunk_grpo.reporting.reports import write_run_report  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
+    from chunk_grpo.reporting.reports import write_run_report  # here, since it imports torch
 
-    typer.echo(f"report: {write_run_report(run_folder.find_run(run))}")
+    typer.echo(f"report: {write_run_report(run)}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #b947c4f3
 @reports_app.command(epilog=examples("watch runs/one", "watch runs/one --every 10"))
-def watch(
-    run: RunArgument,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)] = 1.0,
-):
+def watch(run: RunArgument,
+          every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)] = 1.0):
     "Follow a run that goes on elsewhere."
     from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
     from chunk_grpo.training.callbacks import format_progress
 
-    folder = run_folder.find_run(run)
     with ends_if_interrupted():
-        status = watch_run(folder, lambda line, s: typer.echo(format_progress(line, s.iterations)), every)
+        status = watch_run(run, lambda line, s: typer.echo(format_progress(line, s.iterations)), every)
     typer.echo(f"the run is {status}")
-    if status != "finished":
-        raise typer.Exit(1)
+    raise typer.Exit(int(status != "finished"))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #1fa5fd2d
 @reports_app.command(epilog=examples("lab runs/one", "lab runs/one --folder notebooks -- --no-browser"))
@@ -75,34 +64,33 @@ def output_file(option: str, text: str) -> Path:
     "The file that an option names; InputError where it cannot be written."
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
-    check_place(Path(text), f"`--{option}`", file=True)
+    files.check_place(Path(text), f"`--{option}`", file=True)
     return Path(text)
 
 
-def output_page(text: str) -> Path:  # beside which the executed notebook lies
-    "The page that `--out` names; InputError where it or its notebook cannot be written."
+def output_page(text: str) -> str:  # beside which the executed notebook lies
+    "The page that `--out` names, as it is; InputError where it or its notebook cannot be written."
     page = output_file("out", text)
     if page.suffix == ".ipynb":
         raise InputError(f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}")
-    check_place(page.with_suffix(".ipynb"), "`--out`", file=True)
-    return page
+    files.check_place(page.with_suffix(".ipynb"), "`--out`", file=True)
+    return text
+
+
+PageOption = Annotated[str, typer.Option(metavar="FILE", help="The page to write.", callback=output_page)]
 
 # %% ../../nbs/14_cli/01_reports.ipynb #b693f976
 @reports_app.command(epilog=examples("compare runs/one runs/two --out compare.html"))
-def compare(
-    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")], out: PageOption = "compare.html",
-):
+def compare(run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+            out: PageOption = "compare.html"):
     "Put runs side by side."
-    page = output_page(out)
-    from chunk_grpo.reporting import reports  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
+    from chunk_grpo.reporting import reports  # here, since it imports torch
 
-    folders = [str(run_folder.find_run(folder)) for folder in run]
-    table = reports.compare_runs(folders)
+    table = reports.compare_runs(run)
     print_rows([(row.label, f"{row.run}, {row.group}") for row in table.drop_duplicates("label").itertuples()])
     columns = ["label", "reward", "base", "trained", "delta", "lo", "hi", "hybrid_delta", "as_trained_delta"]
-    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(folders)}")
-    typer.echo(f"report: {reports.write_report('compare', page, runs=folders)}")
+    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(run)}")
+    typer.echo(f"report: {reports.write_report('compare', out, runs=[*map(str, run)])}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #c67e535e
 @reports_app.command(epilog=examples("tables runs/one --name CLIP=pocket-clip --prompts pocket:test"))
@@ -116,19 +104,17 @@ def tables(
     show: Annotated[list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")] = None,
 ):
     "Rebuild the paper's tables from evaluated runs."
-    page = output_page(out)
     if arm not in ("hybrid", "plain"):
         raise InputError(f"`--arm` must be hybrid or plain; got {arm!r}")
-    for text in name or []:
-        if not all(text.partition("=")):
-            raise InputError(f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {text!r}")
+    if wrong := [text for text in name or [] if not all(text.partition("="))]:
+        raise InputError(f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {wrong[0]!r}")
     from chunk_grpo.reporting.reports import write_report  # these here, since they import torch
     from chunk_grpo.runs import run_folder
 
-    names = {text.partition("=")[0]: text.partition("=")[2] for text in name or []}
+    names = dict(text.split("=", 1) for text in name or [])
     runs = [str(run_folder.find_run(folder)) for folder in run or []]
-    write_report("tables", page, runs=runs, arm=arm, prompts=prompts, steps=steps, names=names, shown=show or [])
-    typer.echo(f"report: {page}")
+    write_report("tables", out, runs=runs, arm=arm, prompts=prompts, steps=steps, names=names, shown=show or [])
+    typer.echo(f"report: {out}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #f27a80dc
 @reports_app.command(epilog=examples("profile pocket/tiny --prompts 2", "profile --run runs/one --json profile.json"))
@@ -145,46 +131,36 @@ def profile(
     "Measure how far the base's latents move in each step."
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
-    page, numbers = output_page(out), "" if json is None else str(output_file("json", json))
+    numbers = "" if json is None else str(output_file("json", json))
     counts = list(dict.fromkeys(parse_numbers("--steps", steps, 2, 10_000)))
     changes = [*([source] if run and source else []), *(overrides or ())]
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.runs import run_folder, run_images
 
-    begin = source if run is None else run_folder.read_run_settings(run_folder.find_run(run))
-    s = settings.load_settings(begin, changes)
-    if run is not None:
+    s = settings.load_settings(run_folder.read_run_settings(run) if run else source, changes)
+    if run:
         check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
-    write_report("profile", page, settings=source if run is None else "", overrides=changes, prompts=prompts,
+    write_report("profile", out, settings="" if run else source, overrides=changes, prompts=prompts,
                  images=images, step_counts=counts, run=str(run or ""), out=numbers)
-    typer.echo(f"report: {page}")
+    typer.echo(f"report: {out}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #3af0d8c7
 @reports_app.command(epilog=examples("verify runs/one", "verify runs/one --iterations 5 --json"))
-def verify(
-    run: RunArgument,
-    iterations: Annotated[int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)] = 2,
-    processes: DrawersOption = 0, trust: TrustOption = False, as_json: JsonOption = False,
-):
+def verify(run: RunArgument,
+           iterations: Annotated[int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)] = 2,
+           processes: DrawersOption = 0, trust: TrustOption = False, as_json: JsonOption = False):
     "Repeat a run's first iterations and compare."
-    from chunk_grpo.runs import launch  # these here, since they import torch
-    from chunk_grpo.runs import verify as verifying
+    from chunk_grpo.runs import launch, verify as verifying  # here, since they import torch
 
     check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
         found = verifying.verify_run(run, iterations, processes, None if as_json else launch.print_progress)
-    if as_json:
-        rows = [row | {"share": row["share"] if row["share"] < math.inf else None} for row in found["deviations"]]
-        weights = found["weights"] if (found["weights"] or 0) < math.inf else None
-        print_json(found | {"deviations": rows, "weights": weights})
-    else:
-        typer.echo("\n".join(verifying.verification_lines(found)))
-    if found["answer"] == "differs":
-        raise typer.Exit(1)
+    print_json(found) if as_json else typer.echo("\n".join(verifying.verification_lines(found)))
+    raise typer.Exit(int(found["answer"] == "differs"))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #00044e59
 @reports_app.command(epilog=examples('sample runs/one "a red star" "two blue rings" --seed 0,1',
@@ -211,23 +187,21 @@ def sample(
     from chunk_grpo.reporting import publish
     from chunk_grpo.runs import run_folder
 
-    texts, folder = prompt or inputs.read_prompts(str(prompts), "--prompts"), run_folder.find_run(run)
-    if strange := inputs.unknown_words(inputs.locate_model(run_folder.read_run_settings(folder).model), texts):
+    texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
+    if strange := inputs.unknown_words(inputs.locate_model(run_folder.read_run_settings(run).model), texts):
         typer.echo(f"warning: the model knows no word {', '.join(strange)}; it draws the rest of the prompt", err=True)
-    names = (Path("samples") / f"{folder.resolve().name}-{i:03d}" for i in itertools.count(1))
+    names = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
     out = out or next(place for place in names if not place.exists())
     given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
     changes = {field: value for field, value in given.items() if value is not None}
-    with ends_if_interrupted(lambda: "no folder was made"), raise_on_sigterm():
+    with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
         made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo)
     typer.echo(f"images: {len(made)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de
 @reports_app.command(epilog=examples("export runs/one my-model"))
-def export(
-    run: RunArgument, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
-    trust: TrustOption = False,
-):
+def export(run: RunArgument, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+           trust: TrustOption = False):
     "Leave a run's weights for diffusers, with a model card."
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
@@ -240,8 +214,7 @@ def export(
 @reports_app.command(epilog=examples("presets", "presets pocket/demo", "presets --json"))
 def presets(
     source: Annotated[str | None, typer.Argument(metavar="[SETTINGS]", help="A preset or YAML file: all its settings, "
-                                                 "each with its meaning.")] = None,
-    as_json: JsonOption = False,
+                                                 "each with its meaning.")] = None, as_json: JsonOption = False,
 ):
     "List the shipped settings, or what one of them sets."
     if source:
@@ -250,7 +223,7 @@ def presets(
         if as_json:
             return print_json(values)
         for row in settings.settings_table(s):
-            text = dump_yaml({row["name"]: values[row["name"]]}, 10**6, flow=True).strip()[1:-1]
+            text = validation.dump_yaml({row["name"]: values[row["name"]]}, 10**6, flow=True).strip()[1:-1]
             typer.echo(f"{text:30}  # {row['meaning']}" + f" Unit: {row['unit']}." * bool(row["unit"]))
         return None
     found = {}
@@ -271,11 +244,9 @@ def methods(
     rows = [method_row(name, source) for name in settings.METHODS]
     if as_json:
         return print_json(rows)
-    costs = ("rollout", "trained", "extra", "scored")
     for row in rows:
         name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
-        cost = ", ".join(f"{key} {row.pop(key):g}" for key in costs)
+        cost = ", ".join(f"{key} {row.pop(key):g}" for key in ("rollout", "trained", "extra", "scored"))
         typer.echo(f"{name:16} {title} ({origin}): {idea}")
         typer.echo(f"{'':16} " + "; ".join(f"{axis}: {choice}" for axis, choice in row.items()))
         typer.echo(f"{'':16} forwards an image: {cost}")
-    return None
