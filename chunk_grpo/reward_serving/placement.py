@@ -29,12 +29,12 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.machine import terminate_process_group
+from ..core.settings import REWARD_PLACES
 from . import client
 from ..rewards import rewards
 from ..rewards.images import Images
 
 ENVIRONMENTS_DIR = Path(client.__file__).parent  # lists of packages, and the server's file
-_PLACES = ("url", "environment", "worker")  # where a reward runs; hpsv3's `backend` is a fourth
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
@@ -208,8 +208,8 @@ def load_placed_reward(
     backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
-    places = {key: options.pop(key, None) for key in _PLACES}
-    named = [key for key in _PLACES if places[key]] + ["backend"] * (backend == "package")
+    places = {key: options.pop(key, None) for key in REWARD_PLACES}
+    named = [key for key in REWARD_PLACES if places[key]] + ["backend"] * (backend == "package")
     if len(named) > 1:
         raise InputError(f"`reward_options` must name one place to run at; got {' and '.join(named)}")
     if not named:
