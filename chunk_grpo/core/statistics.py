@@ -18,36 +18,30 @@ from torch import Tensor
 
 from .. import InputError
 
+NORMAL_QUANTILE = 1.96  # standard errors in a 95% interval
+
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
 def mean_se(values: Tensor) -> tuple[float, float]:  # values: (n,)
     "Mean and its standard error; the error of one value is not known: NaN."
     values = values.double()
     return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.nan
 
-# %% ../../nbs/02_core/03_statistics.ipynb #f8dcbcb9
-NORMAL_QUANTILE = 1.96  # standard errors in a 95% interval
-
 # %% ../../nbs/02_core/03_statistics.ipynb #482df2a4
-def _bootstrap(values: tuple, statistic: Callable, level: float) -> dict[str, float | None]:
+def _bootstrap(values: tuple, statistic: Callable) -> dict[str, float | None]:
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
-    found = stats.bootstrap(values, statistic, paired=len(values) > 1, vectorized=True, confidence_level=level,
-                            n_resamples=4000, method="percentile", rng=0)
+    found = stats.bootstrap(values, statistic, paired=len(values) > 1, n_resamples=4000, method="percentile", rng=0)
     low, high = found.confidence_interval
     return {"se": float(found.standard_error), "lo": float(low), "hi": float(high)}
 
 
-def bootstrap_mean(
-    values: np.ndarray, level: float = 0.95,  # (n,) one number a prompt
-) -> dict[str, float | None]:  # mean, se, lo, hi, n
-    "Mean with standard error and percentile bootstrap interval."
+def bootstrap_mean(values: np.ndarray) -> dict[str, float | None]:  # values: (n,) one number a prompt
+    "Mean with standard error and percentile bootstrap interval at 95%: mean, se, lo, hi, n."
     values = np.asarray(values, dtype=np.float64)
-    return {"mean": float(values.mean()), "n": len(values)} | _bootstrap((values,), np.mean, level)
+    return {"mean": float(values.mean()), "n": len(values)} | _bootstrap((values,), np.mean)
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0b77d98e
-def _scaled_deviations(
-    values: np.ndarray,  # (n, m) of one category: a row a prompt, a number an image
-) -> np.ndarray:  # (n,) zeros for one prompt
+def _scaled_deviations(values: np.ndarray) -> np.ndarray:  # (n, m) of one category -> (n,), zeros for one prompt
     "What each prompt deviates by from the category's mean, so that with its images drawn again the spread is unbiased."
     means = values.mean(1)
     deviation = means - means.mean()
@@ -57,11 +51,8 @@ def _scaled_deviations(
     return deviation * (max(0.0, means.var(ddof=1) - of_images) / deviation.var()) ** 0.5
 
 
-def _draw_category_means(
-    values: np.ndarray,  # (n, m) of one category
-    deviations: np.ndarray,  # (n,) of `_scaled_deviations`; of other prompts where the category has one
-    draws: int, random: np.random.Generator,
-) -> np.ndarray:  # (draws,)
+def _draw_category_means(values: np.ndarray, deviations: np.ndarray, draws: int, random: np.random.Generator):
+    # (n, m) of one category; (n,) of `_scaled_deviations`, of other prompts where the category has one -> (draws,)
     "Means of a category whose prompts, and whose images of each prompt, were drawn again."
     (n, m), of_images = values.shape, values - values.mean(1, keepdims=True)
     which = random.integers(n, size=(draws, n))
@@ -75,9 +66,9 @@ def bootstrap_images(
     values: np.ndarray,  # (n, m) a row a prompt, a number an image
     kinds: Sequence[str] | None = None,  # category of each prompt; None: there is one
     weights: Mapping[str, float] | None = None,  # of each category, sum 1; None: all alike
-    level: float = 0.95, draws: int = 4000,
+    draws: int = 4000,
 ) -> dict[str, float | None]:  # mean, se, lo, hi, n prompts
-    "Category-weighted mean, with standard error and interval over prompts and the images of each."
+    "Category-weighted mean, with standard error and 95% interval over prompts and the images of each."
     values, kinds = np.asarray(values, dtype=np.float64), ["all"] * len(values) if kinds is None else list(kinds)
     parts = {kind: values[[k == kind for k in kinds]] for kind in dict.fromkeys(kinds)}
     weights = weights or dict.fromkeys(parts, 1 / len(parts))
@@ -90,38 +81,32 @@ def bootstrap_images(
     for kind, part in parts.items():
         spread = own[kind] if len(part) > 1 else np.concatenate(seen)
         drawn = drawn + weights[kind] * _draw_category_means(part, spread, draws, random)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]).clip(values.min(), values.max())
+    low, high = np.quantile(drawn, [(1 - 0.95) / 2, (1 + 0.95) / 2]).clip(values.min(), values.max())
     return out | {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8
-def bootstrap_ratio(
-    part: np.ndarray, whole: np.ndarray, level: float = 0.95,  # l_p and w_p of each prompt, (n,) each
-) -> dict[str, float | None]:  # count, of, share (b), se, lo, hi, and n prompts that have any
-    "A share of counts over all prompts with its standard error and interval; None where it is not defined."
+def bootstrap_ratio(part: np.ndarray, whole: np.ndarray) -> dict[str, float | None]:  # l_p and w_p, (n,) each
+    "A share of counts (b): count, of, share, se, lo, hi at 95%, and n prompts that have any; None where not defined."
     part, whole = part[whole > 0], whole[whole > 0]
     out = {"count": int(part.sum()), "of": int(whole.sum()), "n": len(whole)}
     out |= {"share": out["count"] / out["of"] if out["of"] else None}
-    return out | _bootstrap((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis), level)
+    return out | _bootstrap((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis))
 
 # %% ../../nbs/02_core/03_statistics.ipynb #137ebb0c
-def percentile_interval(
-    drawn: np.ndarray, prompts: int,  # (draws,) of so many prompts
-) -> dict[str, float | None]:  # se, lo, hi; None where there is one prompt, which has no spread
-    "Standard error and 95 % interval of bootstrap draws."
+def percentile_interval(drawn: np.ndarray, prompts: int) -> dict[str, float | None]:  # (draws,) of so many prompts
+    "Standard error and 95% interval of bootstrap draws: se, lo, hi; None where one prompt has no spread."
     if prompts < 2:
         return {"se": None, "lo": None, "hi": None}
     low, high = np.percentile(drawn, [2.5, 97.5])
     return {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0104c5fe
-def t_intervals(
-    values: pd.DataFrame, level: float = 0.95,  # a row a seed, a column a comparison
-) -> pd.DataFrame:  # a row a comparison: n, mean, se, lo, hi, p of a mean of 0, holm; nan where one seed is too few
-    "Mean over seeds with its t interval (c)."
+def t_intervals(values: pd.DataFrame) -> pd.DataFrame:  # values: a row a seed, a column a comparison
+    "A row a comparison: n, mean, se, t interval lo and hi (c), p of a mean of 0, holm; nan where one seed is too few."
     n, mean = values.count(), values.mean()
-    se = values.std() / n.pow(0.5)
-    half = se * stats.t.ppf((1 + level) / 2, (n - 1).clip(lower=1))
-    p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), (n - 1).clip(lower=1)), mean.index, dtype=float)
+    se, free = values.std() / n.pow(0.5), (n - 1).clip(lower=1)
+    half = se * stats.t.ppf(0.975, free)
+    p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), free), mean.index, dtype=float)
     p = p.mask((se == 0) & (mean == 0), 1.0).mask((se == 0) & (mean != 0), 0.0)
     known = p.dropna().sort_values()  # by hand: multipletests of statsmodels collects garbage at every call
     holm = (known * np.arange(len(known), 0, -1)).cummax().clip(upper=1).reindex(p.index)
