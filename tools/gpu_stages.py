@@ -86,7 +86,6 @@ def gpu_sentence(
     if not measured:
         return "Nothing here was run on a GPU yet (`make gpu` would, in seven stages of minutes, without weights)"
     devices = ", ".join(dict.fromkeys(stage["device"] for stage in measured.values()))
-    names = ", ".join(GPU_STAGES[n] for n in measured)
     gone = sum(isinstance(part, str) for each in parts.values() for part in each)
-    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` were run ({names}), with random "
-            f"weights where the pocket's are not enough; {gone} of their parts could not be measured")
+    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` were run, with random weights "
+            f"where the pocket's are not enough; {gone} of their parts could not be measured")
