@@ -87,5 +87,5 @@ def gpu_sentence(
         return "Nothing here was run on a GPU yet (`make gpu` would, in seven stages of minutes, without weights)"
     devices = ", ".join(dict.fromkeys(stage["device"] for stage in measured.values()))
     gone = sum(isinstance(part, str) for each in parts.values() for part in each)
-    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` were run, without released "
+    return (f"On {devices}, {len(measured)} of {len(GPU_STAGES)} stages of `make gpu` ran, without released "
             f"weights; {gone} of their parts broke")
