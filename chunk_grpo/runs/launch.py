@@ -224,11 +224,13 @@ def train(
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if node_rank:
         check_processes(s, total)
-    run = Path(os.path.realpath(str(out))) if node_rank else create_run(s, out, resume, total, nodes)
-    if on_made and not node_rank:
-        on_made(run)
-    if not node_rank and read_run_info(run)["status"] == "finished":
-        return run
+        run = Path(os.path.realpath(str(out)))
+    else:
+        run = create_run(s, out, resume, total, nodes)
+        if on_made:
+            on_made(run)
+        if read_run_info(run)["status"] == "finished":
+            return run
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run
 

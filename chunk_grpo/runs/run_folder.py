@@ -56,7 +56,7 @@ def is_training(run: Path | str) -> bool:
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
 def read_run_info(run: str | Path, needed: Sequence[str] = ()) -> dict:  # needed: further fields that it must have
-    "run.json, with status created, running, finished, failed or, also where its process is gone, interrupted."
+    "What run.json says, with status created, running, finished, failed, or interrupted if the process is gone too."
     note = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
     gone = note["status"] == "running" and file_of_run(run, "train.log").is_file() and not is_training(run)
     return note | ({"status": "interrupted"} if gone else {})
@@ -187,8 +187,9 @@ def create_run(
     with lock_log(out / "train.log", new=not resume):  # another may have made or trained the run meanwhile
         if resume:
             note, done = previous()
-            for x in [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
-                raise InputError(f"`{x}` must be the same when a run is resumed; its files changed since the run began")
+            if changed := [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
+                raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
+                                 "run began")
             note |= {} if done else about
             clean_run_folder(out)
         else:

@@ -81,7 +81,7 @@ def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest check
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #10e90cd7
 def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> Policy:  # folder: final/ if not given
-    "A run's policy for its evaluation, with trained weights; InputError where there are none or they do not fit."
+    "A run's policy with trained weights, at `eval_resolution`; InputError where there are none or they do not fit."
     folder = folder or find_trained_weights(run)
     final, groups = folder.name == "final", ("ema", "weights")  # read, and refused, before the base is loaded
     stored = trainable.read_saved_weights(folder) if final else checkpoints.read_tensors(folder, only=groups)

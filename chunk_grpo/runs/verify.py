@@ -22,7 +22,8 @@ from ..training import checkpoints
 # %% ../../nbs/09_runs/03_verify.ipynb #983cf879
 def _file_changes(run: Path, folder: str, wanted: Mapping[str, str]) -> list[str]:
     "What in a folder of the run, such as final, is not as its hashes say, a sentence a file."
-    for file in (place := run_folder.file_of_run(run, folder)).rglob("*"):
+    place = run_folder.file_of_run(run, folder)
+    for file in place.rglob("*"):
         run_folder.file_of_run(run, str(file.relative_to(run)))  # before any is read
     there = {name: digest for name, digest in hash_files(place).items() if name != "manifest.json"}
     found = {name: "was changed after it was written" for name in wanted if wanted[name] != there.get(name)}
@@ -76,8 +77,12 @@ def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))) or isinstance(a, int) or name == "lr":
         return math.inf
     spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
-    usual = {"float32": 1e-3, "bfloat16": 5e-2}[s.dtype] * max(abs(a), abs(b), spread)
-    return abs(a - b) / (s.clip_range / 10 if name.startswith("ratio") else 0.1 if name == "clip_fraction" else usual)
+    allowed = {"float32": 1e-3, "bfloat16": 5e-2}[s.dtype] * max(abs(a), abs(b), spread)
+    if name.startswith("ratio"):
+        allowed = s.clip_range / 10
+    elif name == "clip_fraction":
+        allowed = 0.1
+    return abs(a - b) / allowed
 
 
 def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Settings) -> list[dict]:
@@ -91,12 +96,16 @@ def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Setting
 
 def weights_share(one: Path, other: Path, s: Settings, iterations: int) -> float:  # 0: bit-identical; above 1: too far
     "Root mean square difference of two folders of weights, as a share of what so many iterations allow."
-    a, b = ({(file.name, k): x for file in sorted(folder.glob("*.safetensors")) for k, x in load_file(file).items()}
-            for folder in (one, other))
-    if {k: x.shape for k, x in a.items()} != {k: x.shape for k, x in b.items()}:
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
+    if names[0] != names[1]:
         return math.inf
-    total = sum((x.double() - b[k].double()).square().sum().item() for k, x in a.items())
-    count = sum(x.numel() for x in a.values())
+    total, count = 0.0, 0
+    for name in names[0]:  # a file at a time, since whole weights may not fit twice
+        a, b = load_file(one / name), load_file(other / name)
+        if {k: x.shape for k, x in a.items()} != {k: x.shape for k, x in b.items()}:
+            return math.inf
+        total += sum((x.double() - b[k].double()).square().sum().item() for k, x in a.items())
+        count += sum(x.numel() for x in a.values())
     return math.sqrt(total / max(count, 1)) / (0.1 * s.learning_rate * s.updates_per_iteration * iterations)
 
 # %% ../../nbs/09_runs/03_verify.ipynb #5a29ef37
@@ -133,7 +142,8 @@ def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_lo
 # %% ../../nbs/09_runs/03_verify.ipynb #3a6a7f19
 def verify_run(
     run: Path, iterations: int = 2,  # finished or not; to do again, at most those that the run has
-    processes: int = 0, on_log: Callable | None = None,  # 0: as the run had, on one machine; gets new lines, settings
+    processes: int = 0,  # 0: as the run had, on one machine
+    on_log: Callable | None = None,  # called with every new line of metrics and the settings
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences
     "Whether a run is what its folder says; InputError where it cannot be told."
     note, theirs = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
@@ -167,7 +177,8 @@ def verification_lines(found: Mapping, most: int = 5) -> list[str]:
     for row in rows[:most]:
         how = "not allowed to differ" if math.isinf(row["share"]) else f"{100 * row['share']:.2g}% of what is allowed"
         out.append("{name} of iteration {iteration}: {run} in the run, {again} again, {how}".format(**row, how=how))
-    out += [f"{len(rows) - most} further numbers differ by less"] * (len(rows) > most)
+    if len(rows) > most:
+        out.append(f"{len(rows) - most} further numbers differ by less")
     if weights:
         out.append(f"final weights: apart by {100 * weights:.2g}% of what is allowed")
     pairs = [f"{name}: {a} in the run, {b} again" for name, (a, b) in found["differences"].items()]
