@@ -210,7 +210,8 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
             _load_tokenizer(folder, part)
         elif part.startswith("text_encoder"):
             def make(config: dict, name: str = index[part][1]) -> Any:
-                return (kind := getattr(transformers, name))(kind.config_class.from_dict(config))
+                kind = getattr(transformers, name)
+                return kind(kind.config_class.from_dict(config))
 
             file = f"{part}/config.json"
             build_meta_network(make, read_model_json(folder, file), f"{folder}/{file}", "text encoder")
@@ -282,7 +283,8 @@ def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> 
 
 def evenly_spaced_positions(total: int, count: int) -> list[int]:
     "Positions of `count` prompts spread evenly over a list of `total`."
-    return [i * total // min(count, total) for i in range(min(count, total))]
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
 def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256

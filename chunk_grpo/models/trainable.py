@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
 from .inputs import check_pipeline_folder, find_family, import_class, locate_model
-from .policy import LORA_TARGETS, Policy, load_policy
+from .policy import LORA_TARGETS, Family, Policy, load_policy
 
 PROCESS_TIMEOUT = timedelta(hours=2)  # that processes wait for each other: one may encode prompts or score long
 _COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable, and names
@@ -210,8 +210,16 @@ def set_attention_backend(policy: Policy, name: str) -> None:
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
         raise InputError(f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
                          f"directly; got {name!r}")
+    _check_attention_mask(type(policy), name)
     with attention_backend("native"):
         policy.transformer.set_attention_backend(f"_native_{name}")
+
+
+def _check_attention_mask(family: type[Family], name: str) -> None:
+    "InputError where a family passes masks and the kernel takes none."
+    if name == "flash" and family.masks_attention:
+        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
+                         "attention has a mask for prompts of different lengths; got 'flash'")
 
 # %% ../../nbs/03_models/04_trainable.ipynb #18ada06f
 def _check_compiler(device: torch.device) -> None:
@@ -247,9 +255,8 @@ def load_trainable_policy(
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
     if compile:  # said before the weights are read
         _check_compiler(torch.device(given.get("device", "cpu")))
-    if attention == "flash" and (family := find_family(check_pipeline_folder(locate_model(model)))).masks_attention:
-        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
-                         "attention has a mask for prompts of different lengths; got 'flash'")
+    if attention != "native":
+        _check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), attention)
     out = load_policy(model, dtype=dtype, weights=stored, host=sharding != "none", **given)
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
