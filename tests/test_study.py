@@ -3,6 +3,7 @@
 import json
 import signal
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import claims
 import psutil
@@ -228,6 +229,16 @@ def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
         plan = {"sha256": "0", "commit": "0", "unplanned": word == "unplanned", "peeks": peeks}
         monkeypatch.setattr(claims.analysis, "load_study_rows", lambda name, plan=plan: [{"plan": plan}])
         assert claims.plan_of(["explain"]) == word
+
+
+def test_the_iterations_of_the_run_that_a_trial_goes_on_from_are_not_its_own(tmp_path):
+    first, second = (design.Trial("s", arm, 0, settings.load_settings("pocket/tiny", {"iterations": n}), {}, 0, after)
+                     for arm, n, after in (("a", 2, None), ("b", 6, "a")))
+    progress = SimpleNamespace(plan=[first, second], out=tmp_path, unfinished=lambda: [first, second])
+    assert study._Progress.left(progress) == {"a-0": 2, "b-0": 4}
+    (tmp_path / "b-0").mkdir()
+    (tmp_path / "b-0/metrics.jsonl").write_text("".join(f'{{"iteration": {i}}}\n' for i in range(4)))
+    assert study._Progress.left(progress) == {"a-0": 2, "b-0": 3}
 
 
 def test_of_two_values_each_is_an_edge():

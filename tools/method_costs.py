@@ -6,7 +6,7 @@ Every row trains two iterations on the pocket model and on a FLUX of middle size
 one thread; the second iteration counts. The rows are dealt to workers, each pinned to a core of its own, and each
 worker begins and ends with `steps` at each size, which says what the cores and the minutes differ by. The orders of
 DanceGRPO, GCPO and Flow-GRPO follow in one more worker. The machine must do nothing else: with 5 workers on 16 cores
-it takes minutes, with 2 on 2 half an hour; what is measured is written after each row, and shown on
+or with 2 on 2 it takes a quarter of an hour. What is measured is written as it comes, and shown on
 nbs/findings/methods.ipynb.
 """
 
@@ -38,7 +38,6 @@ SIZES = {"pocket": {"prompts_per_iteration": 2, "images_per_prompt": 12, "rollou
          MIDDLE_SIZE: {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128, "eval_resolution": 128,
                        "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
 FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four images
-ASIDE = ("decode", "reward", "evaluate")  # the same for every row that draws as many images
 
 
 def looked_at() -> dict[str, dict]:
@@ -65,11 +64,10 @@ def train_row(base: dict, changes: dict) -> dict:
     with tempfile.TemporaryDirectory() as tmp:
         s = load_settings(base, changes)
         line = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=1)).iloc[-1]
-    phases = {name.removeprefix("seconds_"): float(x) for name, x in line.items()
-              if name.startswith("seconds_") and "total" not in name and x == x}
-    images = int(line["images"])
-    work = sum(seconds for name, seconds in phases.items() if name not in ASIDE)
-    return {"images": images, "work": work / images, **{name: phases.get(name, 0.0) / images for name in ASIDE[:2]}}
+    images, names = int(line["images"]), ("rollout", "completions", "update", "decode", "reward")
+    spent = {name: float(line.get(f"seconds_{name}", 0.0)) / images for name in names}
+    work = spent["rollout"] + spent["completions"] + spent["update"]
+    return {"images": images, "work": work, "decode": spent["decode"], "reward": spent["reward"]}
 
 
 def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
@@ -118,29 +116,27 @@ def main():
         sys.exit(2)
     rest = [name for name in asked or arms if name != "steps"]
     dealt = [["steps", *rest[n::a.workers], "steps"] for n in range(a.workers)] + [[]]
-    cores = sorted(os.sched_getaffinity(0))
+    about = {"threads": 1, "machine": machine.machine_info(), "sizes": SIZES,
+             "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
+    cores, running, codes = sorted(os.sched_getaffinity(0)), {}, []
     with tempfile.TemporaryDirectory() as tmp:
-        parts, running = [Path(tmp) / f"{n}.json" for n in range(len(dealt))], []
-        for n, (names, part) in enumerate(zip(dealt, parts, strict=True)):
-            core = cores[-1 - n % len(cores)]
-            if n >= len(cores):
-                running[n - len(cores)].wait()  # one at a time on a core
-            command = [sys.executable, __file__, "--inside", ",".join(names), "--out", str(part)]
-            running.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-                                            preexec_fn=lambda core=core: os.sched_setaffinity(0, {core})))
-        about = {"threads": 1, "machine": machine.machine_info(), "sizes": SIZES,
-                 "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
-        while True:
-            ended = all(child.poll() is not None for child in running)
+        parts = [Path(tmp) / f"{n}.json" for n in range(len(dealt))]
+        waiting = list(zip(dealt, parts, strict=True))
+        while waiting or running:
+            for core in [core for core, child in running.items() if child.poll() is not None]:
+                codes.append(running.pop(core).returncode)
+            for core in [core for core in reversed(cores) if core not in running][: len(waiting)]:
+                names, part = waiting.pop(0)
+                command = [sys.executable, __file__, "--inside", ",".join(names), "--out", str(part)]
+                running[core] = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                                                 preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}))
             found = [read_json(part) for part in parts if part.is_file()]
-            write_json(a.out, about | {"whole": ended and not any(child.returncode for child in running),
+            write_json(a.out, about | {"whole": not (waiting or running or any(codes)),
                                        "workers": [each["rows"] for each in found if not each["orders"]],
                                        "orders": next((each["orders"] for each in found if each["orders"]), {})})
-            if ended:
-                break
-            time.sleep(5)
+            time.sleep(1)
     say(f"numbers: {a.out}")
-    sys.exit(int(any(child.returncode for child in running)))
+    sys.exit(int(any(codes)))
 
 
 if __name__ == "__main__":

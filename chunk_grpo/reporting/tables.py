@@ -122,8 +122,8 @@ def display_html(*parts: str) -> None:  # parts: HTML
     display(HTML("\n".join(parts)))
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #1b2689cc
-def evaluation_rows(rewards: Mapping[str, Mapping]) -> list[dict[str, str]]:  # as above; returns a row a reward and arm
-    "Mean of every arm and its difference to its base, with 95% intervals."
+def evaluation_rows(rewards: Mapping[str, Mapping]) -> list[dict[str, str]]:  # rewards: of an evaluation's summary
+    "Mean of every arm and its difference to its base, with 95% intervals: a row a reward and arm."
     rows = []
     for name, row in rewards.items():
         for arm, value in row.items():

@@ -56,7 +56,8 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
         try:
             if first:
                 update_run_json(run, status="running", started=read_run_info(run).get("started") or began, error=None)
-            train_run(read_run_settings(run, exact=True), run, [*as_callbacks(callbacks), *[Finish()] * first], say)
+                callbacks = [*callbacks, Finish()]
+            train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), say)
         except Exception:
             if not _is_finished(run):
                 raise

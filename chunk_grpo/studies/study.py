@@ -200,9 +200,10 @@ class _Progress:
         return [t for t in self.requested if t.name not in self.rows]
 
     def left(self) -> dict[str, int]:
-        "The iterations that every unfinished trial has left."
-        return {t.name: t.settings.iterations - max(
-            [line["iteration"] for line in run_folder.read_metrics_lines(self.out / t.name)], default=0)
+        "The iterations that every unfinished trial has left; those of the run that it goes on from are not its own."
+        iterations = {t.name: t.settings.iterations for t in self.plan}
+        return {t.name: t.settings.iterations - max([iterations.get(f"{t.after}-{t.seed}", 0), *(
+            line["iteration"] for line in run_folder.read_metrics_lines(self.out / t.name))])
             for t in self.unfinished()}
 
     def counted(self) -> str:

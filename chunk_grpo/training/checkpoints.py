@@ -102,7 +102,8 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 def write_checkpoint(
     run: Path, iteration: int, groups: Groups, state: Mapping,  # finished iterations; what else to remember, JSON
     keep: int = 2, keep_every: int = 0,  # newest checkpoints; iterations between those kept for good, 0: none
-    about: Mapping = MappingProxyType({}), sharded: bool = False,  # run_id and settings; parts: every process calls it
+    about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to
+    sharded: bool = False,  # tensors lie in parts: every process has to call it
 ) -> None:
     "Write a checkpoint, there whole or not at all, and remove older ones."
     if sharded and dist.get_rank():
@@ -152,8 +153,9 @@ def read_manifest(folder: Path) -> dict:
 def verify_checkpoint(folder: Path, about: Mapping) -> None:
     "InputError where a file is not what was written, or the checkpoint is not of the run_id and settings of `about`."
     manifest, there = read_manifest(folder), {file.name for file in folder.iterdir()} - {"manifest.json"}
-    for name in sorted(there ^ set(manifest["files"])):
-        raise damaged(folder, f"{name} {'is none of its files' if name in there else 'is missing'}")
+    odd = sorted(there ^ set(manifest["files"]))
+    if odd:
+        raise damaged(folder, f"{odd[0]} {'is none of its files' if odd[0] in there else 'is missing'}")
     with refuse_damaged(folder):
         changed = [k for k, digest in manifest["files"].items() if sha256_of(folder / k) != digest]
         state = {} if changed else read_json(folder / "state.json", CheckpointState)

@@ -34,7 +34,7 @@ def sample_chunks(
     paths: Trajectories, chunks: Chunks | Sequence[Chunks],  # of B images; the same for all, or those of each image
     fraction: float, weighting: str = "uniform",  # of the chunks; uniform, profile, or dynamics: (16) on own latents
     allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
-    uniform: float = 0.0, temperature: float = 1.0,  # share of uniform drawing in the weights (16); of these weights
+    uniform: float = 0.0, temperature: float = 1.0,  # share of equal chances; flattens the weights (16)
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     "The chunks to train of every image, drawn from the image's own random numbers."

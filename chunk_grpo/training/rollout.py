@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .. import InputError
 from ..method.dynamics import relative_distance
 from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints
@@ -139,7 +140,8 @@ def sample_trajectories(
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
     ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
-    table: Tensor | None = None, spread: float = 0.0,  # whose draws images use, of `Sharing.table`; of `initial_noise`
+    table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    spread: float = 0.0,  # as for `initial_noise`
 ) -> Trajectories:
     "Trajectories of the SDE, equations (7) and (11), for every image."
     parts = []
@@ -185,6 +187,8 @@ def sample_images(
     rows = {k: v[row] for k, v in policy.encode([prompts[p] for p in order]).items()}
     if sampler is None:
         latents = sample_ode(policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split)
+    elif split:
+        raise InputError(f"split: got {split}, allowed with a sampler is 0, the base, or None.")
     else:
         with base_weights(policy) if split == 0 else nullcontext():
             paths = sde_batches(policy, rows, torch.arange(len(keys)), keys, sampler, batch, False, store)

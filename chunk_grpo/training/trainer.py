@@ -172,7 +172,8 @@ def save_final_weights(state: TrainingState) -> None:
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
     s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
-    callbacks: Sequence[Callback] = (), say: Callable[[str], None] = print,  # beside the log's and the alarms; prints
+    callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
+    say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
     "Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."
     state = prepare_state(s, Path(run))

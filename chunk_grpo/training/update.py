@@ -134,7 +134,8 @@ def accumulate_gradients(
     context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
     method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
     sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
-    backward=Tensor.backward, items_in_mean: float | None = None,  # of each loss; divisor, None: the work's items
+    backward=Tensor.backward,  # what to do with each batch's loss
+    items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
 ) -> UpdateStats:
     "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
     adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
