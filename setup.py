@@ -24,7 +24,7 @@ setup(
     python_requires=f">={meta['min_python']}",
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
-        meta["lib_path"]: ["py.typed", "reports/*.ipynb", "reports/*.css", "reports/*.j2",
+        meta["lib_path"]: ["py.typed", "*.pyi", "reports/*.ipynb", "reports/*.css", "reports/*.j2",
                            "presets/*.yaml", "presets/*/*.yaml", "presets/hosts/*",
                            "presets/pocket/studies/*/*.yaml", "presets/pocket/looks/*/*.yaml"],
         f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],

@@ -103,7 +103,7 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
 def test_what_does_not_fit_is_said():
     small = plan.find_device("rtx4090")
     for name in ("black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"):
-        weights = 2 * plan.count_parameters(plan.find_model_config(name))
+        weights = 2 * plan.model_sizes(plan.find_model_config(name))["transformer"]
         said = f"| {name.split('/')[1]} on 24 GB | its weights alone {weights / 1e9:.0f} of 24: does not fit |"
         assert said in TEXT and not small.fits(weights)
 

@@ -60,7 +60,7 @@ def test_a_final_evaluation_draws_five_arms():
     assert plan._held_out_count(settings.load_settings({"eval_prompts": "not-here.txt"})) is None
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     sizes = [plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network) for x in (0, 0.9)]
-    assert [parts["checkpoints"] / plan.count_parameters(network) for parts in sizes] == [12 * 3, 16 * 3]
+    assert [parts["checkpoints"] / plan.model_sizes(network)["transformer"] for parts in sizes] == [12 * 3, 16 * 3]
     whole, parts = (plan._host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp"))
     assert whole["weights while they load"] == 2 * parts["weights while they load"]  # float32 and bfloat16
 
@@ -110,7 +110,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     network = plan.find_model_config(family)
     real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
-    assert plan.count_parameters(network) == sum(p.numel() for p in base)
+    assert plan.model_sizes(network)["transformer"] == sum(p.numel() for p in base)
     trained = plan._count_trained_parameters(network, rank)
     assert trained == sum(p.numel() for p in real.trained)
 

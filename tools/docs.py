@@ -297,9 +297,9 @@ class Site:
 
     def front_door(self) -> str:
         "The names that `chunk_grpo` itself offers, as a list of links."
-        text = (PACKAGE / "__init__.py").read_text(encoding="utf-8")
-        found = re.findall(r'^    "(\w+)": "([\w.]+)",$', text, re.MULTILINE)
-        return "\n".join(f"- {{py:obj}}`{name} <chunk_grpo.{module}.{name}>`" for name, module in found)
+        text = (PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
+        found = re.findall(r"^from \.([\w.]+) import (\w+) as ", text, re.MULTILINE)
+        return "\n".join(f"- {{py:obj}}`{name} <chunk_grpo.{module}.{name}>`" for module, name in found)
 
     def build_sources(self) -> None:
         "Everything that Sphinx reads."

@@ -34,7 +34,7 @@ from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import terminate_process_group
 from chunk_grpo.measurements import speed
-from chunk_grpo.models.policy import ModelConfig, decode_latents
+from chunk_grpo.models.policy import TORCH_DTYPES, ModelConfig, decode_latents
 from chunk_grpo.planning import plan
 from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
 from chunk_grpo.runs import run_folder
@@ -238,7 +238,7 @@ def stage_size(small: bool, folder: Path) -> dict:
         policy, before = made(), torch.cuda.memory_allocated() if DEVICE.type == "cuda" else None
         parts = plan.training_memory(flux_settings(small), config)
         own = sum(p.numel() for p in plan.meta_policy(config, 64, 16).vae.parameters())
-        planned = parts["weights"] + own * plan._DTYPE_BYTES[flux_settings(small).dtype]
+        planned = parts["weights"] + own * TORCH_DTYPES[flux_settings(small).dtype].itemsize
         return {"parameters": sum(p.numel() for p in policy.transformer.parameters()), "held_gb": gigabytes(before),
                 "planned_gb": gigabytes(planned)}
 
@@ -467,14 +467,14 @@ def stage_sharded(small: bool, folder: Path) -> dict:
             transformer, vae = part_of_flux(divisor, small)
             config = ModelConfig("FluxPipeline", json.dumps(transformer), json.dumps(vae))
             parts = plan.training_memory(setting.load_settings(base), config)
-            if sum(parts.values()) < 0.85 * free and plan.count_parameters(config) * DISK_BYTES < 0.9 * room:
+            if sum(parts.values()) < 0.85 * free and plan.model_sizes(config)["transformer"] * DISK_BYTES < 0.9 * room:
                 return transformer, vae, config, parts
         raise InputError(f"the device's {free / 1e9:.0f} GB or the disk's {room / 1e9:.0f} GB hold no such model")
 
     def model():
         transformer, vae, config, _ = chosen()
         write_random_model(folder / "model", transformer, vae, torch.float32 if small else torch.bfloat16)
-        return {"parameters": plan.count_parameters(config), "double blocks": transformer["num_layers"],
+        return {"parameters": plan.model_sizes(config)["transformer"], "double blocks": transformer["num_layers"],
                 "single blocks": transformer["num_single_layers"]}
 
     def train(name: str, iterations: int):

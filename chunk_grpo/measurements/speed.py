@@ -92,9 +92,8 @@ def _count_flops(policy: Policy, conditioning: dict[str, Tensor]) -> dict[str, i
             "decode": decode.get_total_flops()}
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #37ea5fec
-_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG = (json.loads(part) for part in (
-    FluxPolicy.known_configs["black-forest-labs/FLUX.1-dev"].transformer,
-    FluxPolicy.known_configs["black-forest-labs/FLUX.1-dev"].autoencoder))
+_FLUX = FluxPolicy.known_configs["black-forest-labs/FLUX.1-dev"]
+_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG = json.loads(_FLUX.transformer), json.loads(_FLUX.autoencoder)
 
 
 class RandomFluxPolicy(FluxPolicy):
@@ -270,17 +269,15 @@ def speed_table(result: dict) -> pd.DataFrame:  # of `measure_iteration`
     "The phases as a table of texts."
     unit, size = ("TFLOP", 1e12) if result["matrix_rate"] > 1e12 else ("GFLOP", 1e9)
     spent, flop = (sum(result["phases"][name][what] for name in ("rollout", "update")) for what in ("seconds", "flop"))
-    both = {"seconds": spent, "images_per_second": result["images"] / spent, "flop": flop, "peak_bytes": None,
+    both = {"seconds": spent, "images_per_second": result["images"] / spent, "flop": flop,
             "share": flop / spent / result["matrix_rate"]}
-
-    def text(value, form: str, by: float = 1.0) -> str:
-        return form.format(value / by) if value else ""
-
-    rows = {name: [text(p["seconds"], "{:.3g}"), text(p["images_per_second"], "{:.3g}"),
-                   text(p["flop"], "{:.3g}", size), text(p["share"], "{:.0%}"),
-                   text(p["peak_bytes"], "{:,.0f} MB", 1e6)]
-            for name, p in (result["phases"] | {"rollout and update": both}).items()}
-    return pd.DataFrame.from_dict(rows, "index", columns=["seconds", "images/s", unit, "share of rate", "peak"])
+    columns = {"seconds": ("seconds", 1, "{:.3g}"), "images/s": ("images_per_second", 1, "{:.3g}"),
+               unit: ("flop", size, "{:.3g}"), "share of rate": ("share", 1, "{:.0%}"),
+               "peak": ("peak_bytes", 1e6, "{:,.0f} MB")}
+    rows = result["phases"] | {"rollout and update": both}
+    return pd.DataFrame({
+        title: {name: form.format(phase[key] / by) if phase.get(key) else "" for name, phase in rows.items()}
+        for title, (key, by, form) in columns.items()})
 
 
 def speed_lines(result: dict) -> list[str]:  # of `measure_iteration`

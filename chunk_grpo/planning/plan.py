@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_model_config', 'find_model_config', 'meta_policy',
-           'count_parameters', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch',
-           'LiveBytesMode', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops',
-           'training_memory', 'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes',
-           'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
-           'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
+           'model_sizes', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch', 'LiveBytesMode',
+           'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops', 'training_memory',
+           'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes', 'estimate_disk_bytes',
+           'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here', 'describe_counts',
+           'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
 import contextlib
@@ -108,7 +108,7 @@ def _blocks(net: nn.Module) -> list[nn.Module]:
 
 # %% ../../nbs/06_planning/00_plan.ipynb #e4dec84e
 @functools.cache
-def _sizes(config: ModelConfig) -> dict[str, int]:
+def model_sizes(config: ModelConfig) -> dict[str, int]:
     "Parameters of the transformer, its largest block and the VAE; numbers of a prompt's token and its pooled state."
     policy = meta_policy(config, 64, 16)
     net = policy.transformer.config
@@ -118,16 +118,11 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
             "pooled": net.get("pooled_projection_dim") or 0}
 
 
-def count_parameters(config: ModelConfig) -> int:
-    "Parameters of the transformer."
-    return _sizes(config)["transformer"]
-
-
 @functools.cache
 def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
     "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
     if not rank and not find_family(config.pipeline).unread:
-        return count_parameters(config)
+        return model_sizes(config)["transformer"]
     return sum(p.numel() for p in meta_policy(config, 64, 16, rank=rank, targets=targets).trained)
 
 
@@ -139,11 +134,8 @@ def latent_numel(config: ModelConfig, resolution: int) -> int:  # resolution: pi
 
 def prompt_embeds_bytes(config: ModelConfig, s: Settings) -> int:
     "Bytes of one prompt's embeddings on the disk: its tokens' states, and a pooled state where there is one."
-    sizes = _sizes(config)
-    return ((s.max_tokens + config.extra_tokens) * sizes["token"] + sizes["pooled"]) * _DTYPE_BYTES[s.dtype]
-
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+    sizes = model_sizes(config)
+    return ((s.max_tokens + config.extra_tokens) * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[s.dtype].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #02338e84
 @contextlib.contextmanager
@@ -366,8 +358,8 @@ def _backward_forwards(s: Settings) -> int:
 
 def iteration_flops(s: Settings, config: ModelConfig, counts: IterationCounts | None = None) -> dict[str, float]:
     "Operations of an iteration by phase, all processes together; without counts those of `iteration_counts`."
-    forward, n = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1)), counts
-    n = n or iteration_counts(s)
+    forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
+    n = counts or iteration_counts(s)
     phases = {"rollout": n.rollout} | ({"baseline": n.baseline} if n.baseline else {})
     phases["update"] = n.trained * _backward_forwards(s) + n.extra
     return {k: count * forward for k, count in phases.items()}
@@ -389,7 +381,7 @@ def _evaluation_forwards(s: Settings) -> dict[str, tuple[int, int, int]]:
 def _evaluation_flops(s: Settings, config: ModelConfig) -> tuple[float, int, float]:
     "Operations of an evaluation during training, how many there are, and operations of the one after the run."
     forward = forward_flops(config, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
-    arms = 2 if 0 < s.hybrid_split < s.eval_steps else 1
+    arms = 1 + (0 < s.hybrid_split < s.eval_steps)
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
     images = (_held_out_count(s) or 1) * s.eval_images  # of one prompt where the prompts are not here
     last = sum(images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
@@ -397,19 +389,24 @@ def _evaluation_flops(s: Settings, config: ModelConfig) -> tuple[float, int, flo
     return s.eval_count * s.eval_images * arms * s.eval_steps * forward, times, last
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc91178f
+def _trajectory_bytes(s: Settings, config: ModelConfig) -> int:
+    "What an iteration's trajectories take, all processes together."
+    return _images(s) * (s.steps + 1) * latent_numel(config, s.resolution) * TORCH_DTYPES[s.latents_dtype].itemsize
+
+
 def training_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[str, int]:  # part -> bytes
     "Memory of one process for the training itself, without autoencoder, text encoders and rewards."
-    everything, trained = count_parameters(config), _count_trained_parameters(config, s.lora_rank, s.lora_targets)
+    sizes, trained = model_sizes(config), _count_trained_parameters(config, s.lora_rank, s.lora_targets)
+    everything, width = sizes["transformer"], TORCH_DTYPES[s.dtype].itemsize
     parts = processes if s.sharding == "fsdp" else 1
-    paths = _images(s) // processes * (s.steps + 1) * latent_numel(config, s.resolution) * _DTYPE_BYTES[s.latents_dtype]
     return {
-        "weights": (everything * _DTYPE_BYTES[s.dtype] if s.lora_rank else 0) + trained * 4 // parts,
-        "gathered blocks": _sizes(config)["block"] * (2 * _DTYPE_BYTES[s.dtype] + 4) if parts > 1 else 0,
+        "weights": (everything * width if s.lora_rank else 0) + trained * 4 // parts,
+        "gathered blocks": sizes["block"] * (2 * width + 4) if parts > 1 else 0,
         "gradients": trained * 4 // parts,
         "moments": trained * (2 if s.optimizer == "adamw-8bit" else 8) // parts,
         "base weights kept aside": 0 if s.lora_rank else everything * 4 // parts,
         "moving average": trained * 4 // parts if s.ema else 0,
-        "trajectories": paths if s.latents_on == "device" else 0,
+        "trajectories": _trajectory_bytes(s, config) // processes if s.latents_on == "device" else 0,
         "activations": _batch_activation_bytes(config, s),
     }
 
@@ -422,8 +419,8 @@ def _peak_memory(s: Settings, config: ModelConfig, processes: int = 1) -> tuple[
     "Memory of a process at its fullest: what is always there and either the activations or the decoding."
     sizes = {s.resolution: min(s.rollout_batch, _images(s)),
              s.eval_resolution: min(s.rollout_batch, s.eval_count * s.eval_images)}
-    parts = training_memory(s, config, processes) | {"autoencoder": _sizes(config)["vae"] * _DTYPE_BYTES[s.dtype]}
-    parts["rewards"] = 0
+    parts = training_memory(s, config, processes) | {
+        "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[s.dtype].itemsize, "rewards": 0}
     for name in {*reward_weights(s), *evaluated_rewards(s)} & set(REWARD_MODEL_SIZES):
         options, (count, size) = s.reward_options.get(name, {}), REWARD_MODEL_SIZES[name]
         if not options.get("url") and options.get("device") != "cpu":
@@ -475,7 +472,7 @@ ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
 def iteration_seconds(s: Settings, config: ModelConfig, where: _DeviceSpec, share: float = ASSUMED_MFU,
                       processes: int = 1, counts: IterationCounts | None = None) -> dict[str, float]:
     "Time of an iteration's phases on a device: the longer of arithmetic, and of reading weights and moving moments."
-    weights = count_parameters(config) * (_DTYPE_BYTES[s.dtype] if s.lora_rank else 4)
+    weights = model_sizes(config)["transformer"] * (TORCH_DTYPES[s.dtype].itemsize if s.lora_rank else 4)
     prompts, n = s.prompts_per_iteration / processes, counts or iteration_counts(s)
     passes = -(-n.trained / processes // s.update_batch) * (_backward_forwards(s) + n.extra / n.trained)
     moments = _count_trained_parameters(config, s.lora_rank, s.lora_targets) * (28 if s.optimizer == "adamw" else 16)
@@ -509,9 +506,8 @@ def run_disk_bytes(s: Settings, config: ModelConfig) -> dict[str, int]:  # part 
 def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[str, int]:
     "What a host's memory holds at the most: weights on their way to the devices, and trajectories that wait there."
     kept = s.dtype if s.lora_rank or s.sharding != "none" else "float32"
-    paths = _images(s) * (s.steps + 1) * latent_numel(config, s.resolution) * _DTYPE_BYTES[s.latents_dtype]
-    return {"weights while they load": processes * count_parameters(config) * _DTYPE_BYTES[kept],
-            "trajectories": paths if s.latents_on == "host" else 0}
+    return {"weights while they load": processes * model_sizes(config)["transformer"] * TORCH_DTYPES[kept].itemsize,
+            "trajectories": _trajectory_bytes(s, config) if s.latents_on == "host" else 0}
 
 
 def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store
@@ -541,18 +537,18 @@ def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be
 
 # %% ../../nbs/06_planning/00_plan.ipynb #7c61df88
 _MACHINES = {"8x80gb": ("h100", 8), "80gb": ("h100", 1), "24gb": ("rtx4090", 1)}  # device of `plan`, processes
-_PAPER_MACHINES = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}  # processes
 
 
 def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, processes
     "The presets that are named after a machine."
-    names = [name for name in list_presets() if name.startswith("machines/")]
-    return {name: _MACHINES[name.removeprefix("machines/").split("-")[0]] for name in names}
+    return {name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
+            for name in list_presets() if name.startswith("machines/")}
 
 
 def preset_processes(source: str | None) -> int | None:
     "The processes of the machine that a preset is for; None for a settings file, and a preset of no machine."
-    return {**_PAPER_MACHINES, **{name: n for name, (_, n) in machine_presets().items()}}.get(source)
+    paper = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}
+    return (paper | {name: n for name, (_, n) in machine_presets().items()}).get(source)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #55e3c79f
 _SHARED_FORWARDS = 10_000  # of a whole run, an image a forward: on the pocket model as long as a process takes to start
@@ -670,7 +666,8 @@ def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: Itera
     flops, (once, times, last) = iteration_flops(s, config, counts), _evaluation_flops(s, config)
     work = {"iteration": sum(flops.values()), "evaluation": last}
     work["run"] = work["iteration"] * s.iterations + once * times
-    sizes = {"all": count_parameters(config), "trained": _count_trained_parameters(config, s.lora_rank, s.lora_targets)}
+    sizes = {"all": model_sizes(config)["transformer"],
+             "trained": _count_trained_parameters(config, s.lora_rank, s.lora_targets)}
     return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
                   "least_seconds": {name: n / speed for name, n in work.items()}}
 
