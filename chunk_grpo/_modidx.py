@@ -81,6 +81,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'chunk_grpo.core.files._RunMachine': ('02_core/files.html#_runmachine', 'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files._ScoreInterval': ( '02_core/files.html#_scoreinterval',
                                                                                  'chunk_grpo/core/files.py'),
+                                       'chunk_grpo.core.files._adapter': ('02_core/files.html#_adapter', 'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files._parse_json': ('02_core/files.html#_parse_json', 'chunk_grpo/core/files.py'),
                                        'chunk_grpo.core.files._writer_is_gone': ( '02_core/files.html#_writer_is_gone',
                                                                                   'chunk_grpo/core/files.py'),

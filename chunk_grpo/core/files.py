@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal, Required
 
 import psutil
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
@@ -178,7 +178,6 @@ def check_place(
         raise InputError(f"{name} must be a place that can be written to; {path}: {error.strerror}") from None
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
-_CONFIG = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 Count = Annotated[int, Field(ge=0, le=2**53)]
 _Amount = Annotated[float, Field(ge=0)]
 
@@ -188,7 +187,6 @@ class _RunMachine(TypedDict):
     cores: Count
 
 
-@_CONFIG
 class RunInfo(TypedDict, total=False):
     "run.json: what was asked for, on what machine, and what became of it."
     settings: dict
@@ -208,7 +206,6 @@ class RunInfo(TypedDict, total=False):
     made_folder: bool  # whether the run made its folder
 
 
-@_CONFIG
 class MetricsLine(TypedDict, total=False):
     "A line of metrics.jsonl."
     iteration: Required[Count]
@@ -226,7 +223,6 @@ class MetricsLine(TypedDict, total=False):
     seconds_total: _Amount | None
 
 
-@_CONFIG
 class RunProfile(TypedDict, total=False):
     "profile.json: how far each transition moves the base's latents."
     chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]  # sizes
@@ -235,7 +231,6 @@ class RunProfile(TypedDict, total=False):
     latent_numel: Count  # numbers in the latents of one image
 
 
-@_CONFIG
 class CheckpointState(TypedDict):
     "state.json of a checkpoint."
     iteration: Count
@@ -260,7 +255,6 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
     preserved: dict[str, dict] | None
 
 
-@_CONFIG
 class EvaluationSummary(TypedDict, total=False):
     "evaluation/summary.json."
     n_prompts: Required[Count]
@@ -271,7 +265,6 @@ class EvaluationSummary(TypedDict, total=False):
     rewards: Required[dict[str, _RewardSummary]]
 
 
-@_CONFIG
 class ImageScores(TypedDict, total=False):
     "A line of evaluation/scores.jsonl: one image."
     arm: Required[str]
@@ -284,14 +277,15 @@ class ImageScores(TypedDict, total=False):
     objects: dict[str, list[int]]
 
 
-@_CONFIG
 class EvaluationPart(TypedDict):
     "A line of parts-*.jsonl: consecutive images of an arm."
     part: Annotated[list[str | int], Field(min_length=3, max_length=3)]
     records: list[ImageScores]
 
 # %% ../../nbs/02_core/01_files.ipynb #968be008
-_adapter = functools.cache(TypeAdapter)
+@functools.cache
+def _adapter(schema: Any) -> TypeAdapter:  # of a union, since that of a TypedDict alone takes no configuration
+    return TypeAdapter(schema | None, config=ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
 
 def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, ...] = ()) -> Any:
