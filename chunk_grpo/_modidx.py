@@ -1655,8 +1655,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.provenance_note': ( '13_studies/analysis.html#provenance_note',
                                                                                               'chunk_grpo/studies/analysis.py'),
-                                             'chunk_grpo.studies.analysis.rolling_mean': ( '13_studies/analysis.html#rolling_mean',
-                                                                                           'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.study_table': ( '13_studies/analysis.html#study_table',
                                                                                           'chunk_grpo/studies/analysis.py'),
                                              'chunk_grpo.studies.analysis.training_rewards': ( '13_studies/analysis.html#training_rewards',

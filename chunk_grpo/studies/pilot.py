@@ -34,10 +34,8 @@ def tuning_arms(study: Study) -> dict[str, tuple[str, dict]]:  # name of an arm 
     return {f"{arm}@{i}": (arm, point) for arm in study.arms for i, point in enumerate(points)}
 
 
-def write_tuning_study(
-    source: str | Path, folder: Path,  # name of a study, or its folder; gets base.yaml and study.yaml
-) -> Path:  # the folder
-    "The study that tries every point with every arm; InputError where the study cannot be tuned so."
+def write_tuning_study(source: str | Path, folder: Path) -> Path:  # source: name of a study, or its folder; the folder
+    "Write a study that tries every point with every arm into a folder; InputError where the study cannot be tuned so."
     study, home = load_study(source), find_study_folder(source)
     base, arms = setting.load_settings(home / "base.yaml"), tuning_arms(study)
     if study.after or study.first_seed + study.seeds > _TUNING_SEED:
@@ -65,10 +63,8 @@ def at_edge(study: Study, point: Mapping) -> list[str]:  # settings whose value 
     return [name for name, values in study.tune.items() if len(values) > 1 and point[name] in (values[0], values[-1])]
 
 
-def choose_settings(
-    study: Study, rows: Sequence[Mapping],  # of the trying
-) -> dict[str, dict]:  # arm -> settings, gain, edge, points
-    "The best point of every arm by its mean gain over seeds."
+def choose_settings(study: Study, rows: Sequence[Mapping]) -> dict[str, dict]:  # arm -> settings, gain, edge, points
+    "The best point of every arm by its mean gain over the seeds of the trying's rows."
     out, gains = {arm: {"points": []} for arm in study.arms}, gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study).items():
         found = {"gain": round(float(gains[name].mean()), 5), "gains": [round(x, 5) for x in gains[name].dropna()]}
