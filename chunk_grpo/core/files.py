@@ -122,10 +122,8 @@ _REFUSED = {getattr(errno, f"E{name}") for name in "DQUOT ACCES PERM ROFS NAMETO
 
 
 @contextlib.contextmanager
-def atomic_write(
-    path: Path,  # final path of the file or folder
-    replace: bool = False,  # whether the caller owns a folder of that name and replaces it
-) -> Iterator[Path]:  # the path to write to
+def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the path to write to
+    # path: the final one; replace: whether the caller owns a folder of that name and replaces it
     "Write a file or folder whole or not at all; InputError where it cannot be written."
     path = Path(path)
     temporary, old = temporary_path(path), temporary_path(path, old=True)

@@ -48,7 +48,7 @@ def locate_model(model: str) -> Path:  # model: "pocket", a folder that diffuser
         raise InputError(f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason}).") from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
-def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:  # parts: sub-folders of a pipeline's; in hex
+def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:  # parts: sub-folders; returns hex
     "The sha256 of every file under the parts, names included: what caches and run folders know a model by."
     digest = hashlib.sha256()
     for file in sorted(f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()):
@@ -57,7 +57,7 @@ def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:  # parts: sub
     return digest.hexdigest()
 
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd
-def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:  # part: a sub-folder; by tensor
+def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:  # by name of the tensor
     "The shapes of a part's tensors, without the tensors; InputError names the file that is missing or damaged."
     from safetensors import SafetensorError, safe_open  # brings torch
 

@@ -173,10 +173,8 @@ def expand_trials(
             for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
-def plan_record(
-    home: Path, unplanned: bool = False,  # the study's folder; whether it may begin without a committed plan
-) -> dict:  # sha256, commit, unplanned, peeks
-    "What the rows of a study say of its plan; InputError where it is not committed and need be."
+def plan_record(home: Path, unplanned: bool = False) -> dict:  # sha256, commit, unplanned, peeks
+    "What the rows of a study say of its plan; InputError where it is not committed and need be (not `unplanned`)."
     def git(*words):
         return subprocess.run(["git", "-C", home.resolve(), *words], capture_output=True, text=True, check=False)
 

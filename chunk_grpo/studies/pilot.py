@@ -34,7 +34,7 @@ def tuning_arms(study: Study) -> dict[str, tuple[str, dict]]:  # name of an arm 
     return {f"{arm}@{i}": (arm, point) for arm in study.arms for i, point in enumerate(points)}
 
 
-def write_tuning_study(source: str | Path, folder: Path) -> Path:  # source: name of a study, or its folder; the folder
+def write_tuning_study(source: str | Path, folder: Path) -> Path:  # source: name of a study, or its folder
     "Write a study that tries every point with every arm into a folder; InputError where the study cannot be tuned so."
     study, home = load_study(source), find_study_folder(source)
     base, arms = setting.load_settings(home / "base.yaml"), tuning_arms(study)
@@ -109,10 +109,8 @@ def tuned_rows(source: str | Path) -> list[dict]:  # a row an arm; none where no
     return out
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #57b087a2
-def paired_power(
-    effect: float,  # true difference, in standard deviations of the paired differences
-    seeds: int, level: float = 0.05,  # two-sided
-) -> float:  # 0 ... 1
+def paired_power(effect: float, seeds: int, level: float = 0.05) -> float:  # 0 ... 1
+    # effect: true difference, in standard deviations of the paired differences; level: two-sided
     "The chance that a paired t test of so many seeds sees the difference; 0 with one seed."
     return float(TTestPower().power(abs(effect), seeds, level)) if seeds > 1 else 0.0
 
@@ -162,9 +160,8 @@ def tuning_spread(
     return table.assign(relative_sd=table.sd / abs(own["gain"]))
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #91c907b1
-def plan_table(
-    source: str | Path,  # name of a study, or its folder; tuned, with two seeds at least
-) -> pd.DataFrame:  # a row an arm: relative_sd, seeds needed, seeds, power, and both with the level corrected
+def plan_table(source: str | Path) -> pd.DataFrame:  # source: name of a study, or its folder; tuned, with two seeds
+    # returns a row an arm: relative_sd, seeds needed, seeds, power, and both with the level corrected
     "What the seeds of a study are worth at its smallest effect of interest; no rows where nothing was tuned."
     study, tuned = load_study(source), read_tuned(find_study_folder(source))
     if study.reference not in tuned or not study.smallest_effect:

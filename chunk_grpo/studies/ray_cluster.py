@@ -66,11 +66,8 @@ def node_problem(mark: Path, version: str = __version__) -> str | None:  # file 
     return None
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #c24cb0ab
-def run_on_node(
-    trial: Trial, mark: Path,  # a file in the study's folder
-    here: str,  # folder of the caller, from which settings name their files
-    version: str = __version__,  # of this package at the caller
-) -> dict:  # `row` and `seconds`, or `failed`
+def run_on_node(trial: Trial, mark: Path, here: str, version: str = __version__) -> dict:  # row and seconds, or failed
+    # mark: a file in the study's folder; here: folder of the caller, from which settings name files; version: its own
     "Train and evaluate a trial on this node."
     if why := node_problem(mark, version):
         return {"failed": why}
