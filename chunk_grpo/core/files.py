@@ -154,10 +154,8 @@ def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the pa
             shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
-def check_place(
-    path: Path,  # of a file or folder to be, or of a folder that exists
-    name: str = "`out`", file: bool = False,  # what the sentence calls it, and whether it is to be a file
-) -> None:
+def check_place(path: Path, name: str = "`out`", file: bool = False) -> None:  # path: of what is to be, or a folder
+    # name: what the sentence calls it; file: whether it is to be a file
     "InputError where nothing could be written; makes nothing."
     whole = Path(path).absolute()
     real = Path(os.path.realpath(whole))
@@ -307,10 +305,8 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def read_json(
-    path: Path, schema: Any = dict,  # a TypedDict such as RunInfo
-    needed: tuple[str, ...] = (),  # fields that this reader cannot do without
-) -> Any:  # as the schema says
+def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
+    # schema: a TypedDict such as RunInfo; needed: fields that this reader cannot do without
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
     try:
         text = Path(path).read_bytes()

@@ -37,9 +37,8 @@ def describe_study(name: str) -> dict:  # title, question, reference, arms, eval
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
-def load_study_rows(
-    name: str, folder: Path | None = None,  # of the study; of the kept rows; None: `STUDY_ROWS_FOLDER`
-) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
+def load_study_rows(name: str, folder: Path | None = None) -> list[dict]:  # folder: None: `STUDY_ROWS_FOLDER`
+    # returns a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
     order, found = list(describe_study(name)["arms"]), read_json_lines(file)
@@ -83,9 +82,8 @@ def provenance_note(rows: Sequence[Mapping]) -> str:
     return said.strip() if rows else ""
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #872b5369
-def pivot_by_seed(
-    rows: Sequence[Mapping], value: Callable[[Mapping], float],  # of a row
-) -> pd.DataFrame:  # a row a seed, a column an arm; nan where there is no run
+def pivot_by_seed(rows: Sequence[Mapping], value: Callable[[Mapping], float]) -> pd.DataFrame:  # value: of a row
+    # returns a row a seed, a column an arm; nan where there is no run
     "One number a run."
     columns = {arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
                for arm in arms_with_runs(rows)}

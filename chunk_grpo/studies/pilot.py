@@ -129,9 +129,8 @@ def seeds_needed(
     return next((n for n in seeds if not spread or paired_power(effect / spread, n, 0.05 / tests) >= power), None)
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #116c2610
-def pilot_spread(
-    rows: Sequence[Mapping], outcome: str, reference: str,  # of pilot runs; reward; arm
-) -> pd.DataFrame:  # a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
+def pilot_spread(rows: Sequence[Mapping], outcome: str, reference: str) -> pd.DataFrame:  # outcome: reward
+    # returns a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
     "How much the paired differences of pilot runs vary."
     gains = gains_by_seed(rows, outcome)
     if reference not in gains or gains[reference].count() < 2:
@@ -142,9 +141,8 @@ def pilot_spread(
     return table.assign(relative_sd=table.sd / unit)
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
-def tuning_spread(
-    tuned: Mapping[str, Mapping], reference: str,  # arm -> what was found, as in tuned.yaml; arm
-) -> pd.DataFrame:  # as of `pilot_spread`; `seeds` are degrees of freedom and one
+def tuning_spread(tuned: Mapping[str, Mapping], reference: str) -> pd.DataFrame:
+    # tuned: arm -> what was found, as in tuned.yaml; returns as `pilot_spread`; `seeds` are degrees of freedom and one
     "How much paired differences vary between seeds at the points of a grid, put together over points."
     own, rows = tuned[reference], {}
     for arm, found in tuned.items():
