@@ -31,7 +31,7 @@ links, api = tool("links"), tool("api")
 docs = tool("docs")
 
 MODULE = '''
-__all__ = ["move", "Box", "LIMIT", "LOW", "HIGH"]
+__all__ = ["move", "lift", "Box", "LIMIT", "LOW", "HIGH"]
 
 LIMIT = 3  # boxes
 LOW, HIGH = 1, "a"
@@ -43,6 +43,10 @@ def move(
 ) -> float:  # what was moved, m
     """Move a box. InputError if it is `too` heavy_box."""
     return by
+
+def lift(box: "Box", by: float = 0.5) -> float:  # by: how far, m; 0: not
+    # box: what is lifted; returns what is left, J
+    "Lift a box."
 
 def _hidden(): ...
 
@@ -70,13 +74,14 @@ class Box:
 def test_a_signature_comes_with_what_each_parameter_is(tmp_path, monkeypatch):
     (tmp_path / "boxes.py").write_text(MODULE)
     said = api.entries(tmp_path / "boxes.py")
-    assert list(said) == ["LIMIT", "LOW", "HIGH", "move", "Box"]
+    assert list(said) == ["LIMIT", "LOW", "HIGH", "move", "lift", "Box"]
     assert said["LIMIT"].startswith(":::{py:data} LIMIT\n:value: '3'") and "\nboxes\n" in said["LIMIT"]
     assert ":value: '1'" in said["LOW"] and """:value: '''a'''""" in said["HIGH"]
     assert "{py:function} move(box: Box, by: float=0.5, *rest: int) -> float\n" in said["move"]
     assert r":param box: what moves, (B, \*) with \<, \_ and `code`" in said["move"]
     assert ":param by: how far, m\n" in said["move"] and ":param *rest: more\n" in said["move"]
     assert ":returns: what was moved, m\n" in said["move"]
+    assert ":param by: how far, m; 0: not\n:param box: what is lifted\n:returns: what is left, J\n" in said["lift"]
     assert "Move a box. InputError if it is `too` heavy\\_box." in said["move"]
     assert "{py:class} Box(size: int)" in said["Box"] and ":param size: along each side, px" in said["Box"]
     assert "{py:method} parse(text: str, sep: str=',') -> Box\n:classmethod:" in said["Box"]

@@ -49,9 +49,18 @@ def signature(node: ast.FunctionDef, method: bool) -> str:
 
 
 def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
-    "The comment beside each parameter, and beside the return under the name `return`."
-    found = {}
-    for arg, default, stars in parameters(node):
+    "What comments say of each parameter, and of the return under the name `return`: beside it, or by its name."
+    found, known = {}, parameters(node)
+    if known and node.returns and node.returns.end_lineno == node.lineno:  # on one line; a comment names what it means
+        names, key = {arg.arg: stars + arg.arg for arg, _, stars in known}, "return"
+        said = [comments[line] for line in range(node.lineno, node.body[0].lineno) if line in comments]
+        for part in "; ".join(said).split("; ") if said else []:
+            name, _, text = part.partition(": ")
+            if name in names or part.startswith("returns "):
+                key, part = (names[name], text) if name in names else ("return", part.removeprefix("returns "))
+            found[key] = f"{found[key]}; {part}" if key in found else part
+        return found
+    for arg, default, stars in known:
         last = (default or arg).end_lineno
         if last in comments and arg.arg not in ("self", "cls"):
             found[stars + arg.arg] = comments[last]

@@ -22,7 +22,7 @@ from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_interval, format_number
 from chunk_grpo.studies import analysis
-from chunk_grpo.studies.analysis import curve_column, rolling_mean
+from chunk_grpo.studies.analysis import curve_column
 
 STRUCTURE_REWARD = "pocket-geneval"  # whether an image is what its prompt asks for
 VERDICTS = {"holds": "#009E73", "does not hold": "#D55E00", "cannot tell": "#7F7F7F", "open": "#B8B8B8"}
@@ -158,8 +158,8 @@ def seeds_needed(
 def peak_drop() -> Evidence | None:
     "How much further below its own peak the reward ends for the first chunk alone than for the last alone."
     rows = analysis.load_study_rows("instability")
-    drop = analysis.pivot_by_seed(rows, lambda row: float(
-        np.nanmax(curve := rolling_mean(curve_column(row, "pocket-clip"), 5)) - curve[-1])) if rows else {}
+    drop = analysis.pivot_by_seed(rows, lambda row: (
+        curve := pd.Series(curve_column(row, "pocket-clip")).rolling(5).mean()).max() - curve.iloc[-1]) if rows else {}
     if not {"chunk-1", "chunk-4"} <= set(drop):
         return None
     apart = (drop["chunk-1"] - drop["chunk-4"]).dropna().to_numpy()[:, None]

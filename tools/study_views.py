@@ -17,7 +17,6 @@ from chunk_grpo.studies.analysis import (
     gains_by_seed,
     paired_differences,
     pivot_by_seed,
-    rolling_mean,
 )
 
 FALL_LEVELS = {"start": 2.0, "peak": 4.0}  # level that a curve falls from -> standard errors
@@ -32,7 +31,7 @@ def find_lasting_fall(
     if level not in FALL_LEVELS or len(values) < 2 * window:
         raise InputError(f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
                          f"for a curve of at least {2 * window}.")
-    means = rolling_mean(values, window)
+    means = pd.Series(values).rolling(window).mean().to_numpy()
     error = np.sqrt(np.nanmean(np.diff(values) ** 2) / 2) * np.sqrt(2 / window)
     high = means[window - 1] if level == "start" else np.nanmax(means)
     above = np.flatnonzero(~(means < high - FALL_LEVELS[level] * error))
@@ -44,7 +43,7 @@ def peak_growth(
     window: int = 5,  # iterations
 ) -> float:
     "The largest mean over a window, as a multiple of the first one."
-    means = rolling_mean(values[np.isfinite(values)], window)[window - 1 :]
+    means = pd.Series(values[np.isfinite(values)]).rolling(window).mean().to_numpy()[window - 1 :]
     return float(means.max() / means[0]) if len(means) else float("nan")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal, Required
 
 import psutil
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
@@ -122,10 +122,8 @@ _REFUSED = {getattr(errno, f"E{name}") for name in "DQUOT ACCES PERM ROFS NAMETO
 
 
 @contextlib.contextmanager
-def atomic_write(
-    path: Path,  # final path of the file or folder
-    replace: bool = False,  # whether the caller owns a folder of that name and replaces it
-) -> Iterator[Path]:  # the path to write to
+def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the path to write to
+    # path: the final one; replace: whether the caller owns a folder of that name and replaces it
     "Write a file or folder whole or not at all; InputError where it cannot be written."
     path = Path(path)
     temporary, old = temporary_path(path), temporary_path(path, old=True)
@@ -156,10 +154,8 @@ def atomic_write(
             shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
-def check_place(
-    path: Path,  # of a file or folder to be, or of a folder that exists
-    name: str = "`out`", file: bool = False,  # what the sentence calls it, and whether it is to be a file
-) -> None:
+def check_place(path: Path, name: str = "`out`", file: bool = False) -> None:  # path: of what is to be, or a folder
+    # name: what the sentence calls it; file: whether it is to be a file
     "InputError where nothing could be written; makes nothing."
     whole = Path(path).absolute()
     real = Path(os.path.realpath(whole))
@@ -178,7 +174,6 @@ def check_place(
         raise InputError(f"{name} must be a place that can be written to; {path}: {error.strerror}") from None
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
-_CONFIG = with_config(ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 Count = Annotated[int, Field(ge=0, le=2**53)]
 _Amount = Annotated[float, Field(ge=0)]
 
@@ -188,7 +183,6 @@ class _RunMachine(TypedDict):
     cores: Count
 
 
-@_CONFIG
 class RunInfo(TypedDict, total=False):
     "run.json: what was asked for, on what machine, and what became of it."
     settings: dict
@@ -208,7 +202,6 @@ class RunInfo(TypedDict, total=False):
     made_folder: bool  # whether the run made its folder
 
 
-@_CONFIG
 class MetricsLine(TypedDict, total=False):
     "A line of metrics.jsonl."
     iteration: Required[Count]
@@ -226,7 +219,6 @@ class MetricsLine(TypedDict, total=False):
     seconds_total: _Amount | None
 
 
-@_CONFIG
 class RunProfile(TypedDict, total=False):
     "profile.json: how far each transition moves the base's latents."
     chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]  # sizes
@@ -235,7 +227,6 @@ class RunProfile(TypedDict, total=False):
     latent_numel: Count  # numbers in the latents of one image
 
 
-@_CONFIG
 class CheckpointState(TypedDict):
     "state.json of a checkpoint."
     iteration: Count
@@ -260,7 +251,6 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
     preserved: dict[str, dict] | None
 
 
-@_CONFIG
 class EvaluationSummary(TypedDict, total=False):
     "evaluation/summary.json."
     n_prompts: Required[Count]
@@ -271,7 +261,6 @@ class EvaluationSummary(TypedDict, total=False):
     rewards: Required[dict[str, _RewardSummary]]
 
 
-@_CONFIG
 class ImageScores(TypedDict, total=False):
     "A line of evaluation/scores.jsonl: one image."
     arm: Required[str]
@@ -284,14 +273,15 @@ class ImageScores(TypedDict, total=False):
     objects: dict[str, list[int]]
 
 
-@_CONFIG
 class EvaluationPart(TypedDict):
     "A line of parts-*.jsonl: consecutive images of an arm."
     part: Annotated[list[str | int], Field(min_length=3, max_length=3)]
     records: list[ImageScores]
 
 # %% ../../nbs/02_core/01_files.ipynb #968be008
-_adapter = functools.cache(TypeAdapter)
+@functools.cache
+def _adapter(schema: Any) -> TypeAdapter:  # of a union, since that of a TypedDict alone takes no configuration
+    return TypeAdapter(schema | None, config=ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
 
 def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, ...] = ()) -> Any:
@@ -315,10 +305,8 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
-def read_json(
-    path: Path, schema: Any = dict,  # a TypedDict such as RunInfo
-    needed: tuple[str, ...] = (),  # fields that this reader cannot do without
-) -> Any:  # as the schema says
+def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
+    # schema: a TypedDict such as RunInfo; needed: fields that this reader cannot do without
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
     try:
         text = Path(path).read_bytes()

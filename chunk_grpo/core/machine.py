@@ -39,21 +39,14 @@ def raise_on_sigterm() -> Iterator[None]:
     def end(number, frame):
         raise Terminated(128 + number)
 
-    try:
-        old = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # signals belong to the main thread
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # signals belong to the main thread
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
 
 
-def terminate_process_group(
-    child: subprocess.Popen, patience: float = 10.0,  # with its own session; seconds between SIGTERM and SIGKILL
-) -> None:
-    "End a child and what it started in its session."
+def terminate_process_group(child: subprocess.Popen, patience: float = 10.0) -> None:  # child: with its own session
+    "End a child and what it started in its session, with `patience` seconds between SIGTERM and SIGKILL."
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,13 +69,11 @@ def die_with_parent(parent: int) -> Callable[[], None]:  # to be called in the c
     return tie
 
 # %% ../../nbs/02_core/02_machine.ipynb #0dc45e22
-_VERSIONED_LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
-
-
 def library_versions() -> dict[str, str]:
     "Versions of Python, this package and the libraries that decide a run's numbers."
     ours = {"python": platform.python_version(), "chunk_grpo": chunk_grpo.__version__}
-    return ours | {name: version(name) for name in _VERSIONED_LIBRARIES}
+    libraries = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
+    return ours | {name: version(name) for name in libraries}
 
 
 def installed_packages() -> list[str]:  # such as torch==2.9.0, by name
@@ -105,10 +96,8 @@ def note_packages(run: Path) -> None:
             temporary.write_text(text, encoding="utf-8")
 
 # %% ../../nbs/02_core/02_machine.ipynb #a930d0ba
-def current_git_commit(
-    folder: Path = Path(chunk_grpo.__file__).parent,  # where the code lies
-) -> str | None:  # None where the code is under no version control
-    "The git commit of the code, with `-dirty` where tracked files beside it were changed."
+def current_git_commit(folder: Path = Path(chunk_grpo.__file__).parent) -> str | None:  # None: no version control
+    "The git commit of the code in a folder, with `-dirty` where tracked files beside it were changed."
     def git(*words):
         return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
 

@@ -73,10 +73,8 @@ def format_value(value) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
-def validation_message(
-    error: ValidationError, model: type[BaseModel] | None = None,  # whose fields describe themselves; None: pydantic's
-) -> str:
-    "The first problem as one sentence: the field, what came, what is allowed."
+def validation_message(error: ValidationError, model: type[BaseModel] | None = None) -> str:
+    "The first problem as one sentence: the field, what came, what is allowed, in words of the model's or pydantic's."
     problems: list[Any] = error.errors(include_url=False)
     first = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     came, raised = format_value(first["input"]), first["type"] == "value_error" and str(first["ctx"]["error"])
@@ -162,10 +160,8 @@ def read_yaml_file(path: Path, what: str = "the file") -> dict:  # what: how a s
     return values
 
 
-def dump_yaml(
-    content: dict, width: int = 80,  # characters in a line
-    flow: bool | None = None,  # lists and mappings in one line; None: only the innermost
-) -> str:
+def dump_yaml(content: dict, width: int = 80, flow: bool | None = None) -> str:  # width: characters in a line
+    # flow: lists and mappings in one line; None: only the innermost
     "YAML that `parse_yaml` reads back as the same content, in its order."
     once = json.loads(json.dumps(content))  # without shared lists, for which YAML has aliases
     return yaml.safe_dump(once, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width)

@@ -48,8 +48,7 @@ def locate_model(model: str) -> Path:  # model: "pocket", a folder that diffuser
         raise InputError(f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason}).") from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
-def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:
-    # folder: a pipeline's folder; parts: sub-folders to read; returns sha256 in hex
+def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:  # parts: sub-folders; returns hex
     "The sha256 of every file under the parts, names included: what caches and run folders know a model by."
     digest = hashlib.sha256()
     for file in sorted(f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()):
@@ -58,8 +57,7 @@ def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:
     return digest.hexdigest()
 
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd
-def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:
-    # folder: a pipeline's folder; part: a sub-folder that must hold weights; returns by the tensor's name
+def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:  # by name of the tensor
     "The shapes of a part's tensors, without the tensors; InputError names the file that is missing or damaged."
     from safetensors import SafetensorError, safe_open  # brings torch
 
@@ -145,9 +143,8 @@ def build_meta_network(kind: Any, config: dict, file: str, what: str = "network"
                          f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
 
 
-def check_network_weights(folder: Path, part: str, kind: type) -> None:
-    # folder: a pipeline's folder; part: a sub-folder, such as transformer; kind: its class of diffusers
-    "InputError where configuration and weights of a network do not belong together."
+def check_network_weights(folder: Path, part: str, kind: type) -> None:  # part: such as transformer; kind: its class
+    "InputError where configuration and weights of a network in a pipeline's folder do not belong together."
     stored, config = read_tensor_shapes(folder, part), read_model_json(folder, f"{part}/config.json")
     for name in ("scaling_factor", "shift_factor"):
         if type(config.get(name, 0)) not in (int, float) and (name, config[name]) != ("shift_factor", None):
@@ -270,9 +267,8 @@ def read_prompts(source: str, field: str = "prompts") -> list[str]:
     return prompts
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
-def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> list[int]:
-    # total: prompts in the list; count: prompts an iteration; returns positions in the list, all different
-    "The prompts of an iteration: shuffled epochs, the same on every process; InputError where there are too few."
+def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> list[int]:  # all different
+    "Places of an iteration's `count` prompts of `total`: epochs in an order by the seed; InputError for too few."
     if count > total:
         raise InputError(f"prompts_per_iteration: {count} is more than the {total} prompts in the list.")
     epoch, place = divmod(iteration, total // count)

@@ -56,18 +56,16 @@ def native_shift(policy: "Policy") -> float:  # the shift to give to `schedule.s
     return dynamic_shift(policy.tokens, *(config.get(name, usual) for name, usual in names.items()))
 
 
-def scheduler_sigmas(policy: "Policy", **given) -> Tensor:
-    # given: to the scheduler's `set_timesteps`; returns (T+1,) float32
-    "The noise levels that the folder's scheduler makes."
+def scheduler_sigmas(policy: "Policy", **given) -> Tensor:  # (T+1,) float32
+    "The noise levels that the folder's scheduler makes of what its `set_timesteps` is given."
     kind: Any = diffusers.FlowMatchEulerDiscreteScheduler  # diffusers' types take what it loads for a tuple
     scheduler = kind.from_pretrained(policy.folder, subfolder="scheduler")
     scheduler.set_timesteps(**given)
     return scheduler.sigmas.cpu()
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
-def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:
-    # sigma: of transitions; returns the same tensor where nothing is truncated
-    "The noise level that the network is told in rollout and training."
+def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:  # the same tensor where nothing is truncated
+    "The noise level of transitions that the network is told in rollout and training."
     return (1000 * sigma).trunc() / 1000 if policy.truncate_timesteps else sigma
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa

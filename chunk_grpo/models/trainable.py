@@ -183,10 +183,9 @@ def load_trained_weights(policy: Policy, folder: Path, state: dict[str, Tensor] 
         raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
-def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype, width: int = 64) -> bool:
-    # name: flash, cudnn, efficient or math; width: channels of a head
+def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype) -> bool:  # name: of _SDPA_BACKENDS
     "Whether torch has this attention there, forward and backward."
-    x = torch.zeros(1, 1, 64, width, device=device, dtype=dtype, requires_grad=True)
+    x = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype, requires_grad=True)
     try:
         with sdpa_kernel(_SDPA_BACKENDS[name]):
             scaled_dot_product_attention(x, x, x).sum().backward()

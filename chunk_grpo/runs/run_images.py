@@ -296,10 +296,8 @@ def run_programs(
     return 0, ""
 
 
-def share_out(
-    what: str, draw: str, given: Mapping, count: int,  # for the error; module:function; its keywords; processes
-    watch: Callable[[], None] = lambda: None,  # as in `run_programs`
-) -> None:
+def share_out(what: str, draw: str, given: Mapping, count: int, watch: Callable[[], None] = lambda: None) -> None:
+    # what: for the error; draw: module:function; given: its keywords; count: processes; watch: as in `run_programs`
     "Call a function in processes that each get a `share`; InputError where one refuses or fails, with its last words."
     orders = [(["chunk_grpo.runs.run_images", draw, json.dumps({**given, "share": (number, count)})],
                _share_environment(number, count)) for number in range(count)]

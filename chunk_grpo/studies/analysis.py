@@ -6,7 +6,7 @@
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
            'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'outcome_table',
-           'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'rolling_mean', 'plot_training_curves']
+           'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +31,14 @@ from .design import load_study
 STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
 
 
-def describe_study(
-    name: str,  # of the study, such as chunk-setting
-) -> dict:  # title, question, reference, arms, evaluation, splits, and seeds as a list
-    "A study's description; InputError where there is none."
+def describe_study(name: str) -> dict:  # title, question, reference, arms, evaluation, splits, and seeds as a list
+    "The description of a study, such as chunk-setting; InputError where there is none."
     study = load_study(name)
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
-def load_study_rows(
-    name: str, folder: Path | None = None,  # of the study; of the kept rows; None: `STUDY_ROWS_FOLDER`
-) -> list[dict]:  # a finished run each, in the order of the description; empty where none is kept
+def load_study_rows(name: str, folder: Path | None = None) -> list[dict]:  # folder: None: `STUDY_ROWS_FOLDER`
+    # returns a finished run each, in the order of the description; empty where none is kept
     "The kept runs of a study; InputError where an arm has a seed twice."
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
     order, found = list(describe_study(name)["arms"]), read_json_lines(file)
@@ -85,9 +82,8 @@ def provenance_note(rows: Sequence[Mapping]) -> str:
     return said.strip() if rows else ""
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #872b5369
-def pivot_by_seed(
-    rows: Sequence[Mapping], value: Callable[[Mapping], float],  # of a row
-) -> pd.DataFrame:  # a row a seed, a column an arm; nan where there is no run
+def pivot_by_seed(rows: Sequence[Mapping], value: Callable[[Mapping], float]) -> pd.DataFrame:  # value: of a row
+    # returns a row a seed, a column an arm; nan where there is no run
     "One number a run."
     columns = {arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
                for arm in arms_with_runs(rows)}
@@ -105,28 +101,22 @@ def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: 
     return sum(found) / len(found)
 
 
-def gains_by_seed(
-    rows: Sequence[Mapping], reward: str, arm: str = "plain",  # its name; of the evaluation
-) -> pd.DataFrame:  # a row a seed, a column an arm
-    "The mean over prompts of an evaluation's arm minus the base."
+def gains_by_seed(rows: Sequence[Mapping], reward: str, arm: str = "plain") -> pd.DataFrame:  # as of `pivot_by_seed`
+    "The mean over prompts of a reward, an arm of the evaluation minus the base."
     return pivot_by_seed(rows, lambda row: mean_score(row, reward, arm) - mean_score(row, reward, "base"))
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #2390e582
-def paired_intervals(
-    rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that all others are compared with
-    arm: str = "plain",  # of the evaluation
-) -> pd.DataFrame:  # a row an arm, as of `t_intervals`
-    "Differences (a) to the reference on the same seeds; InputError where the reference has no run."
+def paired_intervals(rows: Sequence[Mapping], reward: str, reference: str, arm: str = "plain") -> pd.DataFrame:
+    # arm: of the evaluation; returns a row an arm, as of `t_intervals`
+    "Differences (a) to the reference arm on the same seeds; InputError where the reference has no run."
     if reference not in arms_with_runs(rows):
         there = ", ".join(arms_with_runs(rows)) or "none yet"
         raise InputError(f"reference: got {reference!r}, allowed is an arm with runs: {there}.")
     return t_intervals(paired_differences(gains_by_seed(rows, reward, arm), reference))
 
 
-def paired_differences(
-    values: pd.DataFrame, reference: str,  # a row a seed, a column an arm; one of the columns
-) -> pd.DataFrame:  # the same without the reference
-    "Every arm minus the reference on the same seed; nan where one of the two is missing."
+def paired_differences(values: pd.DataFrame, reference: str) -> pd.DataFrame:  # a row a seed, a column an arm
+    "Every other column minus the reference's on the same seed; nan where one of the two is missing."
     return values.sub(values[reference], axis=0).drop(columns=reference)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #3135dfbb
@@ -158,10 +148,8 @@ def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs o
             "CPU time": format_seconds(mean.cpu_seconds)}
 
 
-def study_table(
-    rows: Sequence[Mapping], reference: str | None = None,  # the arm that all others are compared with
-) -> list[dict]:  # column -> text
-    "A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference."
+def study_table(rows: Sequence[Mapping], reference: str | None = None) -> list[dict]:  # column -> text
+    "A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference arm."
     out = [{"arm": arm} | cost_columns([row for row in rows if row["arm"] == arm]) for arm in arms_with_runs(rows)]
     for reward in common_rewards(rows):
         gained = t_intervals(gains_by_seed(rows, reward))
@@ -206,10 +194,8 @@ def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
 
 
 @with_house_style
-def plot_forest(
-    rows: Sequence[Mapping], reward: str, reference: str,  # its name; the arm that the others are compared with
-) -> Figure:
-    "Paired differences to the reference with 95% intervals, an arm a line, seeds as dots."
+def plot_forest(rows: Sequence[Mapping], reward: str, reference: str) -> Figure:
+    "Paired differences to the reference arm with 95% intervals, an arm a line, seeds as dots."
     found = paired_intervals(rows, reward, reference)
     seeds = paired_differences(gains_by_seed(rows, reward), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
@@ -227,23 +213,16 @@ def plot_forest(
     return figure
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #7d252d12
-def curve_column(
-    row: Mapping, name: str,  # of a reward, or grad_norm, ratio_dev, clip_fraction
-) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
-    "A column of a run's curve; InputError where it has none of that name."
+def curve_column(row: Mapping, name: str) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
+    "A reward, grad_norm, ratio_dev or clip_fraction of a run's curve; InputError where it has none of that name."
     if name not in row["curve"]:
         raise InputError(f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}.")
     return np.array(row["curve"][name], dtype=float)
 
 
-def rolling_mean(values: np.ndarray, window: int) -> np.ndarray:  # (n,); nan for the first window - 1
-    "The mean of the last `window` values."
-    return pd.Series(values).rolling(window).mean().to_numpy()
-
-
 def _draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window: int, shade) -> None:
     "The smoothed curve of an arm: mean over seeds and its 95% interval."
-    runs = {row["seed"]: pd.Series(rolling_mean(curve_column(row, reward), window), row["curve"]["iteration"])
+    runs = {row["seed"]: pd.Series(curve_column(row, reward), row["curve"]["iteration"]).rolling(window).mean()
             for row in rows if row["arm"] == arm}
     found = t_intervals(pd.DataFrame(runs).T)
     axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.2, linewidth=0)

@@ -173,10 +173,8 @@ def expand_trials(
             for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
-def plan_record(
-    home: Path, unplanned: bool = False,  # the study's folder; whether it may begin without a committed plan
-) -> dict:  # sha256, commit, unplanned, peeks
-    "What the rows of a study say of its plan; InputError where it is not committed and need be."
+def plan_record(home: Path, unplanned: bool = False) -> dict:  # sha256, commit, unplanned, peeks
+    "What the rows of a study say of its plan; InputError where it is not committed and need be (not `unplanned`)."
     def git(*words):
         return subprocess.run(["git", "-C", home.resolve(), *words], capture_output=True, text=True, check=False)
 
@@ -199,9 +197,8 @@ def plan_record(
     return {"sha256": sha256, "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
-def find_finished_row(
-    trial: Trial, out: Path, known: Iterable[dict] = (),  # the study's folder; rows from elsewhere
-) -> dict | None:  # its row
+def find_finished_row(trial: Trial, out: Path, known: Iterable[dict] = ()) -> dict | None:
+    # out: the study's folder; known: rows from elsewhere
     "The row of a trial that needs no more work: model, prompts and settings are alike; InputError where a row is none."
     free, defaults = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}, Settings().model_dump(mode="json")
 
@@ -211,15 +208,13 @@ def find_finished_row(
         return [settings, row["evaluation"], row["splits"]]
 
     asked = {"settings": trial.settings.model_dump(mode="json"), "evaluation": trial.evaluation, "splits": trial.splits}
-    file, hashes = out / trial.name / "row.json", None
+    file = out / trial.name / "row.json"
     rows = [*([read_json(file)] if file.is_file() else []), *known]
     for row, (name, x) in itertools.product(rows, asked.items()):
         if not isinstance(row.get(name), type(x)):
             raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
                              f"holds {format_value(row.get(name))} there")
-    for row in rows:
-        if key(row) == key(asked):
-            hashes = hashes or content_hashes(trial.settings)
-            if all(row.get(name) == value for name, value in hashes.items()):
-                return row | {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
-    return None
+    alike = [row for row in rows if key(row) == key(asked)]
+    own = {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
+    hashes = content_hashes(trial.settings) if alike else {}
+    return next((row | own for row in alike if all(row.get(name) == x for name, x in hashes.items())), None)

@@ -34,10 +34,8 @@ def tuning_arms(study: Study) -> dict[str, tuple[str, dict]]:  # name of an arm 
     return {f"{arm}@{i}": (arm, point) for arm in study.arms for i, point in enumerate(points)}
 
 
-def write_tuning_study(
-    source: str | Path, folder: Path,  # name of a study, or its folder; gets base.yaml and study.yaml
-) -> Path:  # the folder
-    "The study that tries every point with every arm; InputError where the study cannot be tuned so."
+def write_tuning_study(source: str | Path, folder: Path) -> Path:  # source: name of a study, or its folder
+    "Write a study that tries every point with every arm into a folder; InputError where the study cannot be tuned so."
     study, home = load_study(source), find_study_folder(source)
     base, arms = setting.load_settings(home / "base.yaml"), tuning_arms(study)
     if study.after or study.first_seed + study.seeds > _TUNING_SEED:
@@ -65,10 +63,8 @@ def at_edge(study: Study, point: Mapping) -> list[str]:  # settings whose value 
     return [name for name, values in study.tune.items() if len(values) > 1 and point[name] in (values[0], values[-1])]
 
 
-def choose_settings(
-    study: Study, rows: Sequence[Mapping],  # of the trying
-) -> dict[str, dict]:  # arm -> settings, gain, edge, points
-    "The best point of every arm by its mean gain over seeds."
+def choose_settings(study: Study, rows: Sequence[Mapping]) -> dict[str, dict]:  # arm -> settings, gain, edge, points
+    "The best point of every arm by its mean gain over the seeds of the trying's rows."
     out, gains = {arm: {"points": []} for arm in study.arms}, gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study).items():
         found = {"gain": round(float(gains[name].mean()), 5), "gains": [round(x, 5) for x in gains[name].dropna()]}
@@ -113,10 +109,8 @@ def tuned_rows(source: str | Path) -> list[dict]:  # a row an arm; none where no
     return out
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #57b087a2
-def paired_power(
-    effect: float,  # true difference, in standard deviations of the paired differences
-    seeds: int, level: float = 0.05,  # two-sided
-) -> float:  # 0 ... 1
+def paired_power(effect: float, seeds: int, level: float = 0.05) -> float:  # 0 ... 1
+    # effect: true difference, in standard deviations of the paired differences; level: two-sided
     "The chance that a paired t test of so many seeds sees the difference; 0 with one seed."
     return float(TTestPower().power(abs(effect), seeds, level)) if seeds > 1 else 0.0
 
@@ -135,9 +129,8 @@ def seeds_needed(
     return next((n for n in seeds if not spread or paired_power(effect / spread, n, 0.05 / tests) >= power), None)
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #116c2610
-def pilot_spread(
-    rows: Sequence[Mapping], outcome: str, reference: str,  # of pilot runs; reward; arm
-) -> pd.DataFrame:  # a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
+def pilot_spread(rows: Sequence[Mapping], outcome: str, reference: str) -> pd.DataFrame:  # outcome: reward
+    # returns a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
     "How much the paired differences of pilot runs vary."
     gains = gains_by_seed(rows, outcome)
     if reference not in gains or gains[reference].count() < 2:
@@ -148,9 +141,8 @@ def pilot_spread(
     return table.assign(relative_sd=table.sd / unit)
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
-def tuning_spread(
-    tuned: Mapping[str, Mapping], reference: str,  # arm -> what was found, as in tuned.yaml; arm
-) -> pd.DataFrame:  # as of `pilot_spread`; `seeds` are degrees of freedom and one
+def tuning_spread(tuned: Mapping[str, Mapping], reference: str) -> pd.DataFrame:
+    # tuned: arm -> what was found, as in tuned.yaml; returns as `pilot_spread`; `seeds` are degrees of freedom and one
     "How much paired differences vary between seeds at the points of a grid, put together over points."
     own, rows = tuned[reference], {}
     for arm, found in tuned.items():
@@ -166,9 +158,8 @@ def tuning_spread(
     return table.assign(relative_sd=table.sd / abs(own["gain"]))
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #91c907b1
-def plan_table(
-    source: str | Path,  # name of a study, or its folder; tuned, with two seeds at least
-) -> pd.DataFrame:  # a row an arm: relative_sd, seeds needed, seeds, power, and both with the level corrected
+def plan_table(source: str | Path) -> pd.DataFrame:  # source: name of a study, or its folder; tuned, with two seeds
+    # returns a row an arm: relative_sd, seeds needed, seeds, power, and both with the level corrected
     "What the seeds of a study are worth at its smallest effect of interest; no rows where nothing was tuned."
     study, tuned = load_study(source), read_tuned(find_study_folder(source))
     if study.reference not in tuned or not study.smallest_effect:

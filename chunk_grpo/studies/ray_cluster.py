@@ -38,18 +38,13 @@ def check_ray_address(address: str) -> None:  # auto, local, HOST:PORT or ray://
         raise InputError(f"`--ray` must be the address of a Ray cluster; {address} does not answer ({error})") from None
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #aa1c42a4
-def trial_resources(
-    trial: Trial, gpus: bool,  # whether the cluster has any
-) -> dict[str, float]:  # in Ray's words
-    "The resources of a trial."
+def trial_resources(trial: Trial, gpus: bool) -> dict[str, float]:  # gpus: whether the cluster has any
+    "The resources of a trial, in Ray's words."
     return {"CPU": trial.settings.threads or 1, **({"GPU": 1} if gpus else {})}
 
 
-def eligible_nodes(
-    nodes: Sequence[dict[str, float]],  # the resources of each
-    unfinished: Sequence[Trial],
-) -> list[int]:  # indices of nodes
-    "The nodes that can carry out trials; InputError where a trial fits none."
+def eligible_nodes(nodes: Sequence[dict[str, float]], unfinished: Sequence[Trial]) -> list[int]:  # places in `nodes`
+    "The nodes, given by their resources, that can carry out trials; InputError where a trial fits none."
     gpus, found = any(node.get("GPU", 0) >= 1 for node in nodes), set()
     for trial in unfinished:
         asked = trial_resources(trial, gpus)
@@ -62,9 +57,7 @@ def eligible_nodes(
     return sorted(found)
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #f3a85158
-def node_problem(
-    mark: Path, version: str = __version__,  # the file that the caller left; of this package at the caller
-) -> str | None:
+def node_problem(mark: Path, version: str = __version__) -> str | None:  # file and version of the caller
     "Why this node cannot carry out trials, in one sentence."
     if version != __version__:
         return f"the node {platform.node()} must have chunk-grpo {version}, as the caller; it has {__version__}"
@@ -73,11 +66,8 @@ def node_problem(
     return None
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #c24cb0ab
-def run_on_node(
-    trial: Trial, mark: Path,  # a file in the study's folder
-    here: str,  # folder of the caller, from which settings name their files
-    version: str = __version__,  # of this package at the caller
-) -> dict:  # `row` and `seconds`, or `failed`
+def run_on_node(trial: Trial, mark: Path, here: str, version: str = __version__) -> dict:  # row and seconds, or failed
+    # mark: a file in the study's folder; here: folder of the caller, from which settings name files; version: its own
     "Train and evaluate a trial on this node."
     if why := node_problem(mark, version):
         return {"failed": why}

@@ -174,10 +174,8 @@ def gain_line(row: dict) -> str:  # row: of a finished trial
     return "  ".join(f"{name} {fmean(x) - fmean(base[name]):+.3f}" for name, x in trained.items())
 
 
-def format_time_left(
-    left: int, done: int, seconds: float,  # iterations; those that this call has done; in so many seconds
-) -> str:
-    "The time left, as far as it can be told."
+def format_time_left(left: int, done: int, seconds: float) -> str:
+    "The time for the iterations left, as far as those done in so many seconds tell it."
     if done < 1:
         return "time left: not known yet"
     minutes = left * seconds / done / 60
