@@ -125,7 +125,7 @@ def preset_row(preset: str) -> list[str]:
     once, times, last = plan._evaluation_flops(s, config)
     rate = getattr(where, s.dtype) * 1e12 * plan.ASSUMED_MFU * processes
     training = sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
-    hours = training + once * times / rate, last * (1 if plan._held_out_count(s) else 400) / rate
+    hours = training + once * times / rate, last * (1 if plan.held_out_prompts(s) else 400) / rate
     sizes = plan.run_disk_bytes(s, config), plan._host_memory(s, config, processes)
     there = f"{total / 1e9:.0f} of {where.gigabytes}" + ("" if where.fits(total) else ": does not fit")
     return [preset, there, *(f"{x / 3600:.3g}" for x in hours), *(f"{sum(n.values()) / 1e9:.3g}" for n in sizes)]

@@ -57,7 +57,7 @@ def test_an_iterations_forwards():
 def test_a_final_evaluation_draws_five_arms():
     words = {"eval_steps": 50, "hybrid_split": 0, "true_cfg_scale": 3.0, "eval_resolution": 64, "resolution": 128}
     assert plan._evaluation_forwards(settings.load_settings(words)) == {"ODE": (2, 100, 64), "as trained": (2, 34, 128)}
-    assert plan._held_out_count(settings.load_settings({"eval_prompts": "not-here.txt"})) is None
+    assert plan.held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     sizes = [plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network) for x in (0, 0.9)]
     assert [parts["checkpoints"] / plan.model_sizes(network)["transformer"] for parts in sizes] == [12 * 3, 16 * 3]

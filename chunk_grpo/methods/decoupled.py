@@ -50,6 +50,9 @@ class Decoupled(Method):
     density = False
     shared = False  # noise and levels are those of the group
     part = 1.0  # of the grid, from the noise, whose levels may be trained
+    needs = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
+             "statistic": "ratio", "step_weights": "one", "sharing": "own", "credit_of": "image"}
+    because = "trains levels of final images"
 
     def sampler(self, iteration):
         return Sampler(self.sigmas, "ode", solver=self.s.solver)
@@ -80,17 +83,11 @@ class Decoupled(Method):
         return (-mean_square(v - target),)
 
     def check(self):
-        fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
-                 "statistic": "ratio", "step_weights": "one", "sharing": "own",
-                 "credit_of": "image"}
-        fixed |= {} if self.ratio and not self.grouped else {"surrogate": "clip"}  # theirs is their own
-        for name, value in fixed.items():
-            if getattr(self.s, name) != value:
-                raise InputError(f"`{name}` must be {value} with {self.s.method}, which trains levels of final images; "
-                                 f"got {getattr(self.s, name)}")
+        if self.grouped or not self.ratio:
+            self.needs = self.needs | {"surrogate": "clip"}  # its own one takes the place
+        super().check()
         if self.worth and self.worth.kind == "dppo":
             raise InputError(f"`surrogate` must not be dppo with {self.s.method}, which asks for no transition's mean")
-        super().check()
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb
 class Elbo(Decoupled):
@@ -170,9 +167,6 @@ class Crd(Decoupled):
     def losses(self, v, others, target, x, t):
         return (normalised_error(others["old"] - target) - normalised_error(v - target),)
 
-    def statistic(self, new, old):
-        return new[0]
-
     def objective(self, statistic, advantage, group):
         _, of = group.unique(return_inverse=True)
         goal = centred(advantage / 10, of)
@@ -217,9 +211,6 @@ class BestOfN(Decoupled):
         best = (ranked == ranked.amax(1, keepdim=True)) & (ranked != ranked.amin(1, keepdim=True))
         return best / best.sum(1, keepdim=True).clamp(min=1)
 
-    def statistic(self, new, old):
-        return new[0]
-
     def objective(self, statistic, advantage, group):
         return advantage * statistic
 
@@ -231,9 +222,6 @@ class OnlineDpo(Decoupled):
 
     def losses(self, v, others, target, x, t):
         return (mean_square(others["base"] - target) - mean_square(v - target),)
-
-    def statistic(self, new, old):
-        return new[0]
 
     def objective(self, statistic, advantage, group):
         out = torch.zeros_like(statistic)

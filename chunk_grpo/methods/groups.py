@@ -26,9 +26,8 @@ class Tmpo(Method):
     "Uni-TMPO (2609.34688): the chances of a group's paths matched to a softmax of their rewards."
 
     beta, ratio, grouped = 1.0, False, True
-
-    def statistic(self, new, old):
-        return new[0]
+    needs = {"chunks": "whole", "updates_per_iteration": 1, "statistic": "ratio"}
+    because = "compares whole paths of a whole group"
 
     def objective(self, statistic, advantage, group):
         _, of, size = group.unique(return_inverse=True, return_counts=True)
@@ -38,18 +37,14 @@ class Tmpo(Method):
         spread = torch.zeros(len(size)).to(advantage).index_add(0, of, centred(advantage, of).abs())
         return torch.where(spread[of] > 1e-6, told, 0 * told)
 
-    def check(self):
-        if self.s.chunks != "whole" or self.s.updates_per_iteration > 1 or self.s.statistic != "ratio":
-            raise InputError(f"`chunks` must be whole, `updates_per_iteration` 1 and `statistic` ratio with "
-                             f"{self.s.method}, which compares whole paths of a whole group; got {self.s.chunks}, "
-                             f"{self.s.updates_per_iteration} and {self.s.statistic}")
-        super().check()
-
 # %% ../../nbs/08_methods/02_groups.ipynb #847a23db
 class Neighbor(Method):
     "Neighbor GRPO (2511.16955): the ODE from neighbouring noises; which sibling's next state each path goes to."
 
     power, density, grouped = 0.8, False, True
+    needs = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform", "sharing": "own",
+             "chunk_fraction": 1, "statistic": "ratio", "credit_of": "image", "updates_per_iteration": 1}
+    because = "compares all paths of a group at every step"
 
     def __init__(self, s):
         super().__init__(s)
@@ -92,16 +87,9 @@ class Neighbor(Method):
         return self.worth(statistic[:, :-1], of_siblings).mean(1)
 
     def check(self):
-        fixed = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform",
-                 "sharing": "own", "chunk_fraction": 1, "statistic": "ratio", "credit_of": "image",
-                 "updates_per_iteration": 1}
-        for name, value in fixed.items():
-            if getattr(self.s, name) != value:
-                raise InputError(f"`{name}` must be {value} with {self.s.method}, which compares all paths of a group "
-                                 f"at every step; got {getattr(self.s, name)}")
+        super().check()
         if self.worth is None or self.worth.kind == "dppo":
             raise InputError(f"`surrogate` must be a name other than dppo with {self.s.method}; got {self.s.surrogate}")
-        super().check()
 
 # %% ../../nbs/08_methods/02_groups.ipynb #17200721
 class SelfOpd(Method):
@@ -109,6 +97,9 @@ class SelfOpd(Method):
 
     ratio, grouped = False, True
     states = Neighbor.states  # the siblings' next states
+    needs = {"sharing": "group", "chunks": "steps", "chunk_fraction": 1, "statistic": "ratio", "credit_of": "gain",
+             "updates_per_iteration": 1}
+    because = "compares the branches of one state"
 
     def __init__(self, s):
         super().__init__(s)
@@ -136,12 +127,6 @@ class SelfOpd(Method):
         return torch.where(advantage < 0, unlike, 1.0) * advantage * statistic[:, 0]
 
     def check(self):
-        fixed = {"sharing": "group", "chunks": "steps", "chunk_fraction": 1, "statistic": "ratio", "credit_of": "gain",
-                 "updates_per_iteration": 1}
-        for name, value in fixed.items():
-            if getattr(self.s, name) != value:
-                raise InputError(f"`{name}` must be {value} with {self.s.method}, which compares the branches of one "
-                                 f"state; got {getattr(self.s, name)}")
+        super().check()
         if len(self.places(self.sampler(0))) != 1:
             raise InputError(f"`window` must have one transition with {self.s.method}; got {self.s.window}")
-        super().check()

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_model_config', 'find_model_config', 'meta_policy',
            'model_sizes', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch', 'LiveBytesMode',
-           'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops', 'training_memory',
-           'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes', 'estimate_disk_bytes',
-           'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here', 'describe_counts',
-           'estimate_numbers', 'describe_estimates', 'describe_measured']
+           'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops', 'held_out_prompts',
+           'training_memory', 'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes',
+           'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
+           'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
 import contextlib
@@ -365,10 +365,10 @@ def iteration_flops(s: Settings, config: ModelConfig, counts: IterationCounts | 
     return {k: count * forward for k, count in phases.items()}
 
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
-def _held_out_count(s: Settings) -> int | None:
-    "How many held-out prompts a run has; None where their file is not here."
+def held_out_prompts(s: Settings) -> list[str]:
+    "The held-out prompts of a run; none where their file is not here."
     there = s.eval_prompts.startswith("pocket:") or Path(s.eval_prompts).is_file()
-    return len(read_prompts(s.eval_prompts, "eval_prompts")) if there else None
+    return read_prompts(s.eval_prompts, "eval_prompts") if there else []
 
 
 def _evaluation_forwards(s: Settings) -> dict[str, tuple[int, int, int]]:
@@ -383,7 +383,7 @@ def _evaluation_flops(s: Settings, config: ModelConfig) -> tuple[float, int, flo
     forward = forward_flops(config, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
     arms = 1 + (0 < s.hybrid_split < s.eval_steps)
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
-    images = (_held_out_count(s) or 1) * s.eval_images  # of one prompt where the prompts are not here
+    images = (len(held_out_prompts(s)) or 1) * s.eval_images  # of one prompt where the prompts are not here
     last = sum(images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
                for arms, forwards, pixels in _evaluation_forwards(s).values())
     return s.eval_count * s.eval_images * arms * s.eval_steps * forward, times, last
@@ -493,7 +493,7 @@ def _encoded_prompts(s: Settings) -> int:
 
 def run_disk_bytes(s: Settings, config: ModelConfig) -> dict[str, int]:  # part -> bytes
     "About how much a run writes, its evaluation included, and the embeddings of its prompts."
-    held_out = _held_out_count(s) or _HELD_OUT_PROMPTS
+    held_out = len(held_out_prompts(s)) or _HELD_OUT_PROMPTS
     trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
     kept = s.keep_checkpoints + 1 + (s.iterations // s.keep_every if s.keep_every else 0)
     times, drawn = 2 + (s.iterations // s.eval_every if s.eval_every else 0), s.eval_images * held_out  # by each arm
@@ -591,7 +591,7 @@ def describe_counts(s: Settings, processes: int = 1, counts: IterationCounts | N
     images, updates = _images(s), s.updates_per_iteration
     low, mean, high = (counts.trained,) * 3 if counts else (images * n for n in transitions_per_image(s))
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
-    prompts, draws = _held_out_count(s), _evaluation_forwards(s)
+    prompts, draws = len(held_out_prompts(s)), _evaluation_forwards(s)
     each, arms = (prompts or 1) * s.eval_images, sum(n for n, _, _ in draws.values())
     forwards = {kind: each * n * steps for kind, (n, steps, _) in draws.items()}
     parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items())
@@ -651,7 +651,7 @@ def _describe_device(s: Settings, config: ModelConfig, name: str, share: float, 
         ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
         ("time of the run", f"{_duration(iteration * s.iterations + once * times / speed)} with evaluations, without "
                             "decoding and rewards"),
-        ("time to evaluate it", _duration(last / speed) + " a prompt" * (_held_out_count(s) is None)),
+        ("time to evaluate it", _duration(last / speed) + " a prompt" * (not held_out_prompts(s))),
         ("measured", f"not measured on {name}")]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
@@ -683,7 +683,7 @@ def describe_estimates(
     if config is None:
         return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
     s, encoded, found = fit_update_batch(config, s), _encoded_prompts(s), estimate_numbers(s, rate, processes, counts)
-    (once, times, last), note = _evaluation_flops(s, config), " a prompt" * (_held_out_count(s) is None)
+    (once, times, last), note = _evaluation_flops(s, config), " a prompt" * (not held_out_prompts(s))
     rows = [
         ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
         ("parameters", "{all:,}, trained {trained:,}".format(**found["parameters"])),

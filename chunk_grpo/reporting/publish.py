@@ -29,6 +29,7 @@ from ..evaluation import evaluate as evaluating
 from ..models import inputs
 from ..models.policy import Policy
 from ..models.trainable import read_saved_weights, save_trained_weights
+from ..planning.plan import held_out_prompts
 from . import tables
 from .figures import ARM_LABELS, figure_to_png, plot_image_grid
 from .widgets import SnapshotBox, gallery_html
@@ -52,10 +53,6 @@ def choose_arms(
     return {name: known[name] for name in named} or evaluating.ode_arms(s)
 
 
-def _held_out_prompts(s: setting.Settings) -> list[str]:  # empty where their list is not on this machine
-    there = s.eval_prompts.startswith("pocket:") or Path(s.eval_prompts).is_file()
-    return inputs.read_prompts(s.eval_prompts, "eval_prompts") if there else []
-
 # %% ../../nbs/12_reporting/04_publish.ipynb #43eba675
 def draw_samples(
     model: Policy, s: setting.Settings,  # of `load_trained_policy`; of the evaluation
@@ -64,7 +61,7 @@ def draw_samples(
 ) -> Iterator[dict]:  # an image each: prompt, number, arm, split, seed, generator_seed, image
     "Images of every prompt, arm and seed."
     model.encode(list(dict.fromkeys(prompts)))
-    held_out = _held_out_prompts(s)
+    held_out = held_out_prompts(s)
     for number, prompt in enumerate(prompts):
         place = held_out.index(prompt) if prompt in held_out else 0
         for arm, split in arms.items():
@@ -219,7 +216,7 @@ def model_card(
         pocket=s.model == "pocket", base=s.model if hub else Path(s.model).resolve().name,
         done=s.iterations if final else int(weights.name), hybrid="hybrid" in evaluating.ode_arms(s),
         options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),
-        prompt=next(iter(_held_out_prompts(s) if quoted else ()), "a photo"), seed=derive_seed(s.eval_seed, -1, 0, 0),
+        prompt=next(iter(held_out_prompts(s) if quoted else ()), "a photo"), seed=derive_seed(s.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
         as_trained=tables.as_trained_note(summary) if summary else "") + "\n"
 

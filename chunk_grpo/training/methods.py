@@ -102,6 +102,8 @@ class _Selection:
     copies: Mapping[str, Callable[[int], float]] = {}  # weights kept: name -> decay of the average after an iteration
     sampled_by: str | None = None  # the copy that draws; None: the present weights
     reads: tuple[str, ...] = ()  # copies whose velocity the evidence needs as well; "base" is one of them
+    needs: Mapping[str, object] = {}  # settings that must have these values
+    because = ""  # why, for the error's sentence: the method `trains levels of final images`
 
     def __init__(self, s: Settings):
         self.s, self.sigmas = s, sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
@@ -211,9 +213,9 @@ class _Objective(_Selection):
         return (logp,) if plain else (logp, mean, std.flatten().expand(len(mean)))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        "What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio."
+        "What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio, or plain evidence."
         if len(new) == 1:
-            return new[0] - old[0]
+            return new[0] - old[0] if self.ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
         statistic = surrogates.transition_statistic(self.s.statistic, new[0] - old[0], shift, new[2])
         return torch.stack([statistic, shift.detach()], 1) if self.parts else statistic
@@ -290,6 +292,10 @@ class Method(_Objective):
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."
+        for name, value in self.needs.items():
+            if getattr(self.s, name) != value:
+                raise InputError(f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
+                                 f"got {getattr(self.s, name)}")
         same = type(self).sampler is Method.sampler and self.window.kind in ("all", "frozen")  # in all iterations
         for iteration in range(1 if same else min(self.s.iterations, 1000)):
             sampler = self.sampler(iteration)
