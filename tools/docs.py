@@ -297,9 +297,9 @@ class Site:
 
     def front_door(self) -> str:
         "The names that `chunk_grpo` itself offers, as a list of links."
-        text = (PACKAGE / "__init__.pyi").read_text(encoding="utf-8")
-        found = re.findall(r"^from \.([\w.]+) import (\w+) as ", text, re.MULTILINE)
-        return "\n".join(f"- {{py:obj}}`{name} <chunk_grpo.{module}.{name}>`" for module, name in found)
+        stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
+        return "\n".join(f"- {{py:obj}}`{alias.name} <chunk_grpo.{node.module}.{alias.name}>`"
+                         for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names)
 
     def build_sources(self) -> None:
         "Everything that Sphinx reads."

@@ -105,9 +105,8 @@ def variance_shares(distance: Tensor) -> dict[str, float]:
     return shares | {"prompt_only": shares["prompt"] - chance}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #5d396975
-def profile_departure(
-    base: Tensor, trained: Tensor,  # distances (P, G, n) on the same keys
-) -> tuple[Tensor, Tensor]:  # mean log-ratio (n,), and its standard error over prompts, nan where P is 1
+def profile_departure(base: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:  # distances (P, G, n) on the same keys
+    # returns mean log-ratio (n,), and its standard error over prompts, nan where P is 1
     """How far training moved the profile, equation (c). InputError on different shapes."""
     if base.ndim != 3 or base.shape != trained.shape:
         raise InputError(f"trained: got shape {tuple(trained.shape)}, allowed is the base's {tuple(base.shape)}.")

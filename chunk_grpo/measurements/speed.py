@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -66,13 +67,10 @@ def _measure_peak_bytes(function: Callable, device: torch.device) -> int:
 @contextlib.contextmanager
 def eager(policy: Policy):
     "Within this context nothing is compiled, checkpointed or filled up."
-    net, compiled = policy.transformer, policy.compiled
-    checkpointing, policy.compiled = net.is_gradient_checkpointing, False
-    if checkpointing:
-        net.disable_gradient_checkpointing()
-    with torch.compiler.set_stance("force_eager"):
+    net, checkpointing = policy.transformer, policy.transformer.is_gradient_checkpointing
+    net.disable_gradient_checkpointing()
+    with mock.patch.object(policy, "compiled", False), torch.compiler.set_stance("force_eager"):
         yield
-    policy.compiled = compiled
     if checkpointing:
         net.enable_gradient_checkpointing()
 

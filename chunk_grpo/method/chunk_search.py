@@ -104,9 +104,7 @@ def optimal_chunks(
     return Chunks(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #57f3c04e
-def change_points(
-    values: Tensor, order: int,  # (m,); of the difference, from 1
-) -> list[int]:  # positions at which a new part begins, increasing
+def change_points(values: Tensor, order: int) -> list[int]:  # values: (m,); order: of the difference, from 1
     """Where the difference of an order changes its sign; differences below 1e-6 have none."""
     change = values.diff(n=order).round(decimals=6).sign()
     signed = change.nonzero().flatten()

@@ -144,10 +144,7 @@ class ChunkRule:
         return cls("adaptive", min_size=int(size or 2))
 
 # %% ../../nbs/00_method/02_chunks.ipynb #9e1e2ffb
-def step_weights(
-    chunks: Chunks,  # K chunks of n transitions
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # (n,), mean 1
+def step_weights(chunks: Chunks, dtype: torch.dtype = torch.float32) -> Tensor:  # (n,), mean 1
     """First-order weight T / (K cs_j) of each transition in (13), relative to the step objective (5)."""
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)
@@ -184,9 +181,7 @@ def fits_in_batch(segment: Tensor, limit: int) -> bool:  # item of each transiti
     return segment.numel() == 0 or int(segment.bincount().max()) <= limit
 
 
-def split_into_batches(
-    segment: Tensor, limit: int,  # item of each transition, (M,) long; transitions in one forward, from 1
-) -> list[Tensor]:  # positions in 0 ... M - 1, long, one tensor a forward
+def split_into_batches(segment: Tensor, limit: int) -> list[Tensor]:  # segment: as above; returns positions, (m,) each
     """Cover all transitions once, items whole and in order; an item longer than `limit` is cut, see `fits_in_batch`."""
     fits_in_batch(segment, limit)
     packed: list[list[Tensor]] = [[]]

@@ -30,9 +30,7 @@ def combine_rewards(
     return total
 
 # %% ../../nbs/00_method/07_credit.ipynb #513c3abf
-def win_rates(
-    scores: Tensor,  # (P, G), of P prompts with G images each
-) -> Tensor:  # (P, G) in [0, 1]
+def win_rates(scores: Tensor) -> Tensor:  # scores: (P, G), of P prompts with G images; returns (P, G) in [0, 1]
     "The share of its siblings that each image beats; a tie counts half. InputError on groups of one."
     if scores.ndim != 2 or scores.shape[1] < 2:
         raise InputError(f"`scores` must be (P, G) with G at least 2; got {tuple(scores.shape)}")
@@ -80,9 +78,7 @@ def outrun_images(
     return gap >= gap.flatten().topk(max(1, round(share * gap.numel()))).values[-1]
 
 # %% ../../nbs/00_method/07_credit.ipynb #2f1277ba
-def nearest_distances(
-    features: Tensor,  # (P, G, E), of P prompts with G images each
-) -> Tensor:  # (P, G), mean 1 over a group
+def nearest_distances(features: Tensor) -> Tensor:  # features: (P, G, E), of P prompts with G images; returns (P, G)
     "Cosine distance of each image to its nearest sibling, over the group's mean of it (GARDO, 2512.24138)."
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     away = (1 - unit @ unit.mT).clamp(0, 2)

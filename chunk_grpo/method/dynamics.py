@@ -63,9 +63,7 @@ def gaussian_profile(
     return torch.stack(profile)
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #96c2e74b
-def optimal_sizes(
-    values: list[float], count: int,  # the sequence to be cut; number of runs, 1 ... len(values)
-) -> list[int]:  # sizes of the runs, in order
+def optimal_sizes(values: list[float], count: int) -> list[int]:  # count: 1 ... len(values)
     """Sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
     ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
     return np.diff(ends, prepend=0).tolist()
@@ -85,10 +83,7 @@ def chunks_from_profile(
     return Chunks(tuple(optimal_sizes(profile.log().tolist(), min(count, len(profile)))))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #7d9b493a
-def chunk_weights(
-    distance: Tensor,  # relative distances of the trained transitions, (B, n)
-    chunks: Chunks,  # partition of the n transitions
-) -> Tensor:  # (B, K), rows sum to 1
+def chunk_weights(distance: Tensor, chunks: Chunks) -> Tensor:  # distance: (B, n); returns (B, K), rows sum to 1
     """Weight of each chunk by its mean distance, equation (16); raises InputError where shapes or values do not fit."""
     if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
         raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
@@ -111,9 +106,7 @@ def tempered_weights(
     return (1 - uniform) * flat + uniform / weights.shape[1]
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #c9a6112b
-def chunk_count(
-    chunks: int, fraction: float,  # number of chunks K; fraction of the chunks that an update trains, in (0, 1]
-) -> int:  # chunks drawn for each trajectory, at least 1
+def chunk_count(chunks: int, fraction: float) -> int:  # chunks: K; fraction: in (0, 1]; returns at least 1
     """max(1, int(K * fraction)): how many chunks of each trajectory an update trains; raises InputError."""
     if chunks < 1 or not 0 < fraction <= 1:
         raise InputError(f"chunk_fraction: got {fraction} of {chunks} chunks, allowed is above 0 and at most 1.")

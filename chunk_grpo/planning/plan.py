@@ -19,6 +19,7 @@ import shutil
 import statistics
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,27 +143,22 @@ def prompt_embeds_bytes(config: ModelConfig, s: Settings) -> int:
 def _run_alike_once(net: nn.Module, total: Callable[[], int]) -> Iterator[tuple[list[int], list[int]]]:
     # yields the amounts of the blocks not run, and of those run, by the differences of `total()`; filled on the way
     "Within this context a block runs only where fewer than two of its kind and with the same shapes have run before."
-    seen, skipped, each = {}, [], []
+    seen, skipped, each = defaultdict(list), [], []
 
-    def watch(block: nn.Module) -> None:
-        run, build = block.forward, f"{block} {[p.requires_grad for p in block.parameters()]}"
-
-        def forward(*args, **kwargs):
-            given = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs))
-            alike = seen.setdefault(f"{build} {given}", [])
-            if len(alike) < 2:
-                before, out = total(), run(*args, **kwargs)
-                alike.append((total() - before, out))
-                each.append(alike[-1][0])
-                return out
-            amount, out = alike[1]
-            skipped.append(amount)
-            return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, out)  # the next one's own input
-
-        block.forward = forward
+    def forward(run: Callable, build: str, *args, **kwargs):
+        given = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs))
+        alike = seen[build, str(given)]
+        if len(alike) < 2:
+            before, out = total(), run(*args, **kwargs)
+            alike.append((total() - before, out))
+            each.append(alike[-1][0])
+            return out
+        skipped.append(alike[1][0])
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, alike[1][1])  # the next one's own input
 
     for block in _blocks(net):
-        watch(block)
+        build = f"{block} {[p.requires_grad for p in block.parameters()]}"
+        block.forward = functools.partial(forward, block.forward, build)
     yield skipped, each
     for block in _blocks(net):
         del block.forward

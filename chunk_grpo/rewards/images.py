@@ -94,10 +94,8 @@ def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
     return bright - (wide[:-2, 1:-1] + wide[2:, 1:-1] + wide[1:-1, :-2] + wide[1:-1, 2:]) / 4
 
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
-def image_statistics(
-    images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
-    period: int,  # pixels of a patch a side, at least 2
-) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
+def image_statistics(images: Tensor, period: int) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
+    # images: (B, 3, H, W) in [0, 1], on the CPU, H and W multiples of the period; period: pixels of a patch a side
     "Saturation, root mean square of the fine detail, and the share of it that repeats in multiples of what noise has."
     rows = [torch.empty(0, len(IMAGE_STATISTICS))]
     for image in images:

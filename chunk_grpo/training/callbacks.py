@@ -58,10 +58,8 @@ def as_callbacks(given: Sequence[Callback | Callable]) -> list[Callback]:  # a p
     return [one if isinstance(one, Callback) else _LogFunction(one) for one in given]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #74fa3481
-def format_progress(
-    line: dict, iterations: int,  # of the metrics; of the run
-    log: bool = False,  # as the log has it: standard error, norm of the gradient, seconds
-) -> str:
+def format_progress(line: dict, iterations: int, log: bool = False) -> str:  # line: of the metrics
+    # iterations: of the run; log: as the log has it, with standard error, norm of the gradient and seconds
     "An iteration in one line of text, with the time that is left; what is no usable number is a dash."
     def words(x, form: str = ".4f") -> str:
         return format(x, form) if isinstance(x, (int, float)) and abs(x) < 1e15 else "\u2013"

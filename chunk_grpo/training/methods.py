@@ -102,8 +102,6 @@ class _Selection:
     copies: Mapping[str, Callable[[int], float]] = {}  # weights kept: name -> decay of the average after an iteration
     sampled_by: str | None = None  # the copy that draws; None: the present weights
     reads: tuple[str, ...] = ()  # copies whose velocity the evidence needs as well; "base" is one of them
-    needs: Mapping[str, object] = {}  # settings that must have these values
-    because = ""  # why, for the error's sentence: the method `trains levels of final images`
 
     def __init__(self, s: Settings):
         self.s, self.sigmas = s, sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
@@ -165,7 +163,10 @@ class _Selection:
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class _Objective(_Selection):
-    "What transitions weigh, what stands for their probability, and what is maximised."
+    "What transitions weigh, what stands for their probability, what is maximised, and what settings that needs."
+
+    needs: Mapping[str, object] = {}  # settings that must have these values
+    because = ""  # why, for the error's sentence: it "trains levels of final images"
 
     def weights(self, sampler: Sampler) -> Tensor | None:
         "The weight of each transition in the objective, (T,) with mean 1 over all that windows reach; None: all alike."
