@@ -268,7 +268,7 @@ def read_prompts(source: str, field: str = "prompts") -> list[str]:
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> list[int]:  # all different
-    "Places of an iteration's `count` prompts of `total`: epochs in an order by the seed; InputError for too few."
+    "An iteration's `count` of `total` prompts: shuffled epochs, alike in all processes; InputError where too few."
     if count > total:
         raise InputError(f"prompts_per_iteration: {count} is more than the {total} prompts in the list.")
     epoch, place = divmod(iteration, total // count)

@@ -41,10 +41,10 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
     class Finish(Callback):
         def on_train_end(self, state) -> None:
-            sync_tree(run)
-            seconds = (read_json(run / "run.json").get("seconds") or 0.0) + time.time() - began
-            update_run_json(run, status="finished", finished=time.time(), seconds=seconds,
-                            final_sha256=hash_files(run / "final"))
+            sync_tree(state.run)
+            seconds = (read_json(state.run / "run.json").get("seconds") or 0.0) + time.time() - began
+            update_run_json(state.run, status="finished", finished=time.time(), seconds=seconds,
+                            final_sha256=hash_files(state.run / "final"))
 
     with lock_log(run / "train.log") if first else contextlib.nullcontext() as log, raise_on_sigterm():
         def say(text: str) -> None:
@@ -223,15 +223,15 @@ def train(
                          f"got {len(callbacks)}")
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
-    if node_rank:
-        check_processes(s, total)
-        run = Path(os.path.realpath(str(out)))
-    else:
+    if not node_rank:
         run = create_run(s, out, resume, total, nodes)
         if on_made:
             on_made(run)
         if read_run_info(run)["status"] == "finished":
             return run
+    else:
+        check_processes(s, total)
+        run = Path(os.path.realpath(str(out)))
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run
 

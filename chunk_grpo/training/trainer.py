@@ -191,6 +191,7 @@ def train_run(
         load_policy_and_optimizer(state)
         resume(state, say)
         announce("on_train_begin")
+        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
             stop = None
@@ -205,8 +206,8 @@ def train_run(
             if stop:
                 raise stop
 
-        if not state.iteration:
-            finish_iteration({"iteration": 0, **evaluate_held_out(state)})
+        if base:
+            finish_iteration(base)
         while state.iteration < s.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)
