@@ -181,7 +181,7 @@ def fits_in_batch(segment: Tensor, limit: int) -> bool:  # item of each transiti
     return segment.numel() == 0 or int(segment.bincount().max()) <= limit
 
 
-def split_into_batches(segment: Tensor, limit: int) -> list[Tensor]:  # segment: as above; returns positions, (m,) each
+def split_into_batches(segment: Tensor, limit: int) -> list[Tensor]:  # segment: (M,) long; returns positions, (m,) each
     """Cover all transitions once, items whole and in order; an item longer than `limit` is cut, see `fits_in_batch`."""
     fits_in_batch(segment, limit)
     packed: list[list[Tensor]] = [[]]
