@@ -16,7 +16,8 @@ WATCH = """import os, sys
 
 def watch(event, words):
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
-        say("run", [words[0], *(words[1] if isinstance(words[1], (list, tuple)) else [words[1]])])
+        given = words[1] if isinstance(words[1], (list, tuple)) else [words[1]]
+        say("run", [os.fsdecode(word) for word in (words[0], *given)])
     elif event == "socket.connect":
         say("connect", words[1])
     elif event in ("socket.getaddrinfo", "socket.gethostbyname"):
