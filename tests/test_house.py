@@ -21,7 +21,6 @@ PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_check
 CHAPTERS = sorted(path for path in (ROOT / "nbs").glob("[0-9]*"))
 BOOK = [path for path in PAGES if path.parent in CHAPTERS]
 REPORTS = sorted((ROOT / "nbs/reports").glob("*.ipynb"))
-LONGEST_CELL, MOST_PAGES, README_BYTES = 60, 12, 9000
 
 
 def tool(name: str):
@@ -83,9 +82,7 @@ def test_notebooks_are_clean(copy):
 
 
 def test_readme_is_the_index():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text == tool("readme").readme(), "run `make prepare`"
-    assert len(text.encode()) <= README_BYTES
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == tool("readme").readme(), "run `make prepare`"
 
 
 def links_of(text: str) -> list[str]:
@@ -121,7 +118,6 @@ def test_outputs_are_those_of_the_code(page):
     outputs_tool = tool("outputs")
     changed = outputs_tool.stale_because(page)
     assert not changed, f"{page.relative_to(ROOT)}: {changed} changed after its outputs were made; run `make prepare`"
-    assert page.stat().st_size < outputs_tool.LIMIT
     assert not [output for output in outputs if output.output_type == "error"]
     assert not {kind for output in outputs for kind in output.get("data", {})} - set(outputs_tool.KEPT)
     texts = [str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", "")) for output in outputs]
@@ -144,23 +140,15 @@ def test_what_is_installed_fits_together():
 @pytest.mark.parametrize("page", BOOK, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_pages_open_as_the_book_does(page):
     cells = nbformat.read(page, as_version=4).cells
-    assert len(cells) <= 70
     title = cells[0].source.strip().split("\n")
     assert cells[0].cell_type == "markdown" and title[0].startswith("# ") and title[-1].startswith("> ")
     assert [line for line in title[1:-1] if line.strip()] == []
     assert cells[1].cell_type == "markdown"
-    code = {i: cell.source for i, cell in enumerate(cells) if cell.cell_type == "code"}
-    exports = [i for i, source in code.items() if re.search(r"^#\|\s*export", source, re.MULTILINE)]
-    assert not [i for i in exports if i + 1 in exports], "two export cells without a lesson between them"
-    lines = {i: [x for x in code[i].split("\n") if x.strip() and not x.startswith("#|")] for i in exports}
-    long = {i: len(x) for i, x in lines.items() if len(x) > LONGEST_CELL}
-    assert not long, f"export cells longer than {LONGEST_CELL} lines"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.name)
 def test_a_page_is_the_module_of_its_name(chapter):
     pages = sorted(chapter.glob("*.ipynb"))
-    assert len(pages) <= MOST_PAGES
     assert [int(page.name[:2]) for page in pages] == list(range(len(pages))), "numbers without gaps"
     names = {page.stem.split("_", 1)[1]: nbformat.read(page, as_version=4).cells for page in pages}
     exported = {}

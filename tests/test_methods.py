@@ -66,11 +66,6 @@ def gradient(context, work, advantage, method, old=None):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_method_is_one_short_file(name):
-    assert len((FOLDER / FILES[name]).read_text().splitlines()) <= 60
-
-
-@pytest.mark.parametrize("name", FILES)
 def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     run("train", "pocket/tiny", *words(name), "--out", tmp_path / "whole", "--no-report")
     cut = [*words(name)[1:], "iterations=2"]
