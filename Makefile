@@ -38,8 +38,11 @@ package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its env
 slow: $(STAMP) ## tests that take minutes
 	@$(BIN)/python tools/check.py slow
 
-gpu: $(STAMP) ## measure on a GPU in stages of minutes; STAGE=3 for one of the seven
-	@$(BIN)/python tools/gpu.py $(STAGE)
+gpu: $(STAMP) ## run the ten checks of a GPU that have no result yet; CHECK=3 for one of them
+	@$(BIN)/python tools/gpu.py $(CHECK)
+
+gpu-bundle: $(STAMP) ## prepare build/gpu, which runs these checks on a host that has no package registry
+	@$(BIN)/python tools/gpu_bundle.py build/gpu
 
 $(DOCS): $(STAMP)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'; touch $@
@@ -68,4 +71,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow gpu docs lab prepare pocket constraints clean
+.PHONY: help install demo test package slow gpu gpu-bundle docs lab prepare pocket constraints clean

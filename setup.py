@@ -25,7 +25,7 @@ setup(
     packages=find_packages(include=[meta["lib_path"], f"{meta['lib_path']}.*"]),
     package_data={
         meta["lib_path"]: ["py.typed", "*.pyi", "reports/*.ipynb", "reports/*.css", "reports/*.j2",
-                           "presets/*.yaml", "presets/*/*.yaml", "presets/hosts/*",
+                           "presets/*.yaml", "presets/*/*.yaml", "presets/hosts/*", "presets/results/gpu/shares.json",
                            "presets/pocket/studies/*/*.yaml", "presets/pocket/looks/*/*.yaml"],
         f"{meta['lib_path']}.evaluation": ["*.json", "*/*"],
         f"{meta['lib_path']}.reward_serving": ["*.txt"],

@@ -123,7 +123,8 @@ def preset_row(preset: str) -> list[str]:
     s = plan.fit_update_batch(config, s)
     total, _ = plan._peak_memory(s, config, processes)
     once, times, last = plan._evaluation_flops(s, config)
-    rate = getattr(where, s.dtype) * 1e12 * plan.ASSUMED_MFU * processes
+    share = plan.rate_share(device, s.dtype, s.eval_resolution, config).value
+    rate = getattr(where, s.dtype) * 1e12 * share * processes
     training = sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
     hours = training + once * times / rate, last * (1 if plan.held_out_prompts(s) else 400) / rate
     sizes = plan.run_disk_bytes(s, config), plan._host_memory(s, config, processes)

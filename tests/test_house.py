@@ -268,6 +268,7 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.list_presets()}
     expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
+    expected |= {"chunk_grpo/presets/results/gpu/shares.json"}  # what `plan` reads
     home = "chunk_grpo/presets/pocket/studies"
     studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
     assert len(studies) == 10

@@ -117,7 +117,7 @@ def plan(
     overrides: OverridesArgument = None, processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
-    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; 0.45.")] = None,
+    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; left out: measured on it, or 0.3.")] = None,
     run: Annotated[Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")] = None,
     as_json: JsonOption = False,
 ):
@@ -152,7 +152,7 @@ def plan(
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
     speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
     parts = {"counted": planning.describe_counts(s, processes, counts), words: planning.describe_estimates(
-        s, speed, processes, counts, device, share or planning.ASSUMED_MFU)}
+        s, speed, processes, counts, device, share)}
     if run:
         changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
         machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"

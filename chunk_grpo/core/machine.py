@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'terminate_process_group', 'die_with_parent', 'library_versions',
-           'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info']
+           'installed_packages', 'package_lists', 'note_packages', 'current_git_commit', 'machine_info',
+           'use_full_float32']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
 import contextlib
@@ -118,3 +119,11 @@ def machine_info() -> dict:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"system": f"{platform.system()} {platform.machine()}", "processor": (names or [platform.processor()])[0],
             "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 1e9, 1), "gpus": gpus}
+
+# %% ../../nbs/02_core/02_machine.ipynb #492f4241
+def use_full_float32() -> None:
+    """Make CUDA compute float32 in float32 in this process, in convolutions and matrix products, never in TF32."""
+    import torch
+
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False

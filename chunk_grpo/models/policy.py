@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
+from ..core.machine import use_full_float32
 from ..method.schedule import dynamic_shift, sigmas
 from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
 from .inputs import locate_model
@@ -146,6 +147,7 @@ class Policy(Family):
         host: bool = False,  # leave the transformer on the CPU, for several processes to share out
         vae_tiling: bool = False,  # decode images one by one, and larger ones than the VAE's tile in tiles
     ):
+        use_full_float32()
         if max_tokens > self.max_sequence_length:
             raise InputError(f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}.")
         self.folder, self.max_tokens, self.dtype, self.device = Path(folder), max_tokens, dtype, torch.device(device)

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_model_config', 'find_model_config', 'meta_policy',
            'model_sizes', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch', 'LiveBytesMode',
-           'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops', 'held_out_prompts',
-           'training_memory', 'find_device', 'measure_matmul_rate', 'iteration_seconds', 'run_disk_bytes',
+           'images_decoded_at_once', 'decode_bytes_on_gpu', 'transitions_per_image', 'IterationCounts',
+           'iteration_counts', 'iteration_flops', 'held_out_prompts', 'training_memory', 'find_device', 'recognise_gpu',
+           'measure_matmul_rate', 'RateShare', 'rate_share', 'iteration_seconds', 'run_disk_bytes',
            'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
            'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
 
@@ -15,6 +16,9 @@ import contextlib
 import functools
 import itertools
 import json
+import math
+import re
+import shlex
 import shutil
 import statistics
 import time
@@ -23,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +39,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import InputError
 from ..core import machine
-from ..core.settings import Settings, check_processes, evaluated_rewards, list_presets, load_settings
-from ..core.settings import reward_weights
+from ..core.settings import PRESETS_DIR, Settings, check_processes, evaluated_rewards, list_presets
+from ..core.settings import load_settings, reward_weights
 from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
 from ..models.inputs import locate_model, read_prompts
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
@@ -252,11 +257,11 @@ def fit_update_batch(config: ModelConfig, s: Settings) -> Settings:
 
 # %% ../../nbs/06_planning/00_plan.ipynb #d0d45ab3
 class LiveBytesMode(TorchDispatchMode):
-    "Bytes of the tensors made within this context, now and at most."
+    """Count the bytes of the tensors made within this context: now, at most, and of the largest one."""
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.largest = 0
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -267,6 +272,7 @@ class LiveBytesMode(TorchDispatchMode):
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
+                self.largest = max(self.largest, storage.nbytes())
                 weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
         return out
 
@@ -295,8 +301,11 @@ def _run_tile_once(run: Callable) -> Callable:
 
 
 @functools.cache
-def _peak_decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling: bool, images: int) -> int:
-    "The most that tensors take at any moment of decoding, without the VAE's weights."
+def _decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling: bool, images: int) -> tuple[int, int]:
+    """Count the bytes of decoding a batch: the most that all tensors take at once, and the largest tensor alone.
+
+    Weights are not counted.
+    """
     policy, live = meta_policy(config, resolution, 16, dtype), LiveBytesMode()
     if tiling:
         policy.vae.enable_slicing()
@@ -306,7 +315,28 @@ def _peak_decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling:
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
     with torch.device("meta"), _GpuFormats(torch.float32), live:  # no autocast here, only its attention
         policy.decode(latents)
-    return live.peak
+    return live.peak, live.largest
+
+
+def images_decoded_at_once(config: ModelConfig, resolution: int, images: int) -> int:
+    """Return how many of so many images the VAE decodes in one batch: torch's convolutions take 2^31 numbers at most."""
+    return min(images, meta_policy(config, resolution, 16).decode_limit)
+
+
+def decode_bytes_on_gpu(
+    config: ModelConfig,
+    resolution: int,  # pixels a side
+    dtype: str,  # of the VAE
+    tiling: bool,  # decode images one by one, and large ones tile by tile
+    images: int,  # at once
+) -> int:
+    """Estimate the peak memory of decoding a batch on a GPU, without the VAE's weights.
+
+    cuDNN computes convolutions with the channels last, so the largest activation is there twice for a moment: in the
+    layout that the VAE keeps, and in the other one.
+    """
+    peak, largest = _decode_bytes(config, resolution, dtype, tiling, images)
+    return peak + largest
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1d89e9c3
 def _images(s: Settings) -> int:
@@ -421,14 +451,18 @@ def _peak_memory(s: Settings, config: ModelConfig, processes: int = 1) -> tuple[
         options, (count, size) = s.reward_options.get(name, {}), REWARD_MODEL_SIZES[name]
         if not options.get("url") and options.get("device") != "cpu":
             parts["rewards"] += int(count * (2 if options.get("dtype") in ("bfloat16", "float16") else size))
-    parts["decoding"] = max(_peak_decode_bytes(config, side, s.dtype, s.vae_tiling, n) for side, n in sizes.items())
+    parts["decoding"] = max(
+        decode_bytes_on_gpu(config, side, s.dtype, s.vae_tiling, images_decoded_at_once(config, side, images))
+        for side, images in sizes.items()
+    )
     return sum(parts.values()) - min(parts["activations"], parts["decoding"]), parts
 
 
 @dataclass(frozen=True)
 class _DeviceSpec:
-    "What a data sheet says of a device."
+    """What a data sheet says of a device."""
 
+    name: str
     gigabytes: int  # of memory
     bandwidth: float  # of that memory, TB/s
     bfloat16: float  # TFLOP/s of matrices
@@ -439,17 +473,45 @@ class _DeviceSpec:
         return total <= 0.9 * self.gigabytes * 1e9
 
 
-_DEVICES = {"h200": _DeviceSpec(141, 4.8, 989, 67), "h100": _DeviceSpec(80, 3.35, 989, 67),
-            "h800": _DeviceSpec(80, 3.35, 989, 67), "a100-80": _DeviceSpec(80, 2.039, 312, 19.5),
-            "a100-40": _DeviceSpec(40, 1.555, 312, 19.5), "l40s": _DeviceSpec(48, 0.864, 362, 91.6),
-            "rtx4090": _DeviceSpec(24, 1.008, 165, 82.6)}
+_DEVICES = {
+    device.name: device
+    for device in (
+        _DeviceSpec("h200", gigabytes=141, bandwidth=4.8, bfloat16=989, float32=67),
+        _DeviceSpec("h100", gigabytes=80, bandwidth=3.35, bfloat16=989, float32=67),
+        _DeviceSpec("h800", gigabytes=80, bandwidth=3.35, bfloat16=989, float32=67),
+        _DeviceSpec("gh200", gigabytes=96, bandwidth=4.0, bfloat16=989, float32=67),
+        _DeviceSpec("gh200-144", gigabytes=144, bandwidth=4.9, bfloat16=989, float32=67),
+        _DeviceSpec("b200", gigabytes=180, bandwidth=7.7, bfloat16=2250, float32=75),
+        _DeviceSpec("a100-80", gigabytes=80, bandwidth=2.039, bfloat16=312, float32=19.5),
+        _DeviceSpec("a100-40", gigabytes=40, bandwidth=1.555, bfloat16=312, float32=19.5),
+        _DeviceSpec("l40s", gigabytes=48, bandwidth=0.864, bfloat16=362, float32=91.6),
+        _DeviceSpec("rtx5090", gigabytes=32, bandwidth=1.792, bfloat16=209.5, float32=104.8),
+        _DeviceSpec("rtx4090", gigabytes=24, bandwidth=1.008, bfloat16=165, float32=82.6),
+    )
+}
+_DEVICE_ALIASES = {"a100": "a100-80"}  # the larger one
 
 
 def find_device(name: str) -> _DeviceSpec:
-    "A device by its name; InputError where it is not known."
-    if name not in _DEVICES:
+    """Find a device by its name, however it is capitalised or spaced; raise InputError if it is not known."""
+    wanted = re.sub(r"[\s_]", "", name.lower())
+    wanted = _DEVICE_ALIASES.get(wanted, wanted)
+    if wanted not in _DEVICES:
         raise InputError(f"`--device` must be one of {', '.join(_DEVICES)}; got {name!r}")
-    return _DEVICES[name]
+    return _DEVICES[wanted]
+
+
+def recognise_gpu(
+    gpu: str,  # what torch calls it, such as NVIDIA H100 80GB HBM3
+) -> str | None:  # its name in `find_device`; None if it is none of them
+    """Find which of the known devices a GPU is."""
+    text = re.sub(r"[^a-z0-9]", "", gpu.lower())
+    kinds = sorted({name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True)  # GH200 before H200
+    kind = next((kind for kind in kinds if kind in text), None)
+    sizes = [name for name in _DEVICES if kind and name.partition("-")[0] == kind]
+    if len(sizes) < 2:
+        return next(iter(sizes), None)
+    return next((name for name in sizes if f"{_DEVICES[name].gigabytes}gb" in text), sizes[0])
 
 # %% ../../nbs/06_planning/00_plan.ipynb #a2fd24b5
 def measure_matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float:  # floating-point operations a second
@@ -462,12 +524,67 @@ def measure_matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float: 
     return threads * 2 * size**3 / min(times)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3843bdbd
-ASSUMED_MFU = 0.45  # of the rate that a run is assumed to reach
+ASSUMED_MFU = 0.3  # share of a device's rate where none was measured: between the two of the H200
+_SHARES_FILE = PRESETS_DIR / "results" / "gpu" / "shares.json"  # written by `make gpu`
+_MEASURED_MODEL_PARAMETERS = 1_000_000_000  # from here on a model is taken to reach what FLUX.1-dev reached
 
 
-def iteration_seconds(s: Settings, config: ModelConfig, where: _DeviceSpec, share: float = ASSUMED_MFU,
-                      processes: int = 1, counts: IterationCounts | None = None) -> dict[str, float]:
-    "Time of an iteration's phases on a device: the longer of arithmetic, and of reading weights and moving moments."
+class RateShare(NamedTuple):
+    """The share of a device's rate that a phase reaches, and where the number is from."""
+
+    value: float
+    source: str  # assumed, given, or where it was measured
+
+
+def rate_share(
+    device: str,  # of `find_device`
+    dtype: str,  # of the forward
+    resolution: int,  # pixels a side
+    config: ModelConfig,
+    phase: str = "forward",  # forward, or update: a forward with its backward
+) -> RateShare:
+    """Look up the share of its rate that a device reached at the nearest resolution, or assume one."""
+    rows = json.loads(_SHARES_FILE.read_text()) if _SHARES_FILE.is_file() else []
+    rows = [row for row in rows if row["device"] == device and row["dtype"] == dtype]
+    if not rows or model_sizes(config)["transformer"] < _MEASURED_MODEL_PARAMETERS:
+        return RateShare(ASSUMED_MFU, "assumed")
+    rows = [row for row in rows if row["phase"] == phase] or [row for row in rows if row["phase"] == "forward"]
+    nearest = min(rows, key=lambda row: abs(math.log(row["resolution"] / resolution)))
+    what = {"forward": "forwards", "update": "updates"}[nearest["phase"]]
+    model = nearest["model"].rpartition("/")[2]
+    return RateShare(nearest["share"], f"measured on {device} in {what} of {model} at {nearest['resolution']} px")
+
+
+def _phase_shares(
+    s: Settings,
+    config: ModelConfig,
+    where: _DeviceSpec,
+    share: float | None = None,  # None: measured or assumed
+) -> dict[str, RateShare]:  # by phase
+    """Return the share of the device's rate that each phase of a run reaches."""
+    phases = {
+        "rollout": ("forward", s.resolution),
+        "baseline": ("forward", s.resolution),
+        "update": ("update", s.resolution),
+        "evaluation": ("forward", s.eval_resolution),
+    }
+    if share is not None:
+        return dict.fromkeys(phases, RateShare(share, "given"))
+    return {
+        name: rate_share(where.name, s.dtype, resolution, config, kind)
+        for name, (kind, resolution) in phases.items()
+    }
+
+
+def iteration_seconds(
+    s: Settings,
+    config: ModelConfig,
+    where: _DeviceSpec,
+    share: float | None = None,  # of the device's rate; None: measured or assumed
+    processes: int = 1,
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+) -> dict[str, float]:  # by phase
+    """Estimate the seconds of an iteration's phases: the longer of arithmetic, and of reading weights and moments."""
     weights = model_sizes(config)["transformer"] * (TORCH_DTYPES[s.dtype].itemsize if s.lora_rank else 4)
     prompts, n = s.prompts_per_iteration / processes, counts or iteration_counts(s)
     passes = -(-n.trained / processes // s.update_batch) * (_backward_forwards(s) + n.extra / n.trained)
@@ -475,8 +592,11 @@ def iteration_seconds(s: Settings, config: ModelConfig, where: _DeviceSpec, shar
     drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
     moved = {name: -(-images // s.rollout_batch) * s.steps * weights for name, images in drawn.items()}  # bytes
     moved["update"] = passes * weights + s.updates_per_iteration * moments
-    rate, work = getattr(where, s.dtype) * 1e12 * share * processes, iteration_flops(s, config, counts)
-    return {k: max(n / rate, moved[k] / (where.bandwidth * 1e12)) for k, n in work.items()}
+    rate, shares = getattr(where, s.dtype) * 1e12 * processes, _phase_shares(s, config, where, share)
+    return {
+        phase: max(flops / (rate * shares[phase].value), moved[phase] / (where.bandwidth * 1e12))
+        for phase, flops in iteration_flops(s, config, counts).items()
+    }
 
 # %% ../../nbs/06_planning/00_plan.ipynb #4b8710ab
 _HELD_OUT_PROMPTS = 400  # where their file is not here: as many as HPDv2's test.json has
@@ -608,47 +728,122 @@ def describe_counts(s: Settings, processes: int = 1, counts: IterationCounts | N
     ]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #557666af
-_SMALLER = ({"sharding": "fsdp"}, {"optimizer": "adamw-8bit"}, {"gradient_checkpointing": True}, {"update_batch": 1},
-            {"rollout_batch": 1}, {"lora_rank": 32, "sharding": "none"})  # what takes less memory
+_SAVINGS = (  # settings that take less memory, those first that change least
+    {"vae_tiling": True},
+    {"latents_on": "host"},
+    {"latents_dtype": "bfloat16"},
+    {"sharding": "fsdp"},
+    {"optimizer": "adamw-8bit"},
+    {"gradient_checkpointing": True},
+    {"update_batch": 1},
+    {"rollout_batch": 1},
+    {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
+    {"lora_rank": 32, "sharding": "none"},
+)
 
 
-def _find_smaller(s: Settings, config: ModelConfig, where: _DeviceSpec, processes: int = 1) -> dict | None:
-    "The fewest changes of settings with which a run fits on a device; None where none of _SMALLER is enough."
-    for count in (1, 2, 3):
-        for chosen in itertools.combinations(_SMALLER, count):
-            changes = {k: v for one in chosen for k, v in one.items()}
-            sharded = changes.get("sharding", s.sharding) == "fsdp"
-            pointless = changes.get("sharding") == "fsdp" and (processes == 1 or s.lora_rank)
-            if pointless or (sharded and changes.get("optimizer", s.optimizer) != "adamw"):
+def _reward_elsewhere(s: Settings) -> dict[str, dict]:  # reward_options
+    """Return the reward options with every reward model of the plan behind a URL, on another device or host."""
+    names = {*reward_weights(s), *evaluated_rewards(s)} & set(REWARD_MODEL_SIZES)
+    options = {name: dict(given) for name, given in s.reward_options.items()}
+    for name in sorted(names):
+        options[name] = options.get(name, {}) | {"url": "http://HOST:PORT"}
+    return options
+
+
+def _apply_savings(s: Settings, chosen: Sequence[dict], processes: int) -> dict | None:
+    """Return the changes of settings that some of _SAVINGS make; None if they change nothing or exclude each other."""
+    changes = {}
+    for saving in chosen:
+        changes |= saving
+    if "reward_options" in changes:
+        changes["reward_options"] = _reward_elsewhere(s)
+    if any(all(getattr(s, name) == changes[name] for name in saving if name in changes) for saving in chosen):
+        return None
+    sharding = changes.get("sharding", s.sharding)
+    if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", s.lora_rank)):
+        return None
+    if sharding == "fsdp" and changes.get("optimizer", s.optimizer) != "adamw":
+        return None
+    return changes
+
+
+def _find_smaller(
+    s: Settings,
+    config: ModelConfig,
+    where: _DeviceSpec,
+    processes: int = 1,
+) -> tuple[dict | None, int]:  # changes of settings, None if none are enough; bytes of the smallest run that was tried
+    """Find the fewest savings with which a run fits on a device."""
+    smallest, _ = _peak_memory(s, config, processes)
+    for count in range(1, len(_SAVINGS) + 1):
+        for chosen in itertools.combinations(_SAVINGS, count):
+            changes = _apply_savings(s, chosen, processes)
+            if changes is None:
                 continue
             smaller = fit_update_batch(config, load_settings(s, changes))
-            if where.fits(_peak_memory(smaller, config, processes)[0]):
-                return changes
-    return None
+            total, _ = _peak_memory(smaller, config, processes)
+            if where.fits(total):
+                return changes, total
+            smallest = min(smallest, total)
+    return None, smallest
 
 
-def _describe_device(s: Settings, config: ModelConfig, name: str, share: float, processes: int,
-                     counts: IterationCounts | None) -> list[tuple[str, str]]:
-    "Memory by part against a device's, and the time of an iteration."
+def _describe_changes(changes: dict) -> str:
+    """Write changes of settings as the command line takes them."""
+    texts = []
+    for name, value in changes.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if isinstance(value, dict):
+            text = json.dumps(value)
+        texts.append(shlex.join([f"{name}={text}"]))
+    return " ".join(texts)
+
+
+def _describe_shares(shares: dict[str, RateShare], phases: Sequence[str]) -> str:
+    """Write the shares of some phases, each number with its source once."""
+    texts = {}
+    for phase in phases:
+        value, source = shares[phase]
+        texts.setdefault(f"{value:.0%}, {source}", []).append(phase)
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())
+
+
+def _describe_device(
+    s: Settings,
+    config: ModelConfig,
+    name: str,  # of `find_device`
+    share: float | None,  # of the device's rate; None: measured or assumed
+    processes: int,
+    counts: IterationCounts | None,
+) -> list[tuple[str, str]]:  # rows of name and text
+    """Compare the memory of a run with a device's by part, and estimate the time of an iteration."""
     where, (once, times, last) = find_device(name), _evaluation_flops(s, config)
     total, parts = _peak_memory(s, config, processes)
     phases, rate = iteration_seconds(s, config, where, share, processes, counts), getattr(where, s.dtype)
-    iteration, speed = sum(phases.values()), rate * 1e12 * share * processes
+    shares = _phase_shares(s, config, where, share)
+    iteration, speed = sum(phases.values()), rate * 1e12 * shares["evaluation"].value * processes
     spent, change = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items()), []
     if not where.fits(total):
-        found = _find_smaller(s, config, where, processes)
-        text = "nothing that plan knows" if found is None else " ".join(f"{k}={v}" for k, v in found.items())
-        change = [("  would fit with", text.replace("=True", "=true"))]
+        found, least = _find_smaller(s, config, where, processes)
+        text = f"nothing that plan knows: with every saving it still takes {least / 1e9:.0f} GB"
+        change = [("  would fit with", text if found is None else _describe_changes(found))]
     verdict = f"{'does not fit' if change else 'fits'}, {total / 1e9:.0f}"
+    whole = f"not measured on {where.name}"
+    if any(source.startswith("measured") for _, source in shares.values()):
+        whole = f"a whole iteration was {whole}, only the share of its rate"
     return [
-        (f"on {processes} x {name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"), *change,
+        (f"on {processes} x {where.name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"), *change,
         *((f"  {what}", f"{n / 1e9:.2f} GB") for what, n in parts.items() if n),
         ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
-        ("time an iteration", f"{_duration(iteration)}: {spent}, at {100 * share:.0f}% of {rate:g} TFLOP/s, assumed"),
+        ("time an iteration", f"{_duration(iteration)}: {spent}, at a share of {rate:g} TFLOP/s: "
+                              + _describe_shares(shares, list(phases))),
         ("time of the run", f"{_duration(iteration * s.iterations + once * times / speed)} with evaluations, without "
                             "decoding and rewards"),
         ("time to evaluate it", _duration(last / speed) + " a prompt" * (not held_out_prompts(s))),
-        ("measured", f"not measured on {name}")]
+        ("measured", whole)]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
 def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: IterationCounts | None = None) -> dict:
@@ -672,7 +867,7 @@ def describe_estimates(
     s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
     processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
-    share: float = ASSUMED_MFU,  # of the device's rate
+    share: float | None = None,  # of the device's rate; None: measured on it, or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
     "Parameters, operations, memory, time and disk of a run: estimated, not measured."
     config = find_model_config(s.model)

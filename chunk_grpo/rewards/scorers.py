@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import InputError
+from ..core.machine import use_full_float32
 from .images import Images
 
 _SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,7 +54,8 @@ def resolve_device(
     device: str, dtype: str,  # auto, cpu, cuda or cuda:0 ...; auto or a name of `_SCORER_DTYPES`
     batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
 ) -> tuple[torch.device, torch.dtype]:
-    "Device and precision of a scorer; InputError for what this machine has not."
+    "Device and precision of a scorer; InputError for what this machine has not. Float32 is float32, never TF32."
+    use_full_float32()
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size: got {batch_size!r}, allowed is a whole number from 1.")
     if dtype != "auto" and dtype not in _SCORER_DTYPES:
