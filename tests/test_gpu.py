@@ -1,4 +1,4 @@
-"""What a GPU may do otherwise than a CPU, on the last of the devices: scorers, pictures, attention. `make gpu CHECK=9`.
+"""What a GPU may do otherwise than a CPU, on the last of the devices: scorers, pictures, attention (check 9).
 
 Without a GPU the same tests run on the CPU, so that they are known to run; `pytest -m gpu` asks the device.
 """

@@ -117,7 +117,8 @@ def plan(
     overrides: OverridesArgument = None, processes: ProcessesOption = None,
     rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
     device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
-    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; left out: measured on it, or 0.3.")] = None,
+    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; left out: what was "
+                                                "measured on it, or 0.3.")] = None,
     run: Annotated[Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")] = None,
     as_json: JsonOption = False,
 ):

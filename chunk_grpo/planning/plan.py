@@ -319,7 +319,7 @@ def _decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling: bool
 
 
 def images_decoded_at_once(config: ModelConfig, resolution: int, images: int) -> int:
-    """Return how many of so many images the VAE decodes in one batch: torch's convolutions take 2^31 numbers at most."""
+    """Return how many of the images the VAE decodes in one batch: torch's convolutions take 2^31 numbers at most."""
     return min(images, meta_policy(config, resolution, 16).decode_limit)
 
 
