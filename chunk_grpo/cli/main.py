@@ -137,8 +137,12 @@ def plan(
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.training.methods import load_method
 
-    if not source and not run_folder.is_own_run(run):  # no folder and no code that a stranger names is opened
+    origin = "own" if source else run_folder.run_origin(run)
+    if origin != "own":  # no folder and no code that a stranger names is opened
         strange = [f"it names the code {code}" for code in settings.named_code(s)]
+        if origin == "edited" and strange:
+            raise InputError(f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
+                             "which is not what the run was trained with")
         if s.model not in ("pocket", *planning.known_model_configs()):
             strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
         if strange:
