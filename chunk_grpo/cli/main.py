@@ -135,7 +135,7 @@ def plan(
         lines, processes = run_folder.read_metrics_lines(run), note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
-    from chunk_grpo.training.methods import load_method
+    from chunk_grpo.training.methods import call_hook, load_method
 
     origin = "own" if source else run_folder.run_origin(run)
     if origin != "own":  # no folder and no code that a stranger names is opened
@@ -150,7 +150,7 @@ def plan(
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
     method = load_method(s)  # which refuses what training would
-    counts = method.counts() if s.method != "chunk" or settings.named_code(s) else None
+    counts = call_hook(method, "counts") if s.method != "chunk" or settings.named_code(s) else None
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = planning.find_model_config(s.model) is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
