@@ -1508,6 +1508,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'chunk_grpo/rewards/rewards.py'),
                                             'chunk_grpo.rewards.rewards.load_reward': ( '04_rewards/rewards.html#load_reward',
                                                                                         'chunk_grpo/rewards/rewards.py'),
+                                            'chunk_grpo.rewards.rewards.load_reward_with_options': ( '04_rewards/rewards.html#load_reward_with_options',
+                                                                                                     'chunk_grpo/rewards/rewards.py'),
                                             'chunk_grpo.rewards.rewards.score_images': ( '04_rewards/rewards.html#score_images',
                                                                                          'chunk_grpo/rewards/rewards.py'),
                                             'chunk_grpo.rewards.rewards.scoring_thread': ( '04_rewards/rewards.html#scoring_thread',
