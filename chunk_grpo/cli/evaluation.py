@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError, __version__
-from ..core import files, settings, validation
+from ..core import files, validation
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -80,21 +80,27 @@ def print_json(content: dict | list) -> None:
     typer.echo(json.dumps(finite, indent=1))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #69b37d0a
-def evaluate_with_progress(run: Path, overrides: Sequence[str] = (), processes: int = 0, say=typer.echo) -> dict:
+def evaluate_with_progress(
+    run: Path, overrides: Sequence[str] = (), processes: int = 0, say=typer.echo,
+    trust: bool = False,  # run what a run from elsewhere names
+) -> dict:
     "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     again = " ".join(["chunk-grpo evaluate", str(run), *overrides])
     with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {again}"):
-        return evaluation.evaluate(run, say, overrides, processes=processes)
+        return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
 
 
-def evaluate_heldout(run: Path, overrides: Sequence[str], processes: int, as_json: bool = False) -> None:
+def evaluate_heldout(
+    run: Path, overrides: Sequence[str], processes: int, as_json: bool = False,
+    trust: bool = False,  # run what a run from elsewhere names
+) -> None:
     "Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."
     def say(text: str) -> None:  # on the error stream where the standard output holds JSON
         typer.echo(printable(text), err=as_json)
 
-    summary = evaluate_with_progress(run, overrides, processes, say)
+    summary = evaluate_with_progress(run, overrides, processes, say, trust)
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
     print_json(summary) if as_json else print_means(summary)
@@ -120,23 +126,9 @@ def check_trust(
     doing: str = "evaluating", rewards_too: bool = True,  # what the command does; the images are scored
 ) -> None:
     "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
-    if trust:
-        return
-    from chunk_grpo.planning.plan import known_model_configs  # these here, since they import torch
-    from chunk_grpo.runs import run_folder
+    from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-    s, changed = run_folder.read_run_settings(run), {text.partition("=")[0] for text in overrides}
-    names = dict.fromkeys([*settings.reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
-    names, given = names if rewards_too else {}, {} if "reward_options" in changed else s.reward_options
-    wanted = [f"the code {name}" for name in names if name not in settings.REWARD_LOADERS]
-    wanted += [f"the code {code}" for code in settings.named_code(s)]
-    if not ("model" in changed or s.model in ("pocket", *known_model_configs()) or Path(s.model).is_dir()):
-        wanted.append(f"the model {s.model} of the hub")
-    wanted += [f"{name} with {given[name]}" for name in names if given.get(name)]
-    if wanted and not run_folder.is_own_run(run):
-        raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
-                         f"{', and '.join(wanted)}; look at its run.json, then add --trust"
-                         f"{', or give other rewards' * rewards_too}.")
+    run_folder.check_trust(run, trust, [text.partition("=")[0] for text in overrides], doing, rewards_too)
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command(epilog=examples("evaluate runs/one eval_steps=4", "evaluate runs/one --benchmark pocket:test"))
@@ -166,7 +158,7 @@ def evaluate(
     if run is not None and not images:
         check_trust(run, trust, overrides or ())
     if not benchmark:
-        return evaluate_heldout(run, overrides or (), processes, as_json)
+        return evaluate_heldout(run, overrides or (), processes, as_json, trust)
     from chunk_grpo.evaluation import benchmarks, judge  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
@@ -183,7 +175,7 @@ def evaluate(
         scorers = {name: placement.load_placed_reward(name) for name in names}
         benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
     else:
-        place = benchmarks.run_benchmark(run, *what, processes, overrides or (), names, tools, typer.echo)
+        place = benchmarks.run_benchmark(run, *what, processes, overrides or (), names, tools, typer.echo, trust)
     table = benchmarks.benchmark_table(files.read_json(place / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
     typer.echo(f"scores: {place / 'summary.json'}")

@@ -136,10 +136,14 @@ def plan(
         lines, processes = run_folder.read_metrics_lines(run), note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
-    from chunk_grpo.training.methods import load_method
+    from chunk_grpo.training.methods import call_hook, load_method
 
-    if not source and not run_folder.is_own_run(run):  # no folder and no code that a stranger names is opened
+    origin = "own" if source else run_folder.run_origin(run)
+    if origin != "own":  # no folder and no code that a stranger names is opened
         strange = [f"it names the code {code}" for code in settings.named_code(s)]
+        if origin == "edited" and strange:
+            raise InputError(f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
+                             "which is not what the run was trained with")
         if s.model not in ("pocket", *planning.known_model_configs()):
             strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
         if strange:
@@ -147,7 +151,7 @@ def plan(
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
     method = load_method(s)  # which refuses what training would
-    counts = method.counts() if s.method != "chunk" or settings.named_code(s) else None
+    counts = call_hook(method, "counts") if s.method != "chunk" or settings.named_code(s) else None
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = planning.find_model_config(s.model) is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")

@@ -158,7 +158,7 @@ def verify(run: RunArgument,
 
     check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
-        found = verifying.verify_run(run, iterations, processes, None if as_json else launch.print_progress)
+        found = verifying.verify_run(run, iterations, processes, None if as_json else launch.print_progress, trust)
     print_json(found) if as_json else typer.echo("\n".join(verifying.verification_lines(found)))
     raise typer.Exit(int(found["answer"] == "differs"))
 
@@ -195,7 +195,7 @@ def sample(
     given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
     changes = {field: value for field, value in given.items() if value is not None}
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
-        made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo)
+        made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust)
     typer.echo(f"images: {len(made)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de

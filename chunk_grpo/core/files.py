@@ -191,6 +191,7 @@ class RunInfo(TypedDict, total=False):
     run_id: str  # of this run alone
     model_sha256: str
     prompts_sha256: str
+    code: dict[str, dict[str, str]]  # files of code that the settings name, of `user_code.find_code`
     processes: Annotated[int, Field(ge=1)]
     seconds: _Amount | None
     started: float | None

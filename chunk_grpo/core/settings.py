@@ -5,10 +5,12 @@
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'ALARMS', 'PRESETS_DIR', 'METHODS',
            'RESUME_CHANGEABLE_FIELDS', 'reward_weights', 'evaluated_rewards', 'embedding_reward', 'named_code',
-           'import_callable', 'training_method', 'Settings', 'list_presets', 'find_settings_file', 'read_settings_file',
-           'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'check_processes']
+           'name_files', 'import_places', 'import_callable', 'training_method', 'Settings', 'list_presets',
+           'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
+           'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -16,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -258,6 +260,8 @@ def _check_rewards(s: "Settings") -> None:
     for name in s.reward_options:
         _must(s, "reward_options", name in (*weights, *s.eval_rewards), "name rewards of `reward` or `eval_rewards`",
               repr(name))
+        for option in s.reward_options[name]:
+            _must(s, "reward_options", isinstance(option, str), "have options whose names are texts", repr(option))
     for field, name in [("reward", name) for name in weights] + [("eval_rewards", name) for name in s.eval_rewards]:
         near = difflib.get_close_matches(name, REWARD_LOADERS, n=1, cutoff=0.5)
         known = name in REWARD_LOADERS or ":" in name or s.reward_options.get(name, {}).get("url")
@@ -274,19 +278,72 @@ def named_code(s: "Settings") -> list[str]:
     return [name for name in (s.method, s.chunks, s.surrogate) if re.fullmatch(r".*\D:[A-Za-z_]\w*", name)]
 
 
+def _name_from_root(
+    name: object,  # what a setting holds, perhaps code as file.py:name
+    folder: Path,  # where its file is looked for first
+    always: bool = True,  # also where the working folder has it; else it stays as it was written there
+) -> Any:
+    "Return the name with its file from the root, where there is such a file; else as it is."
+    file, _, made = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    if file.endswith(".py"):
+        for one in (folder / file, Path(file)):
+            if one.is_file():
+                stays = not always and one.resolve() == Path(file).resolve()
+                return name if stays else f"{one.resolve()}:{made}"
+    return name
+
+
+def name_files(
+    values: Mapping,  # of settings
+    folder: Path = Path(),  # where files are looked for first
+) -> dict:
+    """Name the files of code in settings from the root.
+
+    The name of a reward is also that of its scores, so it stays as it was where the working folder has its file.
+    """
+    def reward(name):
+        return _name_from_root(name, folder, always=False)
+
+    out = dict(values)
+    for field in ("method", "chunks", "surrogate"):
+        if field in out:
+            out[field] = _name_from_root(out[field], folder)
+    for field in ("reward", "reward_options", "eval_rewards"):
+        of = out.get(field)
+        if isinstance(of, Mapping):
+            out[field] = {reward(key): reward(x) if key == "name" else x for key, x in of.items()}
+        elif isinstance(of, (list, tuple)):
+            out[field] = [reward(name) for name in of]
+        elif isinstance(of, str):
+            out[field] = reward(of)
+    return out
+
+
 def _expand_method(values: dict, folder: Path = Path()) -> dict:  # where files are looked for first
     "The values with a preset of METHODS written out, and with files of code named from the root."
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:  # what is a point of the axes needs no name
         of, kept = METHODS[method], method if "class" in METHODS[method] else "chunk"
         values = of.get("settings", {}) | values | {"method": kept}
-    for name in ("method", "chunks", "surrogate"):
-        file, _, made = str(values.get(name, "")).rpartition(":")
-        if file.endswith(".py") and (there := [one for one in (folder / file, Path(file)) if one.is_file()]):
-            values = values | {name: f"{there[0].resolve()}:{made}"}
-    return values
+    return name_files(values, folder)
 
 # %% ../../nbs/02_core/04_settings.ipynb #5599bf4d
+@contextlib.contextmanager
+def import_places(
+    here: bool = True,  # whether the working folder counts
+) -> Iterator[None]:
+    "Look for modules where code of settings is looked for, within this context."
+    before, cwd = list(sys.path), os.getcwd()
+    chosen = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    known = [place for place in before if place not in ("", cwd)] + [cwd] * (here or cwd in chosen)
+    try:
+        sys.path[:] = known
+        importlib.invalidate_caches()  # the file may be a second old
+        yield
+    finally:
+        sys.path[:] = before
+
+
 def import_callable(
     path: str, field: str = "reward",  # "package.module:name" or "file.py:name"; the setting that names it
     here: bool = True,  # whether the working folder counts: for what the user names, never for what a run names
@@ -299,19 +356,16 @@ def import_callable(
         raise InputError(f"{must}; got {path[:80]!r}")
     if is_file and not here and not os.path.isabs(module):
         raise InputError(f"{must}, the file from the root where a run names it; got {path[:80]!r}")
-    before, cwd, loaded = list(sys.path), os.getcwd(), ""
-    chosen = map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    known = [place for place in before if place not in ("", cwd)] + [cwd] * (here or cwd in chosen)
+    loaded = ""
     try:
-        sys.path[:] = known
-        importlib.invalidate_caches()  # the file may be a second old
-        if is_file:
-            spec: Any = importlib.util.spec_from_file_location(f"{Path(module).stem}_of_{field}", module)
-            found, loaded = importlib.util.module_from_spec(spec), spec.name
-            sys.modules[loaded] = found  # dataclasses and pickles look there
-            spec.loader.exec_module(found)
-        else:
-            found = importlib.import_module(module)
+        with import_places(here):
+            if is_file:
+                spec: Any = importlib.util.spec_from_file_location(f"{Path(module).stem}_of_{field}", module)
+                found, loaded = importlib.util.module_from_spec(spec), spec.name
+                sys.modules[loaded] = found  # dataclasses and pickles look there
+                spec.loader.exec_module(found)
+            else:
+                found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(loaded, None)
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -319,8 +373,6 @@ def import_callable(
             not isinstance(error, (ImportError, SyntaxError, FileNotFoundError))) else ""
         words = f"{type(error).__name__}{where}: {error}".splitlines()[0]
         raise InputError(f"{must} that can be imported; got {path[:80]!r}, {words}") from None
-    finally:
-        sys.path[:] = before
     if not callable(getattr(found, name, None)):
         raise InputError(f"{must}, a function or class of that module; got {path[:80]!r}")
     return getattr(found, name)
@@ -496,6 +548,7 @@ def _split_reward_options(values: dict) -> dict:
 def load_settings(
     source: str | Path | Mapping | Settings | tuple[()] = (),  # YAML file, name of a preset, mapping, or settings
     overrides: Mapping | Sequence[str] = (),  # values that win: a mapping, or texts `name=value`
+    folder: Path = Path(),  # where files of code that the overrides name are looked for first
 ) -> Settings:
     "Checked settings; InputError with one sentence that names the field, what came and what is allowed."
     if isinstance(source, BaseModel):
@@ -509,7 +562,7 @@ def load_settings(
         overrides = {name.strip(): parse_yaml(value, f"the value of `{name.strip()}`")
                      for name, value in (text.split("=", 1) for text in overrides)}
     try:
-        return Settings.model_validate(_split_reward_options({**values, **_expand_method(dict(overrides))}))
+        return Settings.model_validate(_split_reward_options({**values, **_expand_method(dict(overrides), folder)}))
     except ValidationError as error:
         raise InputError(validation_message(error, Settings)) from None
 

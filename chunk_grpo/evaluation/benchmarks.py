@@ -24,10 +24,12 @@ from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
 from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
-from .evaluate import compare_arms, evaluation_settings, ode_arms, summarise_evaluation
+from .evaluate import changed_settings, compare_arms, evaluation_settings, ode_arms
+from .evaluate import summarise_evaluation
 from ..models.inputs import read_prompts
 from ..reward_serving import placement
 from ..rewards import rewards
+from ..runs.run_folder import check_trust, run_origin
 from ..runs.run_images import drawing_processes, drawing_threads, find_trained_weights, hash_trained_weights
 from ..runs.run_images import load_trained_policy, progress_text, sample_arm_images, share_out
 
@@ -115,9 +117,11 @@ def prepare_benchmark(
 def draw_benchmark(
     run: Path, task: Sequence, out: Path, changes: Mapping | Sequence[str] = (),  # task: for `load_benchmark_task`
     share: tuple[int, int] = (0, 1), say: Callable[[str], None] = print,  # this process' number, and how many
+    trust: bool = False,  # load what a run from elsewhere names
 ) -> None:
     "Draw this process' share of what is missing, each image written whole or not at all."
     what = load_benchmark_task(*task)
+    check_trust(run, trust, changed_settings(changes))
     s, arms = prepare_benchmark(run, what, out, changes)
     with drawing_threads(s.threads):
         model = load_trained_policy(run, s)
@@ -276,13 +280,17 @@ def run_benchmark(
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
     names: Sequence[str] = (), tools: Mapping | None = None,  # rewards, empty: the run's; as in `score_benchmark`
     say: Callable[[str], None] = lambda text: None,
+    trust: bool = False,  # load and run what a run from elsewhere names
 ) -> Path:  # the benchmark's folder
     "Draw and score a benchmark with a run's base, trained and hybrid weights; what is there is kept."
     what, s = load_benchmark_task(name, source, samples), evaluation_settings(folder, changes)
+    check_trust(folder, trust, changed_settings(changes))
     out, processes = Path(folder) / "benchmarks" / what.name, processes or drawing_processes(folder)
+    here = bool(names) or run_origin(folder) != "foreign"  # whether the working folder counts
     names = list(names) or list(dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards]))
     scored = what.name not in ("wise", "dpg") and not what.records
-    scorers = {n: placement.load_placed_reward(n, **s.reward_options.get(n, {})) for n in names} if scored else None
+    scorers = {n: placement.load_placed_reward(n, here, **s.reward_options.get(n, {}))
+               for n in names} if scored else None
     _check_scoring_tools(what, tools or {}, scorers)
     if what.records:  # GenEval's weights, before hours of drawing
         detector.load_detector(tools["detector"])
@@ -291,10 +299,10 @@ def run_benchmark(
     if any(what.missing(out / arm) for arm in arms):
         if processes > 1:
             order = {"run": str(folder), "task": [name, source and str(source), samples], "out": str(out),
-                     "changes": changes}
+                     "changes": changes, "trust": trust}
             draw = "chunk_grpo.evaluation.benchmarks:draw_benchmark"
             share_out("benchmark", draw, order, processes)
         else:
-            draw_benchmark(folder, (name, source, samples), out, changes, say=say)
+            draw_benchmark(folder, (name, source, samples), out, changes, say=say, trust=trust)
     score_benchmark(what, {arm: out / arm for arm in arms}, out, source, scorers, tools, say)
     return out

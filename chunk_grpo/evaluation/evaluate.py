@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ode_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records', 'compare_arms',
            'preservation_rates', 'summarise_evaluation', 'check_evaluation_changes', 'evaluation_settings',
-           'write_scores', 'evaluate']
+           'changed_settings', 'write_scores', 'evaluate']
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #197a320c
 import json
@@ -180,6 +180,11 @@ def evaluation_settings(run: Path | str, changes: Mapping | Sequence[str]) -> se
     return s
 
 
+def changed_settings(changes: Mapping | Sequence[str]) -> list[str]:
+    "Name the settings that are given, as a mapping or as texts `name=value`."
+    return [text.partition("=")[0].strip() for text in changes]
+
+
 def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> None:
     "scores.jsonl and summary.json, each whole or not at all."
     with atomic_write(Path(folder) / "scores.jsonl") as temporary:
@@ -192,9 +197,11 @@ def evaluate(
     changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"
     arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over; None: all
     processes: int = 0,  # that share the drawing; 0: as many as trained the run, at most one a GPU or core
+    trust: bool = False,  # load and run what a run from elsewhere names
 ) -> dict:  # summary.json
     "Evaluate a finished run on all its held-out prompts; what a killed evaluation had drawn is not drawn again."
     run, s = Path(run), evaluation_settings(run, changes)
+    run_folder.check_trust(run, trust, changed_settings(changes))
     arms = ode_arms(s) | AS_TRAINED_ARMS if arms is None else dict(arms)
     _check_arms(arms, s.eval_steps)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
@@ -209,10 +216,11 @@ def evaluate(
         count = min(processes or drawing_processes(run), missing)
         watch = progress_watcher(s, parts, folder, say)
         if count > 1:
-            order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder)}
+            order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder),
+                     "trust": trust}
             share_out("evaluation", "chunk_grpo.runs.run_images:draw_share", order, count, watch)
         elif missing:
-            draw_share(run, s, arms, folder, watch=watch)
+            draw_share(run, s, arms, folder, watch=watch, trust=trust)
         done = read_parts(folder)
         records = [record for part in parts for record in done[part]]
         summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}

@@ -104,9 +104,11 @@ def sample_run(
     out: Path | str | None = None,  # a folder to be, for the images and a sheet of them; None: no files
     changes: Mapping | Sequence[str] = (),  # of the settings, such as {"eval_steps": 20, "hybrid_split": 12}
     say: Callable[[str], None] = lambda text: None,  # told of the progress
+    trust: bool = False,  # load and run what a run from elsewhere names
 ) -> list[dict]:  # an image each: prompt, arm, seed, generator_seed, image, and file where there are files
     "Sample a run's newest weights; InputError for bad input, before any weight is loaded."
     run, s, out = Path(run), evaluating.evaluation_settings(run, changes), None if out is None else Path(out)
+    run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
     weights = run_images.find_newest_weights(run)
@@ -138,9 +140,11 @@ def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "", arms: Sequence[str] = (),  # to begin with; empty: the first held-out prompt; as for `sample_run`
     changes: Mapping | Sequence[str] = (),  # of the settings
+    trust: bool = False,  # load and run what a run from elsewhere names
 ) -> SnapshotBox:  # its value is the list of images that are shown, as `sample_run` gives them
     "A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."
     s = evaluating.evaluation_settings(run, changes)
+    run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
     chosen, weights = choose_arms(s, arms), run_images.find_newest_weights(run)
     model = run_images.load_trained_policy(Path(run), s, folder=weights)
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
@@ -223,7 +227,7 @@ def model_card(
 # %% ../../nbs/12_reporting/04_publish.ipynb #b77461c3
 def export_run(
     run: Path | str, folder: Path | str,  # a run's folder, finished or with a checkpoint; to be made
-    trust: bool = False,  # copy the model of a run from elsewhere, and quote its prompts
+    trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
 ) -> Path:  # the folder
     "Export a run's newest weights for diffusers, with a model card; InputError for bad input."
     run, out = run_folder.find_run(run), Path(os.path.abspath(folder))
@@ -232,6 +236,7 @@ def export_run(
     if not (s.lora_rank or s.model == "pocket" or _is_hub_id(s.model) or trust or run_folder.is_own_run(run)):
         raise InputError(f"the run {run} was not made on this machine, and exporting it would copy the model "
                          f"{s.model!r}; look at it, then add --trust")
+    run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
     if weights.name == "final":
         read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes

@@ -202,6 +202,7 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
     here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
+    /,  # so that an option may be called name or here
     **options,  # of the reward, and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
     "A reward by its name, loaded where its options say; InputError where they are wrong."
@@ -213,7 +214,7 @@ def load_placed_reward(
     if len(named) > 1:
         raise InputError(f"`reward_options` must name one place to run at; got {' and '.join(named)}")
     if not named:
-        return rewards.load_reward(name, here, **options)
+        return rewards.load_reward_with_options(name, here, options)
     if name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
         options.setdefault("pixels", "bytes")
     if places["url"]:
@@ -223,5 +224,6 @@ def load_placed_reward(
     if backend == "package":
         loader, environment = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package", "hpsv3"
     elif not environment:
-        loader, options = "chunk_grpo.rewards.rewards:load_reward", {"name": name, "here": here} | options
+        loader = "chunk_grpo.rewards.rewards:load_reward_with_options"
+        options = {"name": name, "here": here, "options": options}
     return LocalServer(name, loader, options, environment_python(environment) if environment else None, **how).start()

@@ -171,7 +171,7 @@ def train_folder(
         if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
             made = read_json(run / "run.json").get("made_folder", True)
             ours = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "train*.log", "packages*.txt", "samples",
-                    "chunk_grpo")  # which a tracker makes
+                    "code", "chunk_grpo")  # which a tracker makes
             for one in [one for name in ours for one in run.glob(name)]:
                 shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
             remove_abandoned(run)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'is_own_run', 'has_final_weights',
-           'create_run']
+           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run', 'check_trust',
+           'has_final_weights', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -16,7 +16,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -26,7 +26,10 @@ from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
     make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
-from ..core.settings import Settings, check_processes, check_resume, load_settings
+from ..core.settings import (
+    REWARD_LOADERS, Settings, check_processes, check_resume, load_settings, named_code, reward_weights)
+from ..core.user_code import (
+    changed_code, check_named_code, check_same_code, code_files, code_hashes, code_keys, copy_code, find_code)
 from ..models.inputs import content_hashes
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
@@ -134,19 +137,101 @@ def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, whe
     check_place(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
-def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
-    "Whether a run was made on this machine, by this user, and has the rewards, prompts and model that it had then."
-    note, file = read_json(find_run(run) / "run.json"), prompt_cache_folder() / "own-runs.txt"
+def _code_now(run: str | Path) -> dict:
+    "Hash the code that a run names as it is found now, and say where environments of its rewards lie."
+    with warnings.catch_warnings():  # settings of another version are named by whoever reads the run
+        warnings.simplefilter("ignore")
+        try:
+            s = read_run_settings(run)
+        except InputError:  # settings that cannot be read make nobody run anything
+            return {}
+    out: dict = dict.fromkeys(code_keys(s), "not found") | code_hashes(s)
+    for name, options in s.reward_options.items():
+        place = options.get("environment")
+        if isinstance(place, str) and os.sep in place and not os.path.isabs(place):  # it depends on the working folder
+            out[f"environment: {name}"] = os.path.realpath(Path(place).expanduser())
+    return out
+
+
+def _own_run_lines(run: str | Path) -> list[str]:  # the last vouches for all; the first without the code's content
+    note = read_json(find_run(run) / "run.json")
     names = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method", "chunks",
              "surrogate")  # what an evaluation would load or run
-    obeyed = json.dumps([note["settings"].get(name) for name in names], sort_keys=True)
-    line = f"{note.get('run_id')} {hashlib.sha256(obeyed.encode()).hexdigest()}"
-    own = file.is_file() and line in file.read_text(errors="replace").splitlines()
-    if remember and not own:
+    obeyed = [note["settings"].get(name) for name in names]
+    code = _code_now(run)
+    texts = [json.dumps(what, sort_keys=True) for what in ([obeyed, [*obeyed, code]] if code else [obeyed])]
+    return [f"{note.get('run_id')} {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
+
+
+def run_origin(run: str | Path) -> str:
+    """Say whether a run was made on this machine, by this user: "own", "edited" or "foreign".
+
+    A run that is "own" has the rewards, prompts and model that it had then; that of "edited" names the same, but its
+    code is not what it was.
+    """
+    file = prompt_cache_folder() / "own-runs.txt"
+    known = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    lines = _own_run_lines(run)
+    if lines[-1] in known:
+        return "own"
+    return "edited" if lines[0] in known else "foreign"
+
+
+def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
+    "Whether a run was made on this machine, by this user, and has the rewards, prompts, model and code of then."
+    if run_origin(run) == "own":
+        return True
+    if remember:
+        file = prompt_cache_folder() / "own-runs.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as handle:
-            handle.write(f"{line}\n")
-    return own or remember
+            handle.writelines(f"{line}\n" for line in _own_run_lines(run))
+    return remember
+
+# %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
+def check_trust(
+    run: str | Path,
+    trust: bool = False,  # the user has looked at what the run names
+    changed: Collection[str] = (),  # names of settings that the user gives, in place of the run's
+    doing: str = "evaluating",  # what is done to the run
+    rewards_too: bool = True,  # whether its rewards are loaded
+) -> None:
+    "InputError where a run from elsewhere, or one whose code was edited, names what would be loaded or run."
+    raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
+    for field in ("method", "chunks", "surrogate"):
+        file = str(raw.get(field, "")).rpartition(":")[0]
+        if file.endswith(".py") and not os.path.isabs(file):
+            raise InputError(f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}")
+    from chunk_grpo.planning.plan import known_model_configs  # here, since diffusers takes seconds to import
+
+    s, origin = read_run_settings(run), run_origin(run)
+    if origin == "own":
+        return
+    if origin == "edited":
+        if not trust:
+            found = changed_code(read_run_info(run).get("code", {}), find_code(s))
+            setting, why = found or ("reward_options", "its environment, or a file, is another one here")
+            raise InputError(f"`{setting}` of {run} names code that is not what the run was trained with: {why}; look "
+                             "at it, then add --trust (in Python trust=True)")
+        return
+    for name in named_code(s) if trust else ():
+        file = name.rpartition(":")[0]
+        if not file.endswith(".py") and code_files(name) and not code_files(name, here=False):
+            raise InputError(f"a run from elsewhere takes no code from the working folder; the module {file} of "
+                             f"{name[:80]!r} is found only there")
+    if trust:
+        return
+    names = dict.fromkeys([*reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
+    names, given = names if rewards_too else {}, {} if "reward_options" in changed else s.reward_options
+    wanted = [f"the code {name}" for name in names if name not in REWARD_LOADERS]
+    wanted += [f"the code {code}" for code in named_code(s)]
+    if not ("model" in changed or s.model in ("pocket", *known_model_configs()) or Path(s.model).is_dir()):
+        wanted.append(f"the model {s.model} of the hub")
+    wanted += [f"{name} with {given[name]}" for name in names if given.get(name)]
+    if wanted:
+        raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
+                         f"{', and '.join(wanted)}; look at its run.json, then add --trust"
+                         f"{', or give other rewards' * rewards_too} (in Python trust=True).")
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #066d17af
 def has_final_weights(run: Path) -> bool:
@@ -173,10 +258,14 @@ def create_run(
         raise InputError(f"`out` must hold the run to resume; in {out} there is none")
     done = resume and previous()[1]  # damage is said before a log is made
     check_processes(s, processes)
+    code = find_code(s)
+    if resume:
+        check_same_code(previous()[0], code, out)  # before any of it is imported
     if not done:
         from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
         from chunk_grpo.training.methods import load_method
 
+        check_named_code(s)
         load_method(s)  # which asks a user's code
         check_disk_space(s, out)
     hashes = content_hashes(s)
@@ -190,6 +279,7 @@ def create_run(
             if changed := [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
                 raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
                                  "run began")
+            check_same_code(note, code, out)
             note |= {} if done else about
             clean_run_folder(out)
         else:
@@ -198,6 +288,8 @@ def create_run(
             note = {**about, "versions": library_versions(), "git_commit": current_git_commit(), **hashes,
                     "machine": machine_info(), "seconds": 0.0, "started": None, "finished": None,
                     "run_id": uuid.uuid4().hex, "made_folder": made}
+        if code and "code" not in note:
+            note["code"] = copy_code(code, out)
         write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     note_packages(out)
     is_own_run(out, remember=True)

@@ -31,13 +31,14 @@ from ..core.files import (
     EvaluationPart, RunInfo, append_json_line, hash_files, make_folders, read_json, read_json_lines, remove_abandoned,
     sync_to_disk, sync_tree, try_lock)
 from ..core.machine import die_with_parent, terminate_process_group
-from ..core.settings import Settings, load_settings, reward_weights
+from ..core.settings import Settings, diff_settings, load_settings, reward_weights
 from ..models import trainable
 from ..models.inputs import read_prompts
 from ..models.policy import TORCH_DTYPES, Policy
 from ..reward_serving import placement
 from ..rewards import rewards
-from .run_folder import file_of_run, find_run, has_final_weights, is_own_run, read_run_settings
+from .run_folder import (
+    check_trust, file_of_run, find_run, has_final_weights, read_run_settings, run_origin)
 from ..training import checkpoints
 from ..training.methods import load_method
 from ..training.rollout import sample_images
@@ -183,26 +184,38 @@ def read_parts(folder: Path) -> dict[tuple[str, int, int], list[dict]]:
     return {tuple(x["part"]): x["records"] for file in files for x in read_json_lines(file, EvaluationPart)}
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #022abb40
-def load_scorers(s: Settings, run: Path | None = None) -> dict[str, Callable]:
+def load_scorers(
+    s: Settings,
+    run: Path | None = None,  # that the settings come from
+    trust: bool = False,  # the user has looked at what the run names
+) -> dict[str, Callable]:
     "The rewards trained on and those only measured, by name; a stranger's run is not obeyed."
     names = dict.fromkeys([*reward_weights(s), *s.eval_rewards])
-    then = read_run_settings(run) if run and not is_own_run(run) else None
+    origin = run_origin(run) if run else "own"
+    then = read_run_settings(run) if origin == "foreign" or (origin == "edited" and not trust) else None
     theirs = (*reward_weights(then), *then.eval_rewards) if then else ()
     return {name: placement.load_placed_reward(name, name not in theirs, **s.reward_options.get(name, {}))
             for name in names}
+
+
+def _changed_names(run: Path | str, s: Settings | Mapping) -> list[str]:
+    "Name the settings of an evaluation that are not the run's."
+    return [*diff_settings(read_run_settings(run), load_settings(s))]
 
 
 def draw_share(
     run: Path, s: Settings, arms: Mapping[str, int | None],  # a finished run; of the evaluation; arm -> split
     folder: Path, share: tuple[int, int] = (0, 1),  # of `begun_folder`; this process' number, and how many there are
     watch: Callable = lambda: None,  # called after every part
+    trust: bool = False,  # the user has looked at what the run names
 ) -> None:
     "Draw the parts that are missing and this process' own."
+    check_trust(run, trust, _changed_names(run, s))
     run, s, folder = Path(run), load_settings(s), Path(folder)  # as JSON has them, in a process of their own
     prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
     todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
     with drawing_threads(s.threads):  # scorers too: a worker gets as many threads as are here when it starts
-        scorers = load_scorers(s, run)
+        scorers = load_scorers(s, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts")
         model = load_trained_policy(run, s)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"

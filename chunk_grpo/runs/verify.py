@@ -115,7 +115,9 @@ def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of
         note = run_folder.read_run_info(folder)
         names = ("system", "processor", "gpus", "processes", "nodes", "threads", "device", "git_commit", "model_sha256",
                  "prompts_sha256")
-        return (note.get("versions") or {}) | {name: (note | (note.get("machine") or {})).get(name) for name in names}
+        code = {key: one["sha256"] for key, one in note.get("code", {}).items()}
+        noted = (note.get("versions") or {}) | ({"code": code} if code else {})
+        return noted | {name: (note | (note.get("machine") or {})).get(name) for name in names}
 
     def packages(folder: Path) -> dict[str, str]:  # that it began with
         (first, *_) = machine.package_lists(folder) or [None]
@@ -144,8 +146,10 @@ def verify_run(
     run: Path, iterations: int = 2,  # finished or not; to do again, at most those that the run has
     processes: int = 0,  # 0: as the run had, on one machine
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
+    trust: bool = False,  # run what a run from elsewhere names
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences
     "Whether a run is what its folder says; InputError where it cannot be told."
+    run_folder.check_trust(run, trust, doing="verifying")
     note, theirs = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
     s, done = run_folder.read_run_settings(run, exact=True), len(theirs) - 1
     if done < 0:
@@ -160,7 +164,8 @@ def verify_run(
         weights = weights_share(whole, again / "final", s, count) if complete else None
         differences = find_differences(run, again)
     changed += [f"the files of the {words} are not those that the run was trained on"  # with others it is another run
-                for name, words in (("model_sha256", "model"), ("prompts_sha256", "prompts")) if name in differences]
+                for name, words in (("model_sha256", "model"), ("prompts_sha256", "prompts"), ("code", "code"))
+                if name in differences]
     largest = max([row["share"] for row in rows] + [weights or 0.0])
     answer = "differs" if changed or largest > 1 else "within tolerance" if largest else "identical"
     return {"run": str(run), "answer": answer, "iterations": min(count, done), "changed": changed, "unknown": unknown,

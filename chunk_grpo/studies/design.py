@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'list_studies', 'find_study_folder', 'load_study', 'read_tuned', 'Trial',
-           'expand_trials', 'plan_record', 'find_finished_row']
+           'expand_trials', 'study_code', 'plan_record', 'find_finished_row', 'check_trials']
 
 # %% ../../nbs/13_studies/00_design.ipynb #a5dca7bb
+import base64
 import hashlib
+import importlib.metadata
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -23,9 +26,11 @@ from .. import InputError, __version__
 from ..core import settings as setting
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
+from ..core.user_code import changed_code, check_named_code, code_hashes, find_code
 from ..core.validation import format_value, read_yaml_file, setting as field, validation_message
 from ..evaluation.evaluate import check_evaluation_changes
 from ..models.inputs import content_hashes
+from ..training.methods import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
 class Study(BaseModel):
@@ -97,8 +102,11 @@ def find_study_folder(source: str | Path) -> Path:  # source: name, or a folder 
 def load_study(source: str | Path) -> Study:  # source: name of a study, or its folder
     "A checked study; InputError with one sentence that names the field, what came and what is allowed."
     file = find_study_folder(source) / "study.yaml"
+    values = {"title": "", "question": "", "reference": ""} | read_yaml_file(file)
+    if isinstance(values.get("outcome"), str):  # a reward, which may be a file of code beside the study
+        values["outcome"] = setting.name_files({"reward": values["outcome"]}, file.parent)["reward"]
     try:
-        return Study.model_validate({"title": "", "question": "", "reference": ""} | read_yaml_file(file))
+        return Study.model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file}: {validation_message(error, Study)}") from None
 
@@ -119,8 +127,8 @@ def _arm_settings(study: Study, home: Path) -> dict[str, Settings]:
     for arm, own in study.arms.items():
         best = tuned.get(arm, {}).get("settings", {})
         try:
-            out[arm] = s = setting.load_settings(base, own | best | {"seed": study.first_seed})
-            evaluated = setting.load_settings(s, study.evaluation)
+            out[arm] = s = setting.load_settings(base, own | best | {"seed": study.first_seed}, home)
+            evaluated = setting.load_settings(s, study.evaluation, home)
             check_evaluation_changes(s, evaluated)
             scored = list(dict.fromkeys([*setting.reward_weights(s), *evaluated.eval_rewards]))
             if study.outcome and study.outcome not in scored:
@@ -154,6 +162,10 @@ class Trial:
         "The name of its folder."
         return f"{self.arm}-{self.seed}"
 
+    def code_hashes(self) -> dict[str, str]:  # empty without user code
+        "Say what the code is that training and evaluation name."
+        return code_hashes(setting.load_settings(self.settings, self.evaluation))
+
 
 def expand_trials(
     source: str | Path, arms: Sequence[str] | None = None,  # name of a study, or its folder; only these; None: all
@@ -168,38 +180,104 @@ def expand_trials(
         if seed not in study.seed_range:
             raise InputError(f"`seeds` must lie between {study.first_seed} and {study.seed_range[-1]}; got {seed}")
     known = _arm_settings(study, home)
-    return [Trial(home.name, arm, seed, setting.load_settings(known[arm], {"seed": seed}), study.evaluation,
+    evaluation = setting.name_files(study.evaluation, home)
+    return [Trial(home.name, arm, seed, setting.load_settings(known[arm], {"seed": seed}), evaluation,
                   study.splits, study.after.get(arm))
             for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
+def _git(
+    folder: Path,
+    *words: str,
+) -> subprocess.CompletedProcess:  # of bytes
+    "Ask git about a folder, without what the environment or replaced objects would make of it."
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    order = ["git", "--no-replace-objects", "--literal-pathspecs", "-C", str(folder), *words]
+    return subprocess.run(order, capture_output=True, check=False, env=own)
+
+
+def _find_commit(
+    home: Path,  # the study's folder
+    files: Mapping[Path, bytes],  # of the plan, with what was read of them
+) -> tuple[str | None, str]:  # the commit, or None and why there is none
+    """Find the commit that holds these very bytes.
+
+    What git would write to the disk may be something else than what it keeps, and what it reports as unchanged may
+    have been changed: so its objects are read, without filters, links and marks of the index.
+    """
+    asked = _git(home.resolve(), "rev-parse", "--show-toplevel") if shutil.which("git") else None
+    if asked is None or asked.returncode:
+        return None, f"{home / 'study.yaml'} lies in no git repository"
+    top = Path(os.fsdecode(asked.stdout.rstrip(b"\n"))).resolve()
+    names: dict[Path, str] = {}
+    for file in files:
+        if file.is_symlink():
+            return None, f"{file} is a link, of which git keeps only where it leads"
+        if not file.resolve().is_relative_to(top):
+            return None, f"{file} lies outside of the study's git repository {top}"
+        names[file] = file.resolve().relative_to(top).as_posix()
+    newest = _git(top, "log", "-1", "--format=%H", "--", *names.values()).stdout.decode().strip()
+    head = _git(top, "rev-parse", "--verify", "-q", "HEAD").stdout.decode().strip()
+    missing = [file for file, name in names.items()
+               if not head or _git(top, "cat-file", "-e", f"{head}:{name}").returncode]
+    if missing:
+        return None, f"{missing[0]} is not committed"
+    changed: list[Path] = []
+    for commit in dict.fromkeys(filter(None, [newest, head])):
+        kept = {file: _git(top, "cat-file", "blob", f"{commit}:{name}").stdout for file, name in names.items()}
+        changed = [file for file in files if kept[file] != files[file]]
+        if not changed:
+            return commit, ""
+    return None, f"{changed[0]} was changed since its commit, byte for byte"
+
+
+def _shipped_problem(files: Iterable[Path]) -> str:
+    "Say why files of a shipped study are not what was installed; empty where they are, or nobody wrote that down."
+    try:
+        listed = importlib.metadata.files("chunk-grpo") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    sums = {Path(str(one.locate())).resolve(): one.hash.value for one in listed if one.hash}
+    for file in files:
+        found = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).decode().rstrip("=")
+        if sums.get(file.resolve(), found) != found:
+            return f"{file} was changed since it was installed"
+    return ""
+
+
+def study_code(study: Study, home: Path) -> dict[Path, str]:  # file -> its sha256
+    "Find every file of code that the arms of a study and its evaluation name."
+    out: dict[Path, str] = {}
+    for s in _arm_settings(study, home).values():
+        found = find_code(setting.load_settings(s, study.evaluation, home))
+        out |= {Path(one["file"]): one["sha256"] for one in found.values()}
+    return out
+
+
 def plan_record(home: Path, unplanned: bool = False) -> dict:  # sha256, commit, unplanned, peeks
     "What the rows of a study say of its plan; InputError where it is not committed and need be (not `unplanned`)."
-    def git(*words):
-        return subprocess.run(["git", "-C", home.resolve(), *words], capture_output=True, text=True, check=False)
-
-    files = [file for file in (home / "study.yaml", home / "base.yaml", home / TUNED_FILE) if file.is_file()]
-    names, commit, why = [file.name for file in files], None, ""
-    inside = shutil.which("git") is not None and git("rev-parse", "--is-inside-work-tree").returncode == 0
-    if not inside or git("check-ignore", "-q", "study.yaml").returncode == 0:
-        shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
-        commit, why = f"chunk-grpo {__version__}" if shipped else None, "lies in no git repository"
-    elif git("ls-files", "--error-unmatch", *names).returncode:
-        why = "is not committed"
-    elif git("status", "--porcelain", "--", *names).stdout.strip():
-        why = "was changed since its commit"
-    else:
-        commit = git("log", "-1", "--format=%H", "--", *names).stdout.strip()
+    files = {file: file.read_bytes() for file in (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)
+             if file.is_file()}
+    code = {file: file.read_bytes() for file in study_code(load_study(home), home)}
+    sums = sorted({hashlib.sha256(content).hexdigest().encode() for content in code.values()})
+    ignored = shutil.which("git") and _git(home.resolve(), "check-ignore", "-q", "study.yaml").returncode == 0
+    shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
+    commit, why = None, f"{home / 'study.yaml'} lies in no git repository"
+    if not ignored:
+        commit, why = _find_commit(home, files | code)
+    if commit is None and shipped and why.endswith("lies in no git repository"):
+        why = _shipped_problem(files)
+        commit = None if why else f"chunk-grpo {__version__}"
     if commit is None and not unplanned:
-        raise InputError(f"the plan of a study must be committed before its first trial; {home / 'study.yaml'} {why}: "
+        raise InputError(f"the plan of a study must be committed before its first trial; {why}: "
                          "commit it, or give --unplanned, which marks the rows for ever")
-    sha256 = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    sha256 = hashlib.sha256(b"\0".join([*files.values(), *sums])).hexdigest()  # of the files alone without code
     return {"sha256": sha256, "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
 def find_finished_row(trial: Trial, out: Path, known: Iterable[dict] = ()) -> dict | None:
     # out: the study's folder; known: rows from elsewhere
-    "The row of a trial that needs no more work: model, prompts and settings are alike; InputError where a row is none."
+    "The row of a trial that needs no more work: model, prompts, settings and code are alike; InputError for no row."
     free, defaults = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}, Settings().model_dump(mode="json")
 
     def key(row: Mapping) -> list:
@@ -217,4 +295,28 @@ def find_finished_row(trial: Trial, out: Path, known: Iterable[dict] = ()) -> di
     alike = [row for row in rows if key(row) == key(asked)]
     own = {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
     hashes = content_hashes(trial.settings) if alike else {}
-    return next((row | own for row in alike if all(row.get(name) == x for name, x in hashes.items())), None)
+    code = trial.code_hashes() if alike else {}
+    return next((row | own for row in alike if all(row.get(name) == x for name, x in hashes.items())
+                 and row.get("code", {}) == code), None)
+
+# %% ../../nbs/13_studies/00_design.ipynb #trial-check-code
+def check_trials(
+    trials: Iterable[Trial],
+    out: Path,  # the study's folder
+) -> None:
+    "InputError where a trial's code cannot be run, or is not what an unfinished run of it began with."
+    asked: set[str] = set()
+    for trial in trials:
+        if trial.arm not in asked:
+            asked.add(trial.arm)
+            try:
+                s = setting.load_settings(trial.settings, trial.evaluation)
+                check_named_code(s)
+                load_method(s)
+            except InputError as error:
+                raise InputError(f"arm {trial.arm} of the study {trial.study}: {error}") from None
+        file = out / trial.name / "run.json"
+        note = read_json(file) if file.is_file() else {}
+        if "code" in note and (found := changed_code(note["code"], find_code(trial.settings))):
+            raise InputError(f"the trial {trial.name} in {out} was begun with other code: `{found[0]}`, {found[1]}; "
+                             "give another --out")

@@ -48,7 +48,8 @@ def write_tuning_study(source: str | Path, folder: Path) -> Path:  # source: nam
                          f"{study.tune_prompts} as both")
     content = study.model_dump(exclude={"tune", "arms", "tune_seeds", "tune_prompts"}) | {
         "title": f"Tuning of: {study.title}", "seeds": study.tune_seeds, "first_seed": _TUNING_SEED,
-        "arms": {name: study.arms[arm] | point for name, (arm, point) in arms.items()}, "reference": next(iter(arms))}
+        "arms": {name: setting.name_files(study.arms[arm] | point, home) for name, (arm, point) in arms.items()},
+        "evaluation": setting.name_files(study.evaluation, home), "reference": next(iter(arms))}
     content["evaluation"].pop("eval_prompts", None)  # they are the study's
     base = setting.load_settings(base, {"eval_prompts": study.tune_prompts})
     folder.mkdir(parents=True, exist_ok=True)

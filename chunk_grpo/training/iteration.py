@@ -28,6 +28,7 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
+from ..core.user_code import check_same_code, find_code
 from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..models import prompt_embeds, trainable
@@ -109,8 +110,11 @@ def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existi
     cpu = not torch.cuda.is_available()
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", log_with=trackers, project_dir=str(run),
                               kwargs_handlers=[InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)])
-    method, file = load_method(s), Path(run) / "run.json"
-    run_id = read_json(file, RunInfo).get("run_id", "") if file.is_file() else ""
+    file = Path(run) / "run.json"
+    note = read_json(file, RunInfo) if file.is_file() else {}
+    run_id = note.get("run_id", "")
+    check_same_code(note, find_code(s) if "code" in note else {}, Path(run))  # it may have been edited since
+    method = load_method(s)
     prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     setting.check_processes(s, accelerator.num_processes)
