@@ -133,7 +133,7 @@ class Awm(Decoupled):
         return torch.stack([new[0] - old[0], new[1]], 1)
 
     def objective(self, statistic, advantage, group):
-        worth = super().objective(statistic[:, :1], advantage / self.s.advantage_clamp, group)
+        worth = super().objective(statistic[:, 0], advantage / self.s.advantage_clamp, group)
         return worth - self.pull * statistic[:, 1]
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #47d6560a

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TrainingState', 'prepare_state', 'load_policy_and_optimizer', 'chunk_gains', 'compare_groups', 'count_seconds',
-           'Rollout', 'sample_groups', 'score_base', 'measure_profile', 'measure_ratio_floor', 'build_update_batches',
-           'refuse_silent_weights', 'step_optimizer', 'Update', 'update_policy']
+           'Rollout', 'sample_groups', 'score_base', 'measure_profile', 'measure_ratio_floor', 'are_whole_numbers',
+           'check_partition', 'check_draw', 'build_update_batches', 'refuse_silent_weights', 'step_optimizer', 'Update',
+           'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -30,6 +31,7 @@ from ..core import settings as setting
 from ..core.files import RunInfo, read_json
 from ..method import credit, sharing
 from ..method.chunks import Chunks
+from ..method.sampler import Sampler
 from ..models import prompt_embeds, trainable
 from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
@@ -37,7 +39,8 @@ from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
 from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
-from .methods import Method, ReplayContext, is_one_state, load_method
+from .methods import Method, ReplayContext, check_floats, copy_decay, describe_value
+from .methods import is_one_state, load_method, read_only, wrong_return
 from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
@@ -195,8 +198,15 @@ def compare_groups(
     "The method's advantages of what `credit_of` names."
     s, method, sampler = state.s, state.method, context.trajectories.sampler
 
+    def advantages(every: dict[str, Tensor]) -> Tensor:
+        shape = next(iter(every.values())).shape
+        copies = {name: x.clone() for name, x in every.items()}  # the scores are in the metrics too
+        returned = method.advantages(copies, dict(state.reward_weights))
+        check_floats(method, "advantages", returned, shape, "(P, G)")
+        return returned
+
     def compared(of: dict[str, Tensor]) -> Tensor:
-        return _of_all_groups(state, of, lambda every: method.advantages(every, state.reward_weights))
+        return _of_all_groups(state, of, advantages)
 
     if s.credit_of == "image":
         of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
@@ -322,15 +332,70 @@ def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Metho
     return [ratio_floor(again, old, work) for old in (now, in_rollout.to(again.device))]
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c5062ddd
+def are_whole_numbers(
+    value: object,  # what a function returned
+    dimensions: int,  # that it must have
+) -> bool:
+    """Return True if the value is a tensor of whole numbers with so many dimensions."""
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.ndim == dimensions
+
+
+def check_partition(
+    method: Method,
+    sampler: Sampler,
+    places: Tensor,  # what `places` returned
+    chunks: Chunks | list[Chunks],  # what `partition` returned
+    images: int,  # B, of this process
+) -> None:
+    """Raise InputError unless chunks cover all transitions that may be trained; checked once."""
+    if "partition" in method.checked:
+        return
+    inside = are_whole_numbers(places, 1) and len(places) > 0 and bool((places.diff() > 0).all())
+    if not (inside and 0 <= int(places[0]) and int(places[-1]) < len(sampler)):
+        raise wrong_return(method, "places", f"increasing transitions from 0 to {len(sampler) - 1}", places)
+    each = [chunks] if isinstance(chunks, Chunks) else chunks
+    if not isinstance(each, list | tuple) or not (isinstance(chunks, Chunks) or len(each) == images):
+        raise wrong_return(method, "partition", f"chunks for all images, or a list of {images}", chunks)
+    for one in each:
+        if not isinstance(one, Chunks) or one.transitions != len(places):
+            came = f"chunks {one}" if isinstance(one, Chunks) else describe_value(one)
+            raise InputError(f"`chunks` of {method.s.method} must cover the {len(places)} transitions that may be "
+                             f"trained; got {came}")
+    method.checked.add("partition")
+
+
+def check_draw(
+    method: Method,
+    chosen: Tensor,  # what `draw` returned
+    images: int,  # B, of this process
+    count: int,  # K, chunks of the image that has most
+) -> None:
+    """Raise InputError unless the drawn chunks are numbers (B, k) of chunks; checked once."""
+    if "draw" in method.checked:
+        return
+    right = are_whole_numbers(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
+    if not (right and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
+        raise wrong_return(method, "draw", f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here "
+                           f"({images}, k)", chosen)
+    method.checked.add("draw")
+
+
 def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[UpdateBatch], list[float | None]]:
     "The work of each update, and how many items its mean is over; None: those of the work."
     s, method, paths = state.s, state.method, rollout.context.trajectories
     accelerator: Any = state.accelerator  # what it gives of a tensor is one
     assert state.profile is not None  # it was measured
     shares = split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration)
-    chunks = method.partition(paths, state.profile)
-    chosen = method.draw(paths, chunks, state.profile, state.iteration)
-    weights, places = method.weights(paths.sampler), method.places(paths.sampler)
+    places = method.places(paths.sampler)
+    with read_only(method, "partition", paths):
+        chunks = method.partition(paths, state.profile.clone())
+    check_partition(method, paths.sampler, places, chunks, len(paths.keys))
+    with read_only(method, "draw", paths):
+        chosen = method.draw(paths, chunks, state.profile.clone(), state.iteration)
+    check_draw(method, chosen, len(paths.keys), len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)))
+    weights = method.weights(paths.sampler)
+    if weights is not None:
+        check_floats(method, "weights", weights, (len(paths.sampler),), "(T,)")
     spread = rollout.advantage.abs().unflatten(0, (-1, s.images_per_prompt)).flatten(1).amax(1)
     spread = spread.repeat_interleave(s.images_per_prompt)
     works, means = [], []
@@ -398,8 +463,8 @@ def update_policy(state: TrainingState, rollout: Rollout) -> Update:
             context, work, rollout.advantage, method, old, sync, accelerator.backward, mean))
         refuse_silent_weights(state.policy, accelerator.num_processes if s.sharding == "none" else 1)
         norms.append(step_optimizer(state))
-    for name, decay in method.copies.items():
-        kept = decay(state.iteration)
+    for name in method.copies:
+        kept = copy_decay(method, name, state.iteration)
         for mine, p in zip(state.copies[name], state.policy.trained, strict=True):
             mine.copy_(kept * mine + (1 - kept) * p.detach())
     return Update(works, stats, norms, floors)
