@@ -41,7 +41,7 @@ from ..rewards.images import image_statistics
 from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
 from .methods import Method, ReplayContext, check_floats, copy_decay, describe_value
 from .methods import is_one_state, load_method, read_only, wrong_return
-from .rollout import Trajectories, sample_ode, sample_trajectories, sde_batches
+from .rollout import Trajectories, complete_states, sample_trajectories, sde_batches
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
 
@@ -155,13 +155,16 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
 @torch.no_grad()
-def _score_completions(state: TrainingState, context: ReplayContext, start: int, grid: Tensor) -> dict[str, Tensor]:
-    "Raw scores (B,) of what the ODE makes, on the grid, of the states before transition `start`; one where they agree."
+def _score_completions(state: TrainingState, context: ReplayContext, levels: Tensor) -> dict[str, Tensor]:
+    "Raw scores (B,) of what the ODE makes on these levels of the states at the first of them; one where they agree."
+    start = int(levels[0])
     paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
     alike = state.s.images_per_prompt if is_one_state(state.s, paths.sampler, start) else 1
     now, first = paths.latents[:, start].float(), torch.arange(0, len(paths.keys), alike)
     prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
-    images = decode_latents(policy, sample_ode(policy, context.rows(first), now[first], grid, batch), batch)
+    store = TORCH_DTYPES[state.s.latents_dtype]
+    final = complete_states(policy, context.rows(first), now[first], paths.sampler, levels, batch, store)
+    images = decode_latents(policy, final, batch)
     scores = {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
     return {name: x.repeat_interleave(alike) for name, x in scores.items()}
 
@@ -176,7 +179,7 @@ def chunk_gains(
         start = int(places[chunk][0])
         last = len(paths.sampler) - start
         kept = start + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
-        before = _score_completions(state, context, start, paths.sampler.sigmas[kept])
+        before = _score_completions(state, context, kept)
         before = {name: x.to(after[name]) for name, x in before.items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
         after = before
@@ -211,8 +214,8 @@ def compare_groups(
     if s.credit_of == "image":
         of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
         for stride in map(int, s.completion_strides.split(",")[1:]):  # the first is the rollout's own
-            grid = torch.cat([sampler.sigmas[start:-1:stride], sampler.sigmas[-1:]])
-            of_strides.append(compared(_score_completions(state, context, start, grid)))
+            levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
+            of_strides.append(compared(_score_completions(state, context, levels)))
         most = s.advantage_clamp
         return of_strides[0] if len(of_strides) == 1 else torch.stack(of_strides).sum(0).clamp(-most, most)
     if s.credit_of in ("depth", "leaves"):
