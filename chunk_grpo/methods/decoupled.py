@@ -161,8 +161,11 @@ class Crd(Decoupled):
     "CRD (2603.14128): the centred implicit reward is regressed on the centred advantage."
 
     beta, ratio, grouped, shared = 1.0, False, True, True
-    copies: Mapping[str, Callable[[int], float]] = {"old": lambda iteration: min(0.25 + 0.01 * iteration, 0.999)}
-    sampled_by, reads = "old", ("old",)
+    copies: Mapping[str, Callable[[int], float]] = {
+        "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),  # what images are compared with
+        "sampling": lambda iteration: min(0.0075 * max(iteration - 75, 0), 0.999),  # what draws
+    }
+    sampled_by, reads = "sampling", ("old",)
 
     def losses(self, v, others, target, x, t):
         return (normalised_error(others["old"] - target) - normalised_error(v - target),)

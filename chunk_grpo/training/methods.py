@@ -188,7 +188,12 @@ class _Selection:
         eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
         if s.merge != "none":
             grid, eta = merge_transitions(grid, eta, s.merge, s.shift)
-        return Sampler(grid, s.sampler, eta, s.solver)
+        solver, second = s.solver, None
+        if s.merge.startswith("rest") and self.window.kind == "frozen" and len(grid) - 1 - self.window.width < 3:
+            solver = "euler"  # what dpm2 is on so few transitions: the first and the last are Euler's
+        if s.merge.startswith("entropy"):
+            second = self.sigmas[1]  # E-GRPO's noise at sigma 1 is that of the whole grid
+        return Sampler(grid, s.sampler, eta, solver, second)
 
     def places(self, sampler: Sampler) -> Tensor:
         "The transitions that may be trained, (n,) long and increasing."
@@ -373,6 +378,13 @@ class Method(_Objective):
             if getattr(self.s, name) != value:
                 raise InputError(f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
                                  f"got {getattr(self.s, name)}")
+        images, updates = self.s.images_per_prompt, self.s.updates_per_iteration
+        if self.grouped and images // updates < 2:
+            raise InputError(f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
+                             f"with {self.s.method}, which compares them; got {updates}")
+        if self.sharing.kind == "seeds" and self.s.credit_of == "image" and images // self.sharing.number < 2:
+            raise InputError(f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
+                             f"compare them; got {self.s.sharing}")
         for name in self.copies:
             for iteration in range(min(self.s.iterations, 1000)):
                 copy_decay(self, name, iteration)
