@@ -105,8 +105,9 @@ def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, 
 
 
 COUPLED = [name for name, of in METHODS.items() if "class" not in of]
-FITTED = dict.fromkeys(["chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-gain"], {"chunks": "2,4"}) | {
-    "reweighted": {"step_weights": "2,4"}, "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
+FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain"], {"chunks": "2,4"}) | {
+    "reweighted": {"step_weights": "2,4"}, "tempflow-seeds": {"sharing": "seeds:2"},
+    "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
     "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"}, **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {
         "steps": 12})}  # what 4 images and 7 steps ask of rows for more
 
@@ -329,7 +330,7 @@ def test_merged_transitions_are_one_draw_over_the_whole_way(policy):
     "E-GRPO's grid from the table of its paper, and a window as one transition: fewer forwards, the same two ends."
     method = method_of("e-grpo", steps=16, shift=3.0, eta=0.7)
     drawn = {int(sampler.stochastic[0]): len(sampler) for sampler in map(method.sampler, range(60))}
-    assert drawn == {k: 16 if k < 5 else 15 for k in range(7)}  # steps 6 and 7 are two in one
+    assert drawn == {k: 16 if k < 5 else 15 for k in range(8)}  # steps 6, 7 and 8 are two in one
     window, step = method_of("mix", window="frozen:3"), method_of("chunk-step", window="frozen:3")
     whole, merged = window.sampler(0), step.sampler(0)
     assert len(whole) - len(merged) == 2

@@ -72,6 +72,7 @@ def _strengths(
 
 def _coefficients(
     sigmas: Tensor, kind: str, eta: Tensor,  # (T + 1,); (T,) float64
+    second: Tensor | None = None,  # sigma_1 of the schedule, where `sigmas` leaves levels of it out
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
@@ -79,7 +80,8 @@ def _coefficients(
     if kind == "cps":
         a, b, std = cps_coefficients(sigma, after, eta)
     else:
-        a, b, std = sde_coefficients(sigma, after, diffusion_coefficient(sigma, levels[1], kind, eta.to(levels)))
+        second = levels[1] if second is None else second.to(levels)
+        a, b, std = sde_coefficients(sigma, after, diffusion_coefficient(sigma, second, kind, eta.to(levels)))
     still = eta == 0
     return torch.where(still, 1.0, a), torch.where(still, after - sigma, b), torch.where(still, 0.0, std)
 
@@ -100,6 +102,7 @@ class Sampler:
     kind: str = "flow"  # one of SAMPLER_KINDS
     eta: float | Sequence[float] | Tensor = 0.7  # (T,) strengths, the last 0; a number: of all others
     solver: str = "euler"  # one of SOLVERS, of transitions that have no noise and follow one that has none
+    second: Tensor | None = None  # sigma_1 for the noise at sigma 1, (); None: that of `sigmas`
     second_order: Tensor = field(init=False)  # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
     stochastic: Tensor = field(init=False)  # transitions that have noise, increasing, (n,) long
     _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)  # coefficients of all transitions, (T,) each
@@ -113,8 +116,8 @@ class Sampler:
         if self.solver != "euler" and not second.any():
             raise InputError(f"`solver` must be euler where no two transitions in a row are without noise; got "
                              f"{self.solver}")
-        given = {"eta": eta, "stochastic": eta.nonzero()[:, 0], "_table": _coefficients(self.sigmas, self.kind, eta),
-                 "second_order": second}
+        table = _coefficients(self.sigmas, self.kind, eta, self.second)
+        given = {"eta": eta, "stochastic": eta.nonzero()[:, 0], "_table": table, "second_order": second}
         for name, value in given.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
 

@@ -48,6 +48,9 @@ def step_weights_by_name(
     levels = sampler.sigmas.double()
     t, h = levels[places], -levels.diff()[places]
     std = replace(sampler, sigmas=levels).coefficients(places)[2]
+    if name in ("noise", "flash") and not bool((std > 0).all()):
+        raise InputError(f"`step_weights` must not be {name} where trained transitions are without noise; allowed are "
+                         "one, interval, inverse-interval, or sizes of chunks")
     s = std / h.sqrt()
     raw = {"noise": std, "interval": h, "inverse-interval": 1 / h,
            "flash": 1 / (h.sqrt() / s + s * h.sqrt() * (1 - t) / (2 * t))}[name]

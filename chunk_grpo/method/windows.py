@@ -48,7 +48,7 @@ class Window:
         if last < 0:
             raise InputError(f"`window` must be at most {transitions} transitions wide; got {self.width}")
         if self.kind in ("random", "early"):
-            most = last if self.kind == "random" else min(last, max(transitions // 2 - self.width, 0))
+            most = last if self.kind == "random" else min(last, max((transitions + 1) // 2 - self.width, 0))
             first = random.Random(f"{seed}/{iteration}/window").randint(0, most)
         elif self.kind == "frozen":
             first = 0

@@ -133,7 +133,7 @@ class Awm(Decoupled):
         return torch.stack([new[0] - old[0], new[1]], 1)
 
     def objective(self, statistic, advantage, group):
-        worth = super().objective(statistic[:, :1], advantage / self.s.advantage_clamp, group)
+        worth = super().objective(statistic[:, 0], advantage / self.s.advantage_clamp, group)
         return worth - self.pull * statistic[:, 1]
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #47d6560a
@@ -161,8 +161,11 @@ class Crd(Decoupled):
     "CRD (2603.14128): the centred implicit reward is regressed on the centred advantage."
 
     beta, ratio, grouped, shared = 1.0, False, True, True
-    copies: Mapping[str, Callable[[int], float]] = {"old": lambda iteration: min(0.25 + 0.01 * iteration, 0.999)}
-    sampled_by, reads = "old", ("old",)
+    copies: Mapping[str, Callable[[int], float]] = {
+        "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),  # what images are compared with
+        "sampling": lambda iteration: min(0.0075 * max(iteration - 75, 0), 0.999),  # what draws
+    }
+    sampled_by, reads = "sampling", ("old",)
 
     def losses(self, v, others, target, x, t):
         return (normalised_error(others["old"] - target) - normalised_error(v - target),)

@@ -84,12 +84,13 @@ class Neighbor(Method):
         names, of = group.unique(return_inverse=True)
         of_siblings = torch.zeros(len(names), self.s.images_per_prompt).to(advantage)
         of_siblings = of_siblings.index_put((of, statistic[:, -1].detach().round().long()), advantage)[of]
-        return self.worth(statistic[:, :-1], of_siblings).mean(1)
+        pairs = super().objective(statistic[:, :-1].flatten(), of_siblings.flatten(), group)  # of path and sibling
+        return pairs.reshape(of_siblings.shape).mean(1)
 
     def check(self):
         super().check()
-        if self.worth is None or self.worth.kind == "dppo":
-            raise InputError(f"`surrogate` must be a name other than dppo with {self.s.method}; got {self.s.surrogate}")
+        if self.worth and self.worth.kind == "dppo":
+            raise InputError(f"`surrogate` must not be dppo with {self.s.method}, which asks for no transition's mean")
 
 # %% ../../nbs/08_methods/02_groups.ipynb #17200721
 class SelfOpd(Method):
