@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
+from ..core.machine import check_environment
 from ..method.schedule import dynamic_shift, sigmas
 from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
 from .inputs import locate_model
@@ -200,6 +201,7 @@ def load_policy(
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
+    check_environment()
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
     for part, kind in zip(("transformer", "vae"), family.network_classes, strict=True):

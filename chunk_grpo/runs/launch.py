@@ -28,7 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .. import InputError
 from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
 from ..core.settings import Settings, check_processes
-from ..core.machine import Terminated, TrainingFailed, die_with_parent, raise_on_sigterm
+from ..core.machine import (
+    Terminated, TrainingFailed, check_environment, die_with_parent, raise_on_sigterm)
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
 from .run_folder import read_run_info, read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
@@ -186,7 +187,8 @@ def train_folder(
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    "InputError where one process is to train and the environment speaks of others."
+    "InputError where one process is to train and the environment speaks of others, or of other settings."
+    check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
     alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
@@ -231,6 +233,7 @@ def train(
             return run
     else:
         check_processes(s, total)
+        check_environment(s.compile)
         run = Path(os.path.realpath(str(out)))
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run

@@ -25,7 +25,8 @@ from .. import InputError, __version__
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
     make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
-from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
+from ..core.machine import (
+    check_environment, current_git_commit, library_versions, machine_info, note_packages)
 from ..core.settings import Settings, check_processes, check_resume, load_settings
 from ..models.inputs import content_hashes
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
@@ -174,6 +175,7 @@ def create_run(
     done = resume and previous()[1]  # damage is said before a log is made
     check_processes(s, processes)
     if not done:
+        check_environment(s.compile)
         from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
         from chunk_grpo.training.methods import load_method
 
