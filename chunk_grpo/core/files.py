@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
            'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
-           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'write_json',
-           'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of',
-           'hash_files']
+           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'schema_problem',
+           'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log',
+           'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -23,7 +23,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal, Required
 
@@ -284,9 +284,15 @@ def _adapter(schema: Any) -> TypeAdapter:  # of a union, since that of a TypedDi
     return TypeAdapter(schema | None, config=ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
 
-def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, ...] = ()) -> Any:
+def _parse_json(
+    where: str | Path,
+    text: bytes,
+    schema: Any,
+    needed: tuple[str, ...] = (),  # fields that must be there
+    constant: Callable[[str], Any] = float,  # makes a value of NaN and Infinity, which JSON does not have
+) -> Any:
     try:
-        content = json.loads(text.decode())
+        content = json.loads(text.decode(), parse_constant=constant)
     except (ValueError, RecursionError) as error:  # bad text and bad JSON are ValueErrors
         raise InputError(f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed") from None
     if not isinstance(content, dict):
@@ -299,10 +305,30 @@ def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, 
         raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
 
 
+def schema_problem(content: dict, schema: Any) -> str:  # schema: a TypedDict such as MetricsLine
+    "Say what a reader of this content would reject, once it is written; empty for nothing."
+    try:
+        _adapter(schema).validate_python(_finite(content))
+    except ValidationError as error:
+        return validation_message(error)
+    return ""
+
+
+def _finite(content: Any) -> Any:
+    "Replace every float that is not finite by None, at any depth, since JSON has no such number."
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content
+
+
 def write_json(path: Path, content: Any) -> None:
-    "A JSON file, whole or not at all."
+    "A JSON file, whole or not at all; floats that are not finite become null."
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
@@ -317,8 +343,7 @@ def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> A
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(path: Path, content: Any) -> None:
     "Append one line of JSON; floats that are not finite become null."
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
-    line = json.dumps(finite)
+    line = json.dumps(_finite(content))
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")
 
@@ -331,7 +356,8 @@ def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a T
         return []
     except OSError as error:
         raise InputError(f"run: {path} cannot be read ({error.strerror})") from None
-    return [_parse_json(f"line {number} of {path}", line, schema)
+    # Lines of earlier versions may hold NaN within a list; it says what null says.
+    return [_parse_json(f"line {number} of {path}", line, schema, constant=lambda name: None)
             for number, line in enumerate(whole.split(b"\n") if whole else [], 1)]
 
 
