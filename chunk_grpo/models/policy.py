@@ -12,7 +12,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import diffusers
 import torch
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
+from ..arguments import checked, number, some, text, whole_number
 from ..core.machine import check_environment
 from ..method.schedule import dynamic_shift, sigmas
 from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
@@ -194,6 +195,27 @@ class Policy(Family):
         return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
+def _is_device(device: str | torch.device) -> bool:
+    "Whether torch can put something there."
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+@checked(
+    model=text(),
+    resolution=whole_number(1),
+    dtype=Literal["float32", "bfloat16"],
+    weights=Literal["float32", "bfloat16"] | None,
+    max_tokens=whole_number(1),
+    guidance=number(low=0),
+    true_cfg_scale=number(low=1),
+    device=some(str | torch.device, "a device that torch has here, such as cpu", _is_device),
+    host=bool,
+    vae_tiling=bool,
+)
 def load_policy(
     model: str, *, resolution: int,  # "pocket", a folder or a hub id; pixels a side
     dtype: str = "float32",  # of the forward: float32 or bfloat16

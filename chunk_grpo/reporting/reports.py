@@ -23,6 +23,7 @@ import pandas as pd
 
 import chunk_grpo
 from .. import InputError
+from ..arguments import checked, path, paths
 from ..core import settings as setting
 from ..core.files import atomic_write, check_place, remove_abandoned, temporary_folder
 from ..core.settings import Settings, training_method
@@ -233,6 +234,7 @@ def write_report(
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
+@checked(run=path())
 def write_run_report(run: str | Path, name: str = "train") -> Path:  # its folder; or "evaluate"; returns the page
     "The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."
     run = find_run(run).resolve()
@@ -272,6 +274,7 @@ def run_cost(run: Path) -> dict[str, float]:  # run: its folder; returns transit
             "seconds": max([line.get("seconds_total") or 0.0 for line in lines], default=0.0)}
 
 
+@checked(runs=paths())
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders; returns a row a run and reward
     "Base, trained, and their difference with its interval, beside what they cost; InputError where not evaluated."
     rows, chosen = [], [read_run_settings(run) for run in runs]

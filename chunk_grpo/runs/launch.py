@@ -26,8 +26,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
+from ..arguments import checked, path, whole_number
 from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
-from ..core.settings import Settings, check_processes
+from ..core.settings import Settings, check_processes, load_settings
 from ..core.machine import (
     Terminated, TrainingFailed, check_environment, die_with_parent, raise_on_sigterm)
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
@@ -199,8 +200,18 @@ def check_launcher() -> None:
                          "these variables")
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0004
+@checked(
+    s=Settings | str | Path | Mapping,
+    out=path() | None,
+    processes=whole_number(1),
+    nodes=whole_number(1),
+    node_rank=whole_number(0),
+    max_restarts=whole_number(0),
+    callbacks=Sequence[Callback | Callable],
+)
 def train(
-    s: Settings, out: str | Path | None = None,  # the run folder; None: a new one under runs/
+    s: Settings | str | Path | Mapping,  # or what `load_settings` takes
+    out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool = False, processes: int = 1,  # take up the run that lies there; on each machine
     callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings
     nodes: int = 1, node_rank: int = 0, rendezvous: str = "",  # machines, number of this one, HOST:PORT of the first
@@ -208,6 +219,7 @@ def train(
     on_made: Callable[[Path], object] | None = None,  # called once the run folder is there: nothing was refused
 ) -> Path:  # the folder of the finished run
     "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
+    s = s if isinstance(s, Settings) else load_settings(s)
     total = processes * nodes
     if nodes > 1 and max_restarts:
         raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "

@@ -22,6 +22,7 @@ from pathlib import Path
 import pandas as pd
 
 from .. import InputError, __version__
+from ..arguments import checked, path
 from ..core.files import (
     EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
     make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
@@ -93,6 +94,7 @@ def read_metrics_lines(run: str | Path) -> list[dict]:
     return lines
 
 
+@checked(run=path())
 def read_metrics(run: str | Path) -> pd.DataFrame:
     "The metrics as a table, a row an iteration."
     rows = [{**line, **{f"seconds_{name}": x for name, x in (line.get("seconds") or {}).items()}}

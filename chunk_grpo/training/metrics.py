@@ -50,8 +50,8 @@ def above_base_metrics(
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
 _TRAINER_METRICS = (
-    "iteration", "advantage_std_zero_groups", "grad_norm", "lr", "images", "transitions_trained", "skipped_updates", "kl",
-    "ratio_floor", "ratio_floor_rollout", "seconds")
+    "iteration", "advantage_std_zero_groups", "grad_norm", "lr", "images", "transitions_trained", "skipped_updates",
+    "kl", "ratio_floor", "ratio_floor_rollout", "seconds")
 _TRAINER_GROUPS = ("reward_", "eval_", "image_", "above_base_", "seconds_")  # beginnings of further names
 
 
