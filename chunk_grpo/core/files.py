@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
-           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
-           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'schema_problem',
-           'write_json', 'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log',
-           'sha256_of', 'hash_files']
+           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_outside_runs',
+           'refuse_special_file', 'check_place', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
+           'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'schema_problem', 'write_json', 'read_json',
+           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -154,6 +154,30 @@ def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the pa
             shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
+_MADE_ANEW = ("evaluation", "evaluation.begun", "samples")  # folders of a run, which a command replaces
+
+
+def check_outside_runs(
+    path: Path,  # of what is to be
+    name: str = "`out`",  # what the sentence calls it
+) -> None:
+    "Raise InputError where the next evaluation or training of a run would replace or delete what lies there."
+    real = Path(os.path.realpath(Path(path).absolute()))
+    for part in (real, *real.parents):
+        if part.name in _MADE_ANEW and (part.parent / "run.json").is_file():
+            raise InputError(f"{name} must lie outside of {part}, which belongs to a run and is made anew; got {path}")
+
+
+def refuse_special_file(path: str | Path) -> None:
+    "Raise InputError where there is a pipe, a socket or a device, from which a reader would wait for ever."
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise InputError(f"run: {path} must be a regular file; it is a pipe, a socket or a device")
+
+
 def check_place(path: Path, name: str = "`out`", file: bool = False) -> None:  # path: of what is to be, or a folder
     # name: what the sentence calls it; file: whether it is to be a file
     "InputError where nothing could be written; makes nothing."
@@ -334,6 +358,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
     # schema: a TypedDict such as RunInfo; needed: fields that this reader cannot do without
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
+    refuse_special_file(path)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
@@ -350,6 +375,7 @@ def append_json_line(path: Path, content: Any) -> None:
 
 def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a TypedDict such as MetricsLine
     "The whole lines of a JSON-lines file, none without a file; InputError where one is not what the schema says."
+    refuse_special_file(path)
     try:
         whole = Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
@@ -378,7 +404,8 @@ def lock_log(
     end = time.monotonic() + LOCK_PATIENCE
     try:
         while True:
-            handle = os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+            how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is refused at once
+            handle = os.fdopen(os.open(log, how, 0o666), "ab")
             if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
                 return handle
             handle.close()
@@ -392,7 +419,8 @@ def lock_log(
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
-    "The sha256 of a file."
+    "The sha256 of a file; InputError where it is none, but a pipe for example."
+    refuse_special_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

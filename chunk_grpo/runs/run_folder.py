@@ -24,8 +24,8 @@ import pandas as pd
 from .. import InputError, __version__
 from ..arguments import checked, path
 from ..core.files import (
-    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
-    make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
+    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_outside_runs, check_place,
+    clean_run_folder, lock_log, make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
 from ..core.machine import (
     check_environment, current_git_commit, library_versions, machine_info, note_packages)
 from ..core.settings import Settings, check_processes, check_resume, load_settings
@@ -134,6 +134,7 @@ def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, whe
         empty_log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
         if not run or not (empty_log or re.fullmatch(r"\.run\.json\.\d+\.part", file.name)):
             raise InputError(f"`out` must be a new or an empty folder; {out} is not empty")
+    check_outside_runs(out)
     check_place(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
