@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'DrawersOption', 'print_rows',
            'split_commas', 'parse_numbers', 'printable', 'ends_if_interrupted', 'examples', 'print_json',
-           'evaluate_with_progress', 'evaluate_heldout', 'print_means', 'check_trust', 'evaluate', 'reward_env',
-           'serve_reward', 'doctor']
+           'evaluate_with_progress', 'evaluate_heldout', 'mean_and_interval', 'print_means', 'check_trust', 'evaluate',
+           'reward_env', 'serve_reward', 'doctor']
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
@@ -109,6 +109,13 @@ def evaluate_heldout(
         say(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #76d7ef5e
+def mean_and_interval(row: dict) -> str:  # of a summary
+    "A mean with its interval; without it where one prompt gives none."
+    if row["lo"] is None or row["hi"] is None:
+        return f"{row['mean']:.4f} (one prompt gives no interval)"
+    return "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)
+
+
 def print_means(summary: dict) -> None:
     "Print the means of an evaluation with their intervals."
     from chunk_grpo.reporting import tables  # here, since it imports matplotlib
@@ -117,7 +124,7 @@ def print_means(summary: dict) -> None:
     typer.echo(f"{summary['n_prompts']} prompts x {each}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
-        print_rows([(f"{name} {arm}", "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)) for arm, row in cells.items()])
+        print_rows([(f"{name} {arm}", mean_and_interval(row)) for arm, row in cells.items()])
     typer.echo(tables.as_trained_note(summary))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b26d0682

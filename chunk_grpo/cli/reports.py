@@ -64,6 +64,7 @@ def output_file(option: str, text: str) -> Path:
     "The file that an option names; InputError where it cannot be written."
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
+    files.check_outside_runs(Path(text), f"`--{option}`")
     files.check_place(Path(text), f"`--{option}`", file=True)
     return Path(text)
 

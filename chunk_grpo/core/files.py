@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
-           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_place', 'RunInfo', 'MetricsLine',
-           'RunProfile', 'CheckpointState', 'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'write_json',
-           'read_json', 'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of',
-           'hash_files']
+           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_outside_runs',
+           'refuse_special_file', 'check_place', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
+           'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'schema_problem', 'write_json', 'read_json',
+           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -23,7 +23,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Annotated, Any, BinaryIO, Literal, Required
 
@@ -154,6 +154,30 @@ def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the pa
             shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
+_MADE_ANEW = ("evaluation", "evaluation.begun", "samples")  # folders of a run, which a command replaces
+
+
+def check_outside_runs(
+    path: Path,  # of what is to be
+    name: str = "`out`",  # what the sentence calls it
+) -> None:
+    "Raise InputError where the next evaluation or training of a run would replace or delete what lies there."
+    real = Path(os.path.realpath(Path(path).absolute()))
+    for part in (real, *real.parents):
+        if part.name in _MADE_ANEW and (part.parent / "run.json").is_file():
+            raise InputError(f"{name} must lie outside of {part}, which belongs to a run and is made anew; got {path}")
+
+
+def refuse_special_file(path: str | Path) -> None:
+    "Raise InputError where there is a pipe, a socket or a device, from which a reader would wait for ever."
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise InputError(f"run: {path} must be a regular file; it is a pipe, a socket or a device")
+
+
 def check_place(path: Path, name: str = "`out`", file: bool = False) -> None:  # path: of what is to be, or a folder
     # name: what the sentence calls it; file: whether it is to be a file
     "InputError where nothing could be written; makes nothing."
@@ -285,9 +309,15 @@ def _adapter(schema: Any) -> TypeAdapter:  # of a union, since that of a TypedDi
     return TypeAdapter(schema | None, config=ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
 
 
-def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, ...] = ()) -> Any:
+def _parse_json(
+    where: str | Path,
+    text: bytes,
+    schema: Any,
+    needed: tuple[str, ...] = (),  # fields that must be there
+    constant: Callable[[str], Any] = float,  # makes a value of NaN and Infinity, which JSON does not have
+) -> Any:
     try:
-        content = json.loads(text.decode())
+        content = json.loads(text.decode(), parse_constant=constant)
     except (ValueError, RecursionError) as error:  # bad text and bad JSON are ValueErrors
         raise InputError(f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed") from None
     if not isinstance(content, dict):
@@ -300,15 +330,36 @@ def _parse_json(where: str | Path, text: bytes, schema: Any, needed: tuple[str, 
         raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
 
 
+def schema_problem(content: dict, schema: Any) -> str:  # schema: a TypedDict such as MetricsLine
+    "Say what a reader of this content would reject, once it is written; empty for nothing."
+    try:
+        _adapter(schema).validate_python(_finite(content))
+    except ValidationError as error:
+        return validation_message(error)
+    return ""
+
+
+def _finite(content: Any) -> Any:
+    "Replace every float that is not finite by None, at any depth, since JSON has no such number."
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content
+
+
 def write_json(path: Path, content: Any) -> None:
-    "A JSON file, whole or not at all."
+    "A JSON file, whole or not at all; floats that are not finite become null."
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
     # schema: a TypedDict such as RunInfo; needed: fields that this reader cannot do without
     "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
+    refuse_special_file(path)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
@@ -318,21 +369,22 @@ def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> A
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(path: Path, content: Any) -> None:
     "Append one line of JSON; floats that are not finite become null."
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in content.items()}
-    line = json.dumps(finite)
+    line = json.dumps(_finite(content))
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")
 
 
 def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a TypedDict such as MetricsLine
     "The whole lines of a JSON-lines file, none without a file; InputError where one is not what the schema says."
+    refuse_special_file(path)
     try:
         whole = Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"run: {path} cannot be read ({error.strerror})") from None
-    return [_parse_json(f"line {number} of {path}", line, schema)
+    # Lines of earlier versions may hold NaN within a list; it says what null says.
+    return [_parse_json(f"line {number} of {path}", line, schema, constant=lambda name: None)
             for number, line in enumerate(whole.split(b"\n") if whole else [], 1)]
 
 
@@ -353,7 +405,8 @@ def lock_log(
     end = time.monotonic() + LOCK_PATIENCE
     try:
         while True:
-            handle = os.fdopen(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+            how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is refused at once
+            handle = os.fdopen(os.open(log, how, 0o666), "ab")
             if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
                 return handle
             handle.close()
@@ -367,7 +420,8 @@ def lock_log(
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
-    "The sha256 of a file."
+    "The sha256 of a file; InputError where it is none, but a pipe for example."
+    refuse_special_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

@@ -26,6 +26,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 import chunk_grpo
 from .. import InputError
+from ..arguments import checked
 from .validation import (
     Names, dump_yaml, format_value, parse_yaml, read_yaml_file, setting, validation_message)
 
@@ -474,6 +475,12 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
     "Everything that a run needs to be repeated."
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
+    def __init__(self, **values):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InputError(validation_message(error, type(self))) from None
+
     @property
     def transitions(self) -> int:
         "Transitions that may be trained: all but the last, or a window of these. InputError on a mistake in its text."
@@ -545,6 +552,10 @@ def _split_reward_options(values: dict) -> dict:
     return {**values, "reward": reward["name"], "reward_options": {**given, **options}}
 
 
+@checked(
+    source=str | Path | Mapping | Settings | tuple[()],
+    overrides=Mapping[str, Any] | Sequence[str],
+)
 def load_settings(
     source: str | Path | Mapping | Settings | tuple[()] = (),  # YAML file, name of a preset, mapping, or settings
     overrides: Mapping | Sequence[str] = (),  # values that win: a mapping, or texts `name=value`
@@ -561,6 +572,8 @@ def load_settings(
                 raise InputError(f"an override must read name=value; got {text!r}")
         overrides = {name.strip(): parse_yaml(value, f"the value of `{name.strip()}`")
                      for name, value in (text.split("=", 1) for text in overrides)}
+    for name in [name for name in values if not isinstance(name, str)]:  # as in a file with `1: 2`
+        raise InputError(f"`{name}` is no setting, whose name must be a text; got {format_value(values[name])}")
     try:
         return Settings.model_validate(_split_reward_options({**values, **_expand_method(dict(overrides), folder)}))
     except ValidationError as error:

@@ -150,6 +150,8 @@ def parse_yaml(text: str, where: str):  # where it comes from, for the message
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
 def read_yaml_file(path: Path, what: str = "the file") -> dict:  # what: how a sentence calls it
     "The lines `name: value` of a YAML file; InputError where it is not text, not YAML, or holds something else."
+    if path.exists() and not path.is_file():
+        raise InputError(f"{what} {path} must be readable text; it is no regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

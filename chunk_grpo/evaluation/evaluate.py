@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import InputError
+from ..arguments import checked, path, whole_number
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
@@ -192,6 +193,7 @@ def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> 
     write_json(Path(folder) / "summary.json", summary)
 
 
+@checked(run=path(), processes=whole_number(0), changes=Mapping[str, Any] | Sequence[str])
 def evaluate(
     run: Path | str, say: Callable[[str], None] = lambda text: None,  # a finished run's folder; gets evaluation/
     changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"

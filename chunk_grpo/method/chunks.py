@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
+from ..arguments import checked, whole_number
 
 # %% ../../nbs/00_method/02_chunks.ipynb #e581466b
+@checked(sizes=Sequence[int])
 @dataclass(frozen=True)
 class Chunks:
     """Consecutive chunks (12) of transitions 0 ... n - 1, noise first. InputError unless sizes are whole, from 1."""
@@ -50,6 +52,7 @@ class Chunks:
         return [slice(low, high) for low, high in zip(ends, ends[1:], strict=False)]
 
     @classmethod
+    @checked()
     def parse(cls, text: str) -> "Chunks":
         """Sizes with commas between, "2,3,4,7". InputError unless they are whole numbers from 1."""
         sizes = [part.strip() for part in text.split(",")]
@@ -58,16 +61,19 @@ class Chunks:
         return cls(tuple(map(int, sizes)))
 
     @classmethod
+    @checked(transitions=whole_number(1))
     def steps(cls, transitions: int) -> "Chunks":
         """Every transition a chunk of its own: step-level GRPO."""
         return cls((1,) * transitions)
 
     @classmethod
+    @checked(transitions=whole_number(1))
     def whole(cls, transitions: int) -> "Chunks":
         """One chunk of all transitions: sequence level."""
         return cls((transitions,))
 
     @classmethod
+    @checked(transitions=whole_number(1), size=whole_number(1))
     def equal(cls, transitions: int, size: int) -> "Chunks":
         """Chunks of one size. InputError, with the sizes that are allowed, unless it divides the transitions."""
         allowed = [n for n in range(1, transitions + 1) if transitions % n == 0]

@@ -7,6 +7,7 @@ __all__ = ['DISTANCE_KINDS', 'DEFAULT_CHUNKS', 'relative_distance', 'gaussian_pr
            'chunk_weights', 'tempered_weights', 'chunk_count', 'sample_without_replacement']
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #1b11ddc9
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from ruptures import Dynp
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked, whole_number
 from .chunks import Chunks
 from .sampler import Sampler
 from .schedule import gaussian_velocity
@@ -24,6 +26,7 @@ DISTANCE_KINDS = ("l1", "l2", "cosine")
 DEFAULT_CHUNKS = 4  # the paper's K
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #4e8139f8
+@checked()
 def relative_distance(
     latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
     kind: str = "l1",  # one of DISTANCE_KINDS
@@ -69,6 +72,7 @@ def optimal_sizes(values: list[float], count: int) -> list[int]:  # count: 1 ...
     return np.diff(ends, prepend=0).tolist()
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #d8b954c2
+@checked(profile=Tensor | np.ndarray | Sequence[float], max_chunks=whole_number(1) | None)
 def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
     max_chunks: int | None = None,  # number of chunks K; None: 4 as in the paper; at most n are made
@@ -83,6 +87,7 @@ def chunks_from_profile(
     return Chunks(tuple(optimal_sizes(profile.log().tolist(), min(count, len(profile)))))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #7d9b493a
+@checked()
 def chunk_weights(distance: Tensor, chunks: Chunks) -> Tensor:  # distance: (B, n); returns (B, K), rows sum to 1
     """Weight of each chunk by its mean distance, equation (16); raises InputError where shapes or values do not fit."""
     if distance.ndim != 2 or distance.shape[1] != chunks.transitions:

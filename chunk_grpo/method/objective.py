@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked, number
 from .chunks import Chunks
 
 # %% ../../nbs/00_method/03_objective.ipynb #c1733e01
+@checked(clamp=number(above=0))
 def group_advantages(
     rewards: Tensor,  # rewards of P prompts with G images each, (P, G)
     clamp: float = 5.0,  # largest advantage in absolute value, in standard deviations
@@ -28,6 +30,7 @@ def group_advantages(
     return advantage.clamp(-clamp, clamp)
 
 # %% ../../nbs/00_method/03_objective.ipynb #bf41fe64
+@checked()
 def chunk_ratio(
     new_logp: Tensor,  # log-probabilities now, (B, n), averaged over latent dimensions
     old_logp: Tensor,  # of the same transitions when they were sampled, (B, n)
@@ -67,6 +70,7 @@ def segment_ratio(
     return torch.segment_reduce((new_logp - old_logp)[order], "mean", lengths=item_sizes(segment)).exp()
 
 # %% ../../nbs/00_method/03_objective.ipynb #d8cd9f1b
+@checked(clip_range=number(above=0))
 def clipped_objective(
     ratio: Tensor,  # ratio of each sample and chunk, (B, K); of each step for (5)
     advantage: Tensor, clip_range: float,  # advantage of each sample, (B,); eps

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked
 from .schedule import broadcast_sigma
 
 SAMPLER_KINDS, SOLVERS = ("flow", "dance", "cps", "ode"), ("euler", "dpm2")
@@ -56,8 +57,11 @@ def _strengths(
     sigmas: Tensor, kind: str, eta: float | Sequence[float] | Tensor,  # (T + 1,); a number, or one a transition
 ) -> Tensor:  # (T,) float64, 0 at the last transition
     """The strength of every transition; InputError on a bad schedule, kind or strength."""
-    if sigmas.ndim != 1 or len(sigmas) < 2 or bool((sigmas.diff() >= 0).any()):
+    if sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all()):  # NaN is never below
         raise InputError(f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}")
+    if not sigmas.is_floating_point() or not 0 <= float(sigmas[-1]) <= float(sigmas[0]) <= 1:
+        raise InputError(f"`sigmas` must be noise levels from 1 to 0 as floats; got {sigmas.dtype} from "
+                         f"{float(sigmas[0]):g} to {float(sigmas[-1]):g}")
     if kind not in SAMPLER_KINDS:
         raise InputError(f"`sampler` must be one of {', '.join(SAMPLER_KINDS)}; got {kind!r}")
     steps, given = len(sigmas) - 1, torch.as_tensor(eta, dtype=torch.float64).cpu()
@@ -94,6 +98,7 @@ def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decre
     return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
 # %% ../../nbs/00_method/01_sampler.ipynb #d4e96299
+@checked()
 @dataclass(frozen=True, eq=False)
 class Sampler:
     """How trajectories are drawn: noise levels, the kind of transition, and the strength of the noise in each."""

@@ -12,7 +12,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import diffusers
 import torch
@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.machine import use_full_float32
+from ..arguments import checked, number, some, text, whole_number
+from ..core.machine import check_environment, use_full_float32
 from ..method.schedule import dynamic_shift, sigmas
 from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
 from .inputs import locate_model
@@ -195,6 +196,27 @@ class Policy(Family):
         return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
+def _is_device(device: str | torch.device) -> bool:
+    "Whether torch can put something there."
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+@checked(
+    model=text(),
+    resolution=whole_number(1),
+    dtype=Literal["float32", "bfloat16"],
+    weights=Literal["float32", "bfloat16"] | None,
+    max_tokens=whole_number(1),
+    guidance=number(low=0),
+    true_cfg_scale=number(low=1),
+    device=some(str | torch.device, "a device that torch has here, such as cpu", _is_device),
+    host=bool,
+    vae_tiling=bool,
+)
 def load_policy(
     model: str, *, resolution: int,  # "pocket", a folder or a hub id; pixels a side
     dtype: str = "float32",  # of the forward: float32 or bfloat16
@@ -202,6 +224,7 @@ def load_policy(
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
+    check_environment()
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
     for part, kind in zip(("transformer", "vae"), family.network_classes, strict=True):

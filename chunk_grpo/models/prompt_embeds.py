@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked
 from .inputs import hash_model_files, import_class
 
 _KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
@@ -181,6 +182,7 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
     return hashlib.sha256(f"{files} {policy.max_tokens} {policy.dtype}".encode()).hexdigest()
 
 
+@checked(prompts=Sequence[str])
 def encode_prompts(policy: Any, prompts: list[str]) -> dict[str, Tensor]:
     # policy: with `key`, the value of `prompt_key`; returns what `embed` gives, one row a prompt
     "Conditioning of the prompts, from the disk's cache or from the frozen encoders."

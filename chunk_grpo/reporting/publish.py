@@ -23,6 +23,7 @@ from huggingface_hub import ModelCardData
 
 import chunk_grpo
 from .. import InputError
+from ..arguments import checked, path, texts, whole_number
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
@@ -51,6 +52,7 @@ def choose_arms(
         if name not in known:
             raise InputError(f"an arm must be one of {', '.join(known)}; got {name!r}")
     return {name: known[name] for name in named} or evaluating.ode_arms(s)
+
 
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #43eba675
@@ -96,6 +98,13 @@ def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | Non
         run_folder.check_new_folder(out)
 
 
+@checked(
+    run=path(),
+    prompts=texts(1),
+    seeds=Sequence[whole_number(0)],
+    out=path() | None,
+    changes=Mapping[str, Any] | Sequence[str],
+)
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompts: Sequence[str],
@@ -136,6 +145,7 @@ def sample_run(
     return images
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #ff1c5e50
+@checked(run=path(), changes=Mapping[str, Any] | Sequence[str])
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "", arms: Sequence[str] = (),  # to begin with; empty: the first held-out prompt; as for `sample_run`
@@ -225,6 +235,7 @@ def model_card(
         as_trained=tables.as_trained_note(summary) if summary else "") + "\n"
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b77461c3
+@checked(run=path(), folder=path())
 def export_run(
     run: Path | str, folder: Path | str,  # a run's folder, finished or with a checkpoint; to be made
     trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts

@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked, text
 from ..core.machine import terminate_process_group
 from ..core.settings import REWARD_PLACES
 from . import client
@@ -199,6 +200,7 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
     return place
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
+@checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
     name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
     here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`

@@ -79,7 +79,8 @@ def score_images(
     parts = []
     for low in range(0, len(prompts), batch):
         given = prompts[low : low + batch]
-        returned = reward(images[low : low + batch], given)
+        part = images[low : low + batch]
+        returned = reward(part.clone() if isinstance(part, Tensor) and ":" in name else part, given)  # it may write
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
         except (TypeError, ValueError, RuntimeError) as error:

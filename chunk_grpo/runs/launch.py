@@ -26,9 +26,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
+from ..arguments import checked, path, whole_number
 from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
-from ..core.settings import Settings, check_processes
-from ..core.machine import Terminated, TrainingFailed, die_with_parent, raise_on_sigterm
+from ..core.settings import Settings, check_processes, load_settings
+from ..core.machine import (
+    Terminated, TrainingFailed, check_environment, die_with_parent, raise_on_sigterm)
 from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
 from .run_folder import read_run_info, read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
@@ -186,7 +188,8 @@ def train_folder(
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    "InputError where one process is to train and the environment speaks of others."
+    "InputError where one process is to train and the environment speaks of others, or of other settings."
+    check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
     alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
@@ -197,8 +200,18 @@ def check_launcher() -> None:
                          "these variables")
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0004
+@checked(
+    s=Settings | str | Path | Mapping,
+    out=path() | None,
+    processes=whole_number(1),
+    nodes=whole_number(1),
+    node_rank=whole_number(0),
+    max_restarts=whole_number(0),
+    callbacks=Sequence[Callback | Callable],
+)
 def train(
-    s: Settings, out: str | Path | None = None,  # the run folder; None: a new one under runs/
+    s: Settings | str | Path | Mapping,  # or what `load_settings` takes
+    out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool = False, processes: int = 1,  # take up the run that lies there; on each machine
     callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings
     nodes: int = 1, node_rank: int = 0, rendezvous: str = "",  # machines, number of this one, HOST:PORT of the first
@@ -206,6 +219,7 @@ def train(
     on_made: Callable[[Path], object] | None = None,  # called once the run folder is there: nothing was refused
 ) -> Path:  # the folder of the finished run
     "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
+    s = s if isinstance(s, Settings) else load_settings(s)
     total = processes * nodes
     if nodes > 1 and max_restarts:
         raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
@@ -231,6 +245,7 @@ def train(
             return run
     else:
         check_processes(s, total)
+        check_environment(s.compile)
         run = Path(os.path.realpath(str(out)))
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run

@@ -22,10 +22,12 @@ from pathlib import Path
 import pandas as pd
 
 from .. import InputError, __version__
+from ..arguments import checked, path
 from ..core.files import (
-    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_place, clean_run_folder, lock_log,
-    make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
-from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
+    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_outside_runs, check_place,
+    clean_run_folder, lock_log, make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
+from ..core.machine import (
+    check_environment, current_git_commit, library_versions, machine_info, note_packages)
 from ..core.settings import (
     REWARD_LOADERS, Settings, check_processes, check_resume, load_settings, named_code, reward_weights)
 from ..core.user_code import (
@@ -95,6 +97,7 @@ def read_metrics_lines(run: str | Path) -> list[dict]:
     return lines
 
 
+@checked(run=path())
 def read_metrics(run: str | Path) -> pd.DataFrame:
     "The metrics as a table, a row an iteration."
     rows = [{**line, **{f"seconds_{name}": x for name, x in (line.get("seconds") or {}).items()}}
@@ -134,6 +137,7 @@ def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, whe
         empty_log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
         if not run or not (empty_log or re.fullmatch(r"\.run\.json\.\d+\.part", file.name)):
             raise InputError(f"`out` must be a new or an empty folder; {out} is not empty")
+    check_outside_runs(out)
     check_place(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
@@ -262,6 +266,7 @@ def create_run(
     if resume:
         check_same_code(previous()[0], code, out)  # before any of it is imported
     if not done:
+        check_environment(s.compile)
         from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
         from chunk_grpo.training.methods import load_method
 

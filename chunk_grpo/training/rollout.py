@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from .. import InputError
+from ..arguments import checked, whole_number
 from ..method.dynamics import relative_distance
 from ..method.sampler import Sampler, multistep_weights
 from ..method.schedule import predict_endpoints
@@ -223,6 +225,27 @@ def sample_ode(
     return torch.cat(out)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
+def _wrong_places(given: Mapping[str, Any]) -> str | None:
+    "Say which image has no prompt, or which step of the split there is not."
+    prompts, places, split = given["prompts"], given["places"], given.get("split")
+    known = prompts.keys() if isinstance(prompts, Mapping) else range(len(prompts))
+    if not len(places):
+        return "`places` of sample_images must name at least one image; got []"
+    for position in [position for position, _ in places if position not in known]:
+        return f"`places` of sample_images must be places in the list of {len(prompts)} prompts; got {position}"
+    if split is not None and split > given.get("steps", 50):
+        return f"`split` of sample_images must be at most the {given.get('steps', 50)} steps; got {split}"
+    return None
+
+
+@checked(
+    _wrong_places,
+    places=Sequence[tuple[whole_number(0), whole_number(0)]],
+    seed=whole_number(0),
+    steps=whole_number(1),
+    split=whole_number(0) | None,
+    batch=whole_number(1),
+)
 def sample_images(
     policy: Policy, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
