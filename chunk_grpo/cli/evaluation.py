@@ -108,7 +108,8 @@ def print_means(summary: dict) -> None:
     from chunk_grpo.reporting import tables  # here, since it imports matplotlib
 
     each = f"{summary['images_per_prompt']} image{'s' * (summary['images_per_prompt'] > 1)}"
-    typer.echo(f"{summary['n_prompts']} prompts x {each}, mean (95% interval)")
+    listed = f", listed {summary['n_listed']} times," if "n_listed" in summary else ""
+    typer.echo(f"{summary['n_prompts']} prompts{listed} x {each}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
         print_rows([(f"{name} {arm}", "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)) for arm, row in cells.items()])

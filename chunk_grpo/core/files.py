@@ -253,7 +253,8 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
 
 class EvaluationSummary(TypedDict, total=False):
     "evaluation/summary.json."
-    n_prompts: Required[Count]
+    n_prompts: Required[Count]  # different ones
+    n_listed: Count  # entries of the list, where some stand again
     images_per_prompt: Required[Count]
     steps: Required[Count]
     split: Required[Count]

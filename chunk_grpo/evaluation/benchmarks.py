@@ -24,7 +24,8 @@ from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
 from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
-from .evaluate import compare_arms, evaluation_settings, ode_arms, summarise_evaluation
+from .evaluate import compare_arms, count_prompts, evaluation_settings, ode_arms
+from .evaluate import summarise_evaluation
 from ..models.inputs import read_prompts
 from ..reward_serving import placement
 from ..rewards import rewards
@@ -216,8 +217,8 @@ def _score_with_geneval(what, arms: Mapping[str, Path], out: Path, tools: Mappin
     for arm, folder in arms.items():
         images = [(Path(folder) / what.file(p, n), what.records[p]) for p, n in what.places()]
         lines, tables[arm] = geneval.evaluate_geneval(images, Path(out) / arm, tools["detector"], say=say, **chosen)
-        records += [{"arm": arm, "prompt_index": p, "image_index": n, "category": {"geneval": what.kinds[p]},
-                     "scores": {"geneval": float(line["correct"])}}
+        records += [{"arm": arm, "prompt_index": p, "image_index": n, "prompt": what.prompts[p],
+                     "category": {"geneval": what.kinds[p]}, "scores": {"geneval": float(line["correct"])}}
                     for (p, n), line in zip(what.places(), lines, strict=True)]
     weights = dict.fromkeys(what.kinds, 1 / len(set(what.kinds)))
     return {"arms": tables, "overall": compare_arms(records, list(arms), "geneval", weights)}
@@ -246,7 +247,7 @@ def score_benchmark(
     else:
         found = {"rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))}
     names = [what.name] if "rewards" not in found else list(found["rewards"])
-    found |= {"name": what.name, "images_per_prompt": what.samples, "n_prompts": len(what.prompts),
+    found |= {"name": what.name, "images_per_prompt": what.samples, **count_prompts(what.prompts),
               "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
               "first": [{"prompt": text, "file": str(what.file(p, 0))} for p, text in enumerate(what.prompts)],
               "paper": {name: _paper_benchmark_rows(name) for name in names}}
