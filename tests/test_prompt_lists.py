@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import call, run
+from commands import call
 
 from chunk_grpo import InputError
 from chunk_grpo.evaluation import geneval
@@ -15,7 +15,8 @@ LISTS = {  # name of the file, what it holds, the prompts
     "lone.tsv": ('Prompt\tNote\n"a cat\tx\na dog\ty\n', ['"a cat', "a dog"]),
     "all-quoted.tsv": ('"Prompt"\t"Note"\n"a ""red"" cat"\t"x"\n', ['a "red" cat']),
     "from-pandas.tsv": ('prompt\tnote\n"""hello"" world"\tx\n', ['"hello" world']),
-    "quoted.csv": ('prompt\n"a red star, with a blue moon"\n\n"two\nlines"\n', ["a red star, with a blue moon", "two\nlines"]),
+    "quoted.csv": ('prompt\n"a red star, with a blue moon"\n\n"two\nlines"\n',
+                   ["a red star, with a blue moon", "two\nlines"]),
     "capitals.csv": ("PROMPT,id\na cat,1\n", ["a cat"]),
     "bom.csv": ("\ufeffprompt,id\r\na cat,1\r\n", ["a cat"]),
     "lines.ndjson": ('{"Prompt": "a cat"}\n\n{"Prompt": "a dog"}\n', ["a cat", "a dog"]),
@@ -72,7 +73,8 @@ def test_a_list_that_is_no_list_is_rejected_with_its_line(name, tmp_path):
 
 @pytest.mark.parametrize("name, text", [
     ("a.tsv", "Prompt\tlong\nx\ta cat, at night\n"), ("a.csv", 'Prompt,long\nx,"a cat, at night"\n'),
-    ("a.jsonl", '{"prompt": "x", "long": "a cat, at night"}\n'), ("a.yaml", "- {prompt: x, long: 'a cat, at night'}\n")])
+    ("a.jsonl", '{"prompt": "x", "long": "a cat, at night"}\n'),
+    ("a.yaml", "- {prompt: x, long: 'a cat, at night'}\n")])
 def test_a_column_is_chosen_behind_a_colon(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     assert inputs.read_prompts(f"{tmp_path / name}:LONG") == ["a cat, at night"]
@@ -100,7 +102,8 @@ def test_a_record_that_asks_for_more_than_a_prompt_is_rejected(field, value, tmp
     lists = {"a.jsonl": json.dumps({"prompt": "a cat"}) + "\n" + json.dumps({"prompt": "a dog", field: value}),
              "a.json": json.dumps([{"prompt": "a cat"}, {"prompt": "a dog", field: value}]),
              "a.yaml": json.dumps([{"prompt": "a cat"}, {"prompt": "a dog", field: value}]),
-             "a.csv": f"prompt,{field}\na cat,\na dog,{value}\n", "a.tsv": f"prompt\t{field}\na cat\t\na dog\t{value}\n"}
+             "a.csv": f"prompt,{field}\na cat,\na dog,{value}\n",
+             "a.tsv": f"prompt\t{field}\na cat\t\na dog\t{value}\n"}
     for name, text in lists.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError) as raised:

@@ -191,6 +191,7 @@ class RunInfo(TypedDict, total=False):
     run_id: str  # of this run alone
     model_sha256: str
     prompts_sha256: str
+    inputs: dict[str, str]  # what tells cheaply whether model and prompts have changed
     processes: Annotated[int, Field(ge=1)]
     seconds: _Amount | None
     started: float | None

@@ -227,6 +227,7 @@ def evaluate(
     run, s = Path(run), evaluation_settings(run, changes)
     arms = ode_arms(s) | AS_TRAINED_ARMS if arms is None else dict(arms)
     _check_arms(arms, s.eval_steps)
+    run_folder.check_run_inputs(run, s)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
     folder, parts = begun_folder(run, s, arms, prompts), evaluation_parts(s, len(prompts), arms)
     summary = count_prompts(prompts) | {

@@ -7,11 +7,13 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'locate_model', 'hash_mod
            'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'build_meta_network',
            'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column', 'find_column',
            'read_prompt_records', 'read_prompts', 'describe_prompts', 'sample_prompt_indices',
-           'evenly_spaced_positions', 'content_hashes']
+           'evenly_spaced_positions', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
+           'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
@@ -22,7 +24,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -481,3 +483,76 @@ def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
     check_parts(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
+
+# %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
+_FILE_OPTIONS = ("weights", "base", "processor", "tokenizer", "checkpoint", "config", "python")  # of rewards
+
+
+def absolute_inputs(s):  # settings; returns settings
+    """Write the model's folder, the lists of prompts and the files of rewards from the root, where they are here."""
+    changes: dict[str, Any] = {}
+    if s.model != "pocket" and os.path.isdir(s.model):
+        changes["model"] = os.path.abspath(s.model)
+    for name in ("prompts", "eval_prompts"):
+        path, column = split_prompt_column(getattr(s, name))
+        if not path.startswith("pocket:") and os.path.isfile(path):
+            changes[name] = os.path.abspath(path) + f":{column}" * bool(column)
+    changes["reward_options"] = {
+        reward: {
+            key: os.path.abspath(x) if key in _FILE_OPTIONS and isinstance(x, str) and os.path.exists(x) else x
+            for key, x in options.items()
+        }
+        for reward, options in s.reward_options.items()
+    }
+    return s.model_copy(update=changes)
+
+# %% ../../nbs/03_models/00_inputs.ipynb #93ddf98c
+def hash_prompts(source: str, field: str) -> str:  # as for `read_prompts`; returns hex
+    """Hash the prompts of a list, whatever file holds them."""
+    return hashlib.sha256(json.dumps(read_prompts(source, field)).encode()).hexdigest()
+
+
+def model_stamp(folder: Path) -> str:  # hex
+    """Hash names, sizes and times of a model's files, without reading them."""
+    folder = Path(folder)
+    files = [f for part in MODEL_FOLDERS for f in (folder / part).rglob("*") if f.is_file()]
+    about = [(f.relative_to(folder).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _hash_stamped_model(folder: Path, stamp: str) -> str:  # the stamp: of `model_stamp`, so that a change is seen
+    return hash_model_files(folder, MODEL_FOLDERS)
+
+
+def input_records(s) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
+    """Return what a run notes of its model and of each list, for `find_changed_input`."""
+    folder = locate_model(s.model)
+    lists = {name: hash_prompts(getattr(s, name), name) for name in ("prompts", "eval_prompts")}
+    return {"model_stamp": model_stamp(folder), "model_index": sha256_of(folder / "model_index.json"), **lists}
+
+
+def find_changed_input(
+    s,  # settings
+    known: Mapping,  # model_sha256, prompts_sha256 and inputs, of run.json; what is missing is not compared
+    names: Sequence[str] = ("model", "prompts", "eval_prompts"),
+) -> str | None:
+    """Name the first of a run's inputs that is not what it was; InputError where one is missing."""
+    then = known.get("inputs") or {}
+    if "model" in names:
+        folder = locate_model(s.model)
+        index = folder / "model_index.json"
+        if index.is_file() and then.get("model_index", sha256_of(index)) != sha256_of(index):
+            return "model"
+        stamp, wanted = model_stamp(folder), known.get("model_sha256")
+        if wanted and then.get("model_stamp") != stamp and _hash_stamped_model(folder, stamp) != wanted:
+            return "model"
+    for name in [name for name in ("prompts", "eval_prompts") if name in names]:
+        found = hash_prompts(getattr(s, name), name)
+        if then.get(name, found) != found:
+            return name
+        if name not in then and known.get("prompts_sha256"):  # an older run noted both lists together
+            lists = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
+            if hashlib.sha256(json.dumps(lists).encode()).hexdigest() != known["prompts_sha256"]:
+                return name
+    return None

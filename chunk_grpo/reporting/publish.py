@@ -53,6 +53,7 @@ def choose_arms(
     return {name: known[name] for name in named} or evaluating.ode_arms(s)
 
 
+
 # %% ../../nbs/12_reporting/04_publish.ipynb #43eba675
 def draw_samples(
     model: Policy, s: setting.Settings,  # of `load_trained_policy`; of the evaluation
@@ -110,6 +111,7 @@ def sample_run(
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
     weights = run_images.find_newest_weights(run)
+    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * bool(held_out_prompts(s))])
     each, images = len(prompts) * len(seeds), []
     whole, spent, began, said = sum(each * run_images.image_cost(s, arm) for arm in chosen), 0, *[time.monotonic()] * 2
     with atomic_write(out) if out else nullcontext() as folder:
@@ -142,6 +144,7 @@ def sample_widget(
     "A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."
     s = evaluating.evaluation_settings(run, changes)
     chosen, weights = choose_arms(s, arms), run_images.find_newest_weights(run)
+    run_folder.check_run_inputs(run, s)
     model = run_images.load_trained_policy(Path(run), s, folder=weights)
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
     text = W.Text(first, description="prompt", layout={"width": "480px"})
@@ -233,6 +236,8 @@ def export_run(
         raise InputError(f"the run {run} was not made on this machine, and exporting it would copy the model "
                          f"{s.model!r}; look at it, then add --trust")
     weights = run_images.find_newest_weights(run)
+    quoted = (trust or run_folder.is_own_run(run)) and bool(held_out_prompts(s))
+    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * quoted])
     if weights.name == "final":
         read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     card, base = model_card(run, s, weights, out.name, trust), inputs.locate_model(s.model)

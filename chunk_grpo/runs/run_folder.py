@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'is_own_run', 'has_final_weights',
-           'create_run']
+           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'is_own_run', 'check_run_inputs',
+           'has_final_weights', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -27,7 +27,7 @@ from ..core.files import (
     make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
 from ..core.machine import current_git_commit, library_versions, machine_info, note_packages
 from ..core.settings import Settings, check_processes, check_resume, load_settings
-from ..models.inputs import content_hashes
+from ..models.inputs import absolute_inputs, content_hashes, find_changed_input, input_records
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #3dedb752
@@ -149,6 +149,24 @@ def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it
     return own or remember
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #066d17af
+_INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options")
+
+
+def check_run_inputs(
+    run: str | Path,
+    s: Settings,  # of the command: what it changes is not the run's, and is not compared
+    names: Sequence[str] = ("model", "eval_prompts"),  # also prompts
+) -> None:
+    """Raise InputError where the run's model or prompts are missing, or are not those that it was trained with."""
+    note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
+    then = {name: Settings.model_fields[name].default for name in names} | note["settings"]
+    if changed := find_changed_input(s, note, [name for name in names if then[name] == getattr(s, name)]):
+        raise InputError(
+            f"`{changed}` must be what the run {run} was trained with; {getattr(s, changed)} has changed since, or is "
+            "another one of that name"
+        )
+
+
 def has_final_weights(run: Path) -> bool:
     "Whether the trained weights of a run are there."
     return any((Path(run) / "final").glob("*.safetensors"))
@@ -161,12 +179,12 @@ def create_run(
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
     def previous() -> tuple[dict, bool]:  # run.json of the run to resume, and whether nothing is left to train
         note = read_json(out / "run.json", RunInfo, ("settings", "status", "model_sha256", "prompts_sha256"))
-        check_resume(old := load_settings(note["settings"]), s)
+        check_resume(absolute_inputs(old := load_settings(note["settings"])), s)
         return note, note["status"] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
-    out = Path(os.path.realpath(out or next_run_folder("run")))
+    out, s = Path(os.path.realpath(out or next_run_folder("run"))), absolute_inputs(s)
     if not resume:
         check_new_folder(out, run=True)
     elif not (out / "run.json").is_file():
@@ -190,13 +208,19 @@ def create_run(
             if changed := [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
                 raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
                                  "run began")
+            if find_changed_input(s, note, ("model",)):
+                raise InputError("`model` must be the same when a run is resumed; its model_index.json changed since "
+                                 "the run began")
+            named = {name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]}
+            s = s.model_copy(update=named)  # as checkpoints of an older run have them
             note |= {} if done else about
             clean_run_folder(out)
         else:
             check_new_folder(out, run=True)
             remove_abandoned(out)
             note = {**about, "versions": library_versions(), "git_commit": current_git_commit(), **hashes,
-                    "machine": machine_info(), "seconds": 0.0, "started": None, "finished": None,
+                    "inputs": input_records(s), "machine": machine_info(),
+                    "seconds": 0.0, "started": None, "finished": None,
                     "run_id": uuid.uuid4().hex, "made_folder": made}
         write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
     note_packages(out)
