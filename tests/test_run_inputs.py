@@ -69,8 +69,8 @@ def test_a_run_is_evaluated_on_its_own_prompts_from_another_folder(elsewhere):
 COMMANDS = {"evaluate": ["evaluate", "run"], "sample": ["sample", "run", "a red star", "--out", "new"],
             "export": ["export", "run", "new"], "plan": ["plan", "--run", "run", "--rate", "1"],
             "benchmark": ["evaluate", "run", "--benchmark", "pocket:test"], "profile": ["profile", "--run", "run"],
-            "resume": ["train", "pocket/tiny", "model=model", "prompts=mine.txt", "eval_prompts=mine.txt", *TINY, "--out",
-                       "run", "--resume"]}
+            "resume": ["train", "pocket/tiny", "model=model", "prompts=mine.txt", "eval_prompts=mine.txt", *TINY,
+                       "--out", "run", "--resume"]}
 READS_MODEL, READS_PROMPTS = COMMANDS.keys() - {"plan"}, COMMANDS.keys() - {"benchmark"}
 
 

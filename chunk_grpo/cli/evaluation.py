@@ -176,7 +176,8 @@ def evaluate(
     asked = judge.Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
     tools = {"detector": detector, "judge": asked}
     if images:
-        task, place = benchmarks.load_benchmark_task(*what), out or Path("benchmarks") / Path(benchmark).stem
+        task = benchmarks.load_benchmark_task(*what)
+        place = out or Path("benchmarks") / task.name
         files.check_place(place / "scores.jsonl", "`--out`", file=True)
         folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
         if wrong := [f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()]:

@@ -9,6 +9,7 @@ __all__ = ['PAPER_TABLES', 'BenchmarkTask', 'load_benchmark_task', 'prepare_benc
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #feb11ef9
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
 from .evaluate import compare_arms, count_prompts, evaluation_settings, ode_arms
 from .evaluate import summarise_evaluation
-from ..models.inputs import read_prompts
+from ..models.inputs import read_prompts, split_prompt_column
 from ..reward_serving import placement
 from ..rewards import rewards
+from ..runs.run_folder import check_run_inputs
 from ..runs.run_images import drawing_processes, drawing_threads, find_trained_weights, hash_trained_weights
 from ..runs.run_images import load_trained_policy, progress_text, sample_arm_images, share_out
 
@@ -71,6 +73,7 @@ def load_benchmark_task(
     samples: int | None = None,  # images a prompt; None: as the benchmark has it
 ) -> BenchmarkTask:
     "A benchmark by its name; InputError where its prompts are missing, with what would bring them."
+    listed, column = split_prompt_column(name)
     if name in _SOURCES and source is None:
         raise InputError(f"`source` must be the path of {_SOURCES[name]} for {name}; got nothing")
     if name == "geneval":
@@ -84,11 +87,23 @@ def load_benchmark_task(
     if name == "hpd-bench3200":
         found = [(text, style) for style in _STYLES for text in read_prompts(f"{source}/{style}.json", "`source`")]
         return BenchmarkTask(name, tuple(text for text, _ in found), samples or 1, tuple(style for _, style in found))
-    if name not in _SOURCES and not Path(name).is_file() and not name.startswith("pocket:"):
+    if name not in _SOURCES and not Path(listed).is_file() and not name.startswith("pocket:"):
         raise InputError(f"`benchmark` must be one of geneval, {', '.join(_SOURCES)}, or a file of prompts; got "
                          f"{name!r}")
-    texts = read_prompts(str(source), "`source`") if name in _SOURCES else read_prompts(name, "`benchmark`")
-    return BenchmarkTask(Path(name).stem.replace("pocket:", "pocket-"), tuple(texts), samples or 1)
+    if name in _SOURCES:
+        return BenchmarkTask(name, tuple(read_prompts(str(source), "`source`")), samples or 1)
+    if source is not None:
+        raise InputError(f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}")
+    texts = read_prompts(name, "`benchmark`")
+    return BenchmarkTask(_list_name(listed, column), tuple(texts), samples or 1)
+
+
+def _list_name(path: str, column: str = "") -> str:
+    """Name the folder of a user's list after its file, but never as a benchmark, whose rules are not the list's."""
+    name = Path(path).stem.replace("pocket:", "pocket-")
+    if name.lower() in ("geneval", *_SOURCES):
+        name += f"-{Path(path).suffix.lstrip('.') or 'list'}"
+    return "-".join([name, *[re.sub(r"[^\w.+@-]", "-", column)] * bool(column)])
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #8a855e0b
 def prepare_benchmark(
@@ -233,6 +248,7 @@ def score_benchmark(
     "Score the images of a benchmark; InputError where one is missing or a tool is."
     tools = tools or {}
     _check_scoring_tools(what, tools, scorers)
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     for arm, folder in arms.items():
         if gone := what.missing(folder):
             raise InputError(f"`images`: {folder} lacks {len(gone)} of {len(what.places())} images of {arm}, first "
@@ -281,10 +297,12 @@ def run_benchmark(
     "Draw and score a benchmark with a run's base, trained and hybrid weights; what is there is kept."
     what, s = load_benchmark_task(name, source, samples), evaluation_settings(folder, changes)
     out, processes = Path(folder) / "benchmarks" / what.name, processes or drawing_processes(folder)
+    check_run_inputs(folder, s, ("model",))
     names = list(names) or list(dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards]))
     scored = what.name not in ("wise", "dpg") and not what.records
     scorers = {n: placement.load_placed_reward(n, **s.reward_options.get(n, {})) for n in names} if scored else None
     _check_scoring_tools(what, tools or {}, scorers)
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     if what.records:  # GenEval's weights, before hours of drawing
         detector.load_detector(tools["detector"])
         detector.load_colour_classifier(tools.get("clip") or detector.GENEVAL_CLIP_ID)
