@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import call
+from commands import call, run
 
 from chunk_grpo import InputError
 from chunk_grpo.evaluation import geneval
@@ -121,3 +121,11 @@ def test_training_on_records_of_another_size_is_rejected_before_a_folder_is_made
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     (line,) = done.stderr.splitlines()
     assert "line 1 of mine.jsonl asks for width '1024', but a run draws all prompts alike" in line
+
+
+def test_doctor_shows_what_is_read_of_a_list(tmp_path):
+    (tmp_path / "a.tsv").write_text('Prompt\tlong\nx\t"red" stars\ny\ttwo dogs\nz\ttwo dogs\n')
+    said = run("doctor", "a.tsv:long", "prompts=pocket:test", cwd=tmp_path)
+    first, second = said.splitlines()
+    assert "3 prompts from a.tsv:long, first '\"red\" stars' and 'two dogs', 1 of them repeated" in first
+    assert "96 prompts from pocket:test, first " in second and "none repeated" in second

@@ -237,9 +237,19 @@ def _reward_note(needs: dict[str, str]) -> str:
     return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
 
 
-@evaluation_app.command(epilog=examples("doctor", "doctor --json"))
-def doctor(as_json: JsonOption = False):
-    "Say versions, devices, weights, and what is missing."
+@evaluation_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
+def doctor(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[LIST]...", help="Lists of prompts: what is read "
+                                                        "of each, and nothing else.")] = None,
+    as_json: JsonOption = False,
+):
+    "Say versions, devices, weights, and what is missing; or what is read of lists of prompts."
+    if prompts:
+        from chunk_grpo.models.inputs import describe_prompts
+
+        names = [text.removeprefix("eval_").removeprefix("prompts=") for text in prompts]
+        read = [(name, describe_prompts(name)) for name in names]
+        return print_json(dict(read)) if as_json else print_rows(read)
     import torch  # these here, since they take seconds
 
     import chunk_grpo
