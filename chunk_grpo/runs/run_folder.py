@@ -208,7 +208,8 @@ def create_run(
             if changed := [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
                 raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
                                  "run began")
-            if find_changed_input(s, note, ("model",)):
+            index = input_records(s)["model_index"]
+            if note.get("inputs", {}).get("model_index", index) != index:
                 raise InputError("`model` must be the same when a run is resumed; its model_index.json changed since "
                                  "the run began")
             named = {name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]}
