@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from chunk_grpo import InputError
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line, write_json
 from chunk_grpo.evaluation.evaluate import summarise_evaluation
+from chunk_grpo.models.inputs import input_records
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "green", "blue", "orange", "purple", "black")
@@ -90,6 +92,14 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
     )
 
 
+def inputs_of(s: setting.Settings) -> dict[str, str]:
+    "What a run would note of its model and lists, where they are here."
+    try:
+        return input_records(s)
+    except InputError:
+        return {}
+
+
 def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
           evaluated: bool = True, status: str = "finished", upto: int | None = None, **drawn) -> Path:
     "Write a whole run folder and return it; what was drawn in the evaluation may be said."
@@ -107,8 +117,8 @@ def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: fl
     write_json(folder / "run.json", {"settings": s.model_dump(mode="json"), "status": status, "error": None,
         "versions": {"python": "3.11.0", "torch": "2.13.0"}, "git_commit": "0" * 40,
         "machine": {"system": "Linux x86_64", "processor": "an invented one", "cores": 2, "memory_gb": 8.0, "gpus": []},
-        "processes": 1, "model_sha256": "a" * 64, "prompts_sha256": "b" * 64, "seconds": 240.0, "started": 1.0,
-        "finished": 241.0})
+        "processes": 1, "model_sha256": "a" * 64, "prompts_sha256": "b" * 64, "inputs": inputs_of(s),
+        "seconds": 240.0, "started": 1.0, "finished": 241.0})
     if status == "finished":
         (folder / "final").mkdir()
     if evaluated:

@@ -77,7 +77,7 @@ def test_shipped_prompts_are_those_of_the_published_seed():
 def test_own_prompts_are_checked_line_by_line(tmp_path):
     good = json.dumps(geneval.read_geneval_prompts()[0])
     (tmp_path / "own.jsonl").write_text(f"{good}\n{{\n")
-    with pytest.raises(InputError, match="one JSON object a line; line 2 of .*own.jsonl is none"):
+    with pytest.raises(InputError, match="own.jsonl cannot be read .line 2 is no JSON"):
         geneval.read_geneval_prompts(tmp_path / "own.jsonl")
     (tmp_path / "own.jsonl").write_text(f"{good}\n")
     assert geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]

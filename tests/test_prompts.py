@@ -128,7 +128,7 @@ LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval
     "train.json": ('[{"human_preference": [1, 0], "prompt": "a cat", "image_path": ["a.jpg", "b.jpg"]}, '
                    '{"human_preference": [0, 1], "prompt": "a cat", "image_path": ["c.jpg", "d.jpg"]}, '
                    '{"human_preference": [0, 1], "prompt": "a dog", "image_path": ["e.jpg", "f.jpg"]}]',
-                   ["a cat", "a dog"]),
+                   ["a cat", "a cat", "a dog"]),
     "anime.json": ('["a knight", "a fox"]', ["a knight", "a fox"]),
     "PartiPrompts.tsv": ("Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tBiology\n300\tAbstract\tBasic\t\n",
                          ["bond", "300"]),
@@ -150,8 +150,8 @@ def test_published_lists_are_read_as_they_come(name, tmp_path):
 @pytest.mark.parametrize("name, text, word", [
     ("a.csv", "text,id\na cat,1\n", "column Prompt"), ("a.tsv", "", "column Prompt"),
     ("a.json", '{"prompt": "x"}', "JSON list"), ("a.json", "[{}]", "JSON list"), ("a.json", "[", "JSON list"),
-    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "holds no prompt"),
-    ("a.txt", "a cat\n" + "x" * 10**7, "a prompt of 10000000 characters; allowed are 10000")])
+    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "entry 1 holds 1 where a text"),
+    ("a.txt", "a cat\n" + "x" * 10**7, "line 2 a prompt of 10000000 characters; allowed are 10000")])
 def test_other_forms_are_refused_in_a_sentence(name, text, word, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=word):

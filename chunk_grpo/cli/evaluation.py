@@ -121,7 +121,8 @@ def print_means(summary: dict) -> None:
     from chunk_grpo.reporting import tables  # here, since it imports matplotlib
 
     each = f"{summary['images_per_prompt']} image{'s' * (summary['images_per_prompt'] > 1)}"
-    typer.echo(f"{summary['n_prompts']} prompts x {each}, mean (95% interval)")
+    listed = f", listed {summary['n_listed']} times," if "n_listed" in summary else ""
+    typer.echo(f"{summary['n_prompts']} prompts{listed} x {each}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
         cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
         print_rows([(f"{name} {arm}", mean_and_interval(row)) for arm, row in cells.items()])
@@ -174,7 +175,8 @@ def evaluate(
     asked = judge.Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
     tools = {"detector": detector, "judge": asked}
     if images:
-        task, place = benchmarks.load_benchmark_task(*what), out or Path("benchmarks") / Path(benchmark).stem
+        task = benchmarks.load_benchmark_task(*what)
+        place = out or Path("benchmarks") / task.name
         files.check_place(place / "scores.jsonl", "`--out`", file=True)
         folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
         if wrong := [f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()]:
@@ -234,9 +236,19 @@ def _reward_note(needs: dict[str, str]) -> str:
     return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
 
 
-@evaluation_app.command(epilog=examples("doctor", "doctor --json"))
-def doctor(as_json: JsonOption = False):
-    "Say versions, devices, weights, and what is missing."
+@evaluation_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
+def doctor(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[LIST]...", help="Lists of prompts: what is read "
+                                                        "of each, and nothing else.")] = None,
+    as_json: JsonOption = False,
+):
+    "Say versions, devices, weights, and what is missing; or what is read of lists of prompts."
+    if prompts:
+        from chunk_grpo.models.inputs import describe_prompts
+
+        names = [text.removeprefix("eval_").removeprefix("prompts=") for text in prompts]
+        read = [(name, describe_prompts(name)) for name in names]
+        return print_json(dict(read)) if as_json else print_rows(read)
     import torch  # these here, since they take seconds
 
     import chunk_grpo

@@ -148,6 +148,10 @@ def plan(
             strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
         if strange:
             raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {strange[0]}")
+    strange = run and not source and not run_folder.is_own_run(run)  # whose lists are counted and not shown
+    if run and not strange:
+        there = ["prompts"] * os.path.isfile(s.prompts) + ["eval_prompts"] * bool(planning.held_out_prompts(s))
+        run_folder.check_run_inputs(run, s, there)
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
     method = load_method(s)  # which refuses what training would
@@ -156,7 +160,8 @@ def plan(
     known = planning.find_model_config(s.model) is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
     speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    parts = {"counted": planning.describe_counts(s, processes, counts), words: planning.describe_estimates(
+    counted = planning.describe_counts(s, processes, counts, not strange)
+    parts = {"counted": counted, words: planning.describe_estimates(
         s, speed, processes, counts, device, share)}
     if run:
         changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"

@@ -143,6 +143,7 @@ def profile(
     if run:
         check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
+        run_folder.check_run_inputs(run, s, ("model", "prompts"))
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
     write_report("profile", out, settings="" if run else source, overrides=changes, prompts=prompts,

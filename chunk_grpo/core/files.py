@@ -216,6 +216,7 @@ class RunInfo(TypedDict, total=False):
     model_sha256: str
     prompts_sha256: str
     code: dict[str, dict[str, str]]  # files of code that the settings name, of `user_code.find_code`
+    inputs: dict[str, str]  # what tells cheaply whether model and prompts have changed
     processes: Annotated[int, Field(ge=1)]
     seconds: _Amount | None
     started: float | None
@@ -278,7 +279,8 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
 
 class EvaluationSummary(TypedDict, total=False):
     "evaluation/summary.json."
-    n_prompts: Required[Count]
+    n_prompts: Required[Count]  # different ones
+    n_listed: Count  # entries of the list, where some stand again
     images_per_prompt: Required[Count]
     steps: Required[Count]
     split: Required[Count]

@@ -47,7 +47,8 @@ class _DrawingSettings(BaseModel):
     model: _Text = setting("black-forest-labs/FLUX.1-dev", "", _SETUP,
         'Model: "pocket", a folder of diffusers, or an id on the Hugging Face hub.')
     prompts: _Text = setting("hpdv2-train.txt", "", _SETUP + ": HPDv2.1, not shipped",
-        'Training prompts: "pocket:train", a .txt file with one a line, or a list as .json, .jsonl, .csv or .tsv.')
+        'Training prompts: "pocket:train", a .txt file with one a line, or a list as .json, .jsonl, .csv, .tsv or '
+        '.yaml, with a column of it as FILE:COLUMN.')
     eval_prompts: _Text = setting("hpdv2-test.txt", "", _SETUP + ": HPDv2.1, not shipped",
         'Held-out prompts, written as `prompts` is: "pocket:test" or a file.')
     resolution: int = setting(720, "pixels a side", _TABLE_6, "Side of the square images in training.", ge=16,

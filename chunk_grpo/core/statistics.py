@@ -21,9 +21,17 @@ from .. import InputError
 NORMAL_QUANTILE = 1.96  # standard errors in a 95% interval
 
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
-def mean_se(values: Tensor) -> tuple[float, float]:  # values: (n,)
-    "Mean and its standard error; the error of one value is not known: NaN."
+def mean_se(
+    values: Tensor,  # (n,)
+    labels: Sequence | None = None,  # what each value is of, such as its prompt; None: each is of another
+) -> tuple[float, float]:
+    "Mean and its standard error, for which values of one label count once; the error of one value is not known: NaN."
     values = values.double()
+    if labels is not None and len(set(labels)) < len(labels):
+        rows: dict = {}
+        for label, value in zip(labels, values.tolist(), strict=True):
+            rows.setdefault(label, []).append(value)
+        return values.mean().item(), mean_se(torch.tensor(_even_out(list(rows.values())), dtype=torch.float64))[1]
     return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.nan
 
 # %% ../../nbs/02_core/03_statistics.ipynb #482df2a4
@@ -61,15 +69,30 @@ def _draw_category_means(values: np.ndarray, deviations: np.ndarray, draws: int,
         drawn = drawn + of_images[which[..., None], random.integers(m, size=(draws, n, m))].mean(2)
     return values.mean() + drawn.mean(1)
 
+# %% ../../nbs/02_core/03_statistics.ipynb #088cddc7
+def _even_out(rows: Sequence[Sequence[float]]) -> np.ndarray:  # the images of each prompt -> (n,)
+    "One number a prompt, of (e): their mean is that of all images, and their spread that of the prompts."
+    counts = np.array([len(row) for row in rows])
+    means = np.array([np.mean(row) for row in rows])
+    whole = (counts * means).sum() / counts.sum()
+    return whole + counts / counts.mean() * (means - whole)
+
 # %% ../../nbs/02_core/03_statistics.ipynb #ae8de2c9
 def bootstrap_images(
-    values: np.ndarray,  # (n, m) a row a prompt, a number an image
+    values: np.ndarray | Sequence[Sequence[float]],  # (n, m) a row a prompt, a number an image; not all as long
     kinds: Sequence[str] | None = None,  # category of each prompt; None: there is one
     weights: Mapping[str, float] | None = None,  # of each category, sum 1; None: all alike
     draws: int = 4000,
 ) -> dict[str, float | None]:  # mean, se, lo, hi, n prompts
     "Category-weighted mean, with standard error and 95% interval over prompts and the images of each."
-    values, kinds = np.asarray(values, dtype=np.float64), ["all"] * len(values) if kinds is None else list(kinds)
+    kinds = ["all"] * len(values) if kinds is None else list(kinds)
+    limits = min(map(np.min, values), default=0.0), max(map(np.max, values), default=0.0)  # that no mean can leave
+    if len({len(row) for row in values}) > 1:
+        rows, values = values, np.empty((len(values), 1))
+        for kind in dict.fromkeys(kinds):
+            places = [i for i, k in enumerate(kinds) if k == kind]
+            values[places, 0] = _even_out([rows[i] for i in places])
+    values = np.asarray(values, dtype=np.float64)
     parts = {kind: values[[k == kind for k in kinds]] for kind in dict.fromkeys(kinds)}
     weights = weights or dict.fromkeys(parts, 1 / len(parts))
     out = {"mean": float(sum(weights[k] * part.mean() for k, part in parts.items())), "n": len(values)}
@@ -81,7 +104,7 @@ def bootstrap_images(
     for kind, part in parts.items():
         spread = own[kind] if len(part) > 1 else np.concatenate(seen)
         drawn = drawn + weights[kind] * _draw_category_means(part, spread, draws, random)
-    low, high = np.quantile(drawn, [(1 - 0.95) / 2, (1 + 0.95) / 2]).clip(values.min(), values.max())
+    low, high = np.quantile(drawn, [(1 - 0.95) / 2, (1 + 0.95) / 2]).clip(*limits)
     return out | {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8

@@ -9,6 +9,7 @@ __all__ = ['PAPER_TABLES', 'BenchmarkTask', 'load_benchmark_task', 'prepare_benc
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #feb11ef9
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from ..core import settings as setting
 from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
 from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
-from .evaluate import changed_settings, compare_arms, evaluation_settings, ode_arms
-from .evaluate import summarise_evaluation
-from ..models.inputs import read_prompts
+from .evaluate import changed_settings, compare_arms, count_prompts, evaluation_settings
+from .evaluate import ode_arms, summarise_evaluation
+from ..models.inputs import read_prompts, split_prompt_column
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..runs.run_folder import check_trust, run_origin
+from ..runs.run_folder import check_run_inputs, check_trust, run_origin
 from ..runs.run_images import drawing_processes, drawing_threads, find_trained_weights, hash_trained_weights
 from ..runs.run_images import load_trained_policy, progress_text, sample_arm_images, share_out
 
@@ -72,6 +73,7 @@ def load_benchmark_task(
     samples: int | None = None,  # images a prompt; None: as the benchmark has it
 ) -> BenchmarkTask:
     "A benchmark by its name; InputError where its prompts are missing, with what would bring them."
+    listed, column = split_prompt_column(name)
     if name in _SOURCES and source is None:
         raise InputError(f"`source` must be the path of {_SOURCES[name]} for {name}; got nothing")
     if name == "geneval":
@@ -85,11 +87,23 @@ def load_benchmark_task(
     if name == "hpd-bench3200":
         found = [(text, style) for style in _STYLES for text in read_prompts(f"{source}/{style}.json", "`source`")]
         return BenchmarkTask(name, tuple(text for text, _ in found), samples or 1, tuple(style for _, style in found))
-    if name not in _SOURCES and not Path(name).is_file() and not name.startswith("pocket:"):
+    if name not in _SOURCES and not Path(listed).is_file() and not name.startswith("pocket:"):
         raise InputError(f"`benchmark` must be one of geneval, {', '.join(_SOURCES)}, or a file of prompts; got "
                          f"{name!r}")
-    texts = read_prompts(str(source), "`source`") if name in _SOURCES else read_prompts(name, "`benchmark`")
-    return BenchmarkTask(Path(name).stem.replace("pocket:", "pocket-"), tuple(texts), samples or 1)
+    if name in _SOURCES:
+        return BenchmarkTask(name, tuple(read_prompts(str(source), "`source`")), samples or 1)
+    if source is not None:
+        raise InputError(f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}")
+    texts = read_prompts(name, "`benchmark`")
+    return BenchmarkTask(_list_name(listed, column), tuple(texts), samples or 1)
+
+
+def _list_name(path: str, column: str = "") -> str:
+    """Name the folder of a user's list after its file, but never as a benchmark, whose rules are not the list's."""
+    name = Path(path).stem.replace("pocket:", "pocket-")
+    if name.lower() in ("geneval", *_SOURCES):
+        name += f"-{Path(path).suffix.lstrip('.') or 'list'}"
+    return "-".join([name, *[re.sub(r"[^\w.+@-]", "-", column)] * bool(column)])
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #8a855e0b
 def prepare_benchmark(
@@ -220,8 +234,8 @@ def _score_with_geneval(what, arms: Mapping[str, Path], out: Path, tools: Mappin
     for arm, folder in arms.items():
         images = [(Path(folder) / what.file(p, n), what.records[p]) for p, n in what.places()]
         lines, tables[arm] = geneval.evaluate_geneval(images, Path(out) / arm, tools["detector"], say=say, **chosen)
-        records += [{"arm": arm, "prompt_index": p, "image_index": n, "category": {"geneval": what.kinds[p]},
-                     "scores": {"geneval": float(line["correct"])}}
+        records += [{"arm": arm, "prompt_index": p, "image_index": n, "prompt": what.prompts[p],
+                     "category": {"geneval": what.kinds[p]}, "scores": {"geneval": float(line["correct"])}}
                     for (p, n), line in zip(what.places(), lines, strict=True)]
     weights = dict.fromkeys(what.kinds, 1 / len(set(what.kinds)))
     return {"arms": tables, "overall": compare_arms(records, list(arms), "geneval", weights)}
@@ -236,6 +250,7 @@ def score_benchmark(
     "Score the images of a benchmark; InputError where one is missing or a tool is."
     tools = tools or {}
     _check_scoring_tools(what, tools, scorers)
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     for arm, folder in arms.items():
         if gone := what.missing(folder):
             raise InputError(f"`images`: {folder} lacks {len(gone)} of {len(what.places())} images of {arm}, first "
@@ -250,7 +265,7 @@ def score_benchmark(
     else:
         found = {"rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))}
     names = [what.name] if "rewards" not in found else list(found["rewards"])
-    found |= {"name": what.name, "images_per_prompt": what.samples, "n_prompts": len(what.prompts),
+    found |= {"name": what.name, "images_per_prompt": what.samples, **count_prompts(what.prompts),
               "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
               "first": [{"prompt": text, "file": str(what.file(p, 0))} for p, text in enumerate(what.prompts)],
               "paper": {name: _paper_benchmark_rows(name) for name in names}}
@@ -286,12 +301,14 @@ def run_benchmark(
     what, s = load_benchmark_task(name, source, samples), evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_settings(changes))
     out, processes = Path(folder) / "benchmarks" / what.name, processes or drawing_processes(folder)
+    check_run_inputs(folder, s, ("model",))
     here = bool(names) or run_origin(folder) != "foreign"  # whether the working folder counts
     names = list(names) or list(dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards]))
     scored = what.name not in ("wise", "dpg") and not what.records
     scorers = {n: placement.load_placed_reward(n, here, **s.reward_options.get(n, {}))
                for n in names} if scored else None
     _check_scoring_tools(what, tools or {}, scorers)
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     if what.records:  # GenEval's weights, before hours of drawing
         detector.load_detector(tools["detector"])
         detector.load_colour_classifier(tools.get("clip") or detector.GENEVAL_CLIP_ID)

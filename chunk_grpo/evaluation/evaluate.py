@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ode_arms', 'split_sweep_arms', 'reference_arm', 'prompt_means', 'category_means', 'paired_records', 'compare_arms',
            'preservation_rates', 'summarise_evaluation', 'check_evaluation_changes', 'evaluation_settings',
-           'changed_settings', 'write_scores', 'evaluate']
+           'changed_settings', 'count_prompts', 'write_scores', 'evaluate']
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #197a320c
 import json
@@ -68,13 +68,29 @@ def _check_arms(arms: Mapping[str, int | None], steps: int) -> None:
                              f"{dict(arms)}")
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #a25696a4
+def _first_listed(records: Sequence[Mapping], name: str) -> dict[int, int]:  # place in the list -> first place
+    "Where each prompt of the list stands first: a text that is listed again, in one category, is the same prompt."
+    texts = {r["prompt_index"]: (r.get("category", {}).get(name), r.get("prompt", r["prompt_index"])) for r in records}
+    first: dict = {}
+    return {place: first.setdefault(texts[place], place) for place in sorted(texts)}
+
+
 def _scores_by_prompt(records: Sequence[Mapping], arm: str, name: str) -> dict[int, list[float]]:
-    mine = sorted((r["prompt_index"], r["image_index"], r["scores"][name]) for r in records if r["arm"] == arm)
+    first = _first_listed(records, name)
+    mine = sorted((first[r["prompt_index"]], r["prompt_index"], r["image_index"], r["scores"][name])
+                  for r in records if r["arm"] == arm)
     return {prompt: [score for *_, score in part] for prompt, part in groupby(mine, key=lambda one: one[0])}
 
 
+def _prompt_kinds(records: Sequence[Mapping], name: str) -> list[str]:
+    "The category of each prompt, in the order of the prompts; empty where the reward knows none."
+    first = _first_listed(records, name)
+    kinds = {first[r["prompt_index"]]: r["category"][name] for r in records if name in r["category"]}
+    return [kinds[place] for place in sorted(kinds)]
+
+
 def prompt_means(records: Sequence[Mapping], arm: str, name: str) -> np.ndarray:  # (n,)
-    "The mean score of each prompt, in the order of the prompts."
+    "The mean score of each prompt, in the order of the prompts; one that is listed again counts once."
     return np.array([np.mean(scores) for scores in _scores_by_prompt(records, arm, name).values()])
 
 
@@ -99,11 +115,16 @@ def compare_arms(
     weights: Mapping[str, float] | None = None,  # of the categories; None: there are none
 ) -> dict[str, dict | None]:  # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
     "The score of each arm, and its difference to the base over prompts that all arms have."
-    def scores(rows: Sequence[Mapping], arm: str) -> tuple[np.ndarray, list[str] | None] | None:
-        values, kinds = prompt_means(rows, arm, name)[:, None], None
-        if weights is not None:
-            by_prompt = {r["prompt_index"]: r["category"][name] for r in rows if r["arm"] == arm}
-            kinds = [by_prompt[p] for p in sorted(by_prompt)]
+    def scores(rows: Sequence[Mapping], arm: str) -> tuple[list[np.ndarray], list[str] | None] | None:
+        own = [r for r in rows if r["arm"] == arm]
+        images: dict[int, list[float]] = {}  # of each entry of the list
+        for r in sorted(own, key=lambda r: (r["prompt_index"], r["image_index"])):
+            images.setdefault(r["prompt_index"], []).append(r["scores"][name])
+        first, listed = _first_listed(own, name), {}
+        for place in images:  # a number each time that the prompt is listed
+            listed.setdefault(first[place], []).append(np.mean(images[place]))
+        values = [np.array(listed[place]) for place in sorted(listed)]
+        kinds = None if weights is None else _prompt_kinds(own, name)
         return (values, kinds) if len(values) and (kinds is None or set(kinds) == set(weights)) else None
 
     pairs = paired_records(records)
@@ -111,7 +132,10 @@ def compare_arms(
     for arm in arms:
         if arm != "base" and "base" in arms:
             one, base = scores(pairs, arm), scores(pairs, "base")
-            out[f"{arm}-base"] = bootstrap_images(one[0] - base[0], one[1], weights) if one and base else None
+            out[f"{arm}-base"] = None
+            if one and base:
+                apart = [a - b for a, b in zip(one[0], base[0], strict=True)]
+                out[f"{arm}-base"] = bootstrap_images(apart, one[1], weights)
     return out
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9ccf3702
@@ -125,9 +149,10 @@ def preservation_rates(
         raise InputError(f"`records` must hold the same images of {against} and {arm}; got {len(before)} images of "
                          f"the one and {len(after)} of the other")
     out: dict[str, dict | None] = {}
+    first = _first_listed(list(before.values()), name)
     for kind, read in {"objects": lambda r: r.get("objects", {}).get(name, ()),
                        "images": lambda r: (r["scores"][name],)}.items():
-        rows = np.array([(place[0], was, now) for place, record in before.items()
+        rows = np.array([(first[place[0]], was, now) for place, record in before.items()
                          for was, now in zip(read(record), read(after[place]), strict=True)]).reshape(-1, 3)
         out[kind] = None
         if len(rows) and np.isin(rows[:, 1:], (0, 1)).all():
@@ -143,16 +168,15 @@ def summarise_evaluation(records: Sequence[Mapping]) -> dict[str, dict]:  # by r
     arms, table = list(dict.fromkeys(r["arm"] for r in records)), {}
     against = {arm: base for arm in arms if (base := reference_arm(arm)) and base in arms}
     for name in records[0]["scores"]:
-        by_prompt = {r["prompt_index"]: r["category"][name] for r in records if name in r["category"]}
-        kinds = [by_prompt[p] for p in sorted(by_prompt)] or None
-        rows = {arm: list(_scores_by_prompt(records, arm, name).values()) for arm in arms}
-        counts = sorted({len(images) for part in rows.values() for images in part})
+        kinds = _prompt_kinds(records, name) or None
+        rows = {arm: [np.array(x) for x in _scores_by_prompt(records, arm, name).values()] for arm in arms}
+        counts = sorted({*Counter((r["arm"], r["prompt_index"]) for r in records).values()})
         if len(counts) > 1:
             raise InputError(f"`records` must hold equally many images of every prompt; got {counts[0]} to "
                              f"{counts[-1]}")
-        scores = {arm: np.array(part, dtype=np.float64) for arm, part in rows.items()}
-        row: dict[str, Any] = {arm: bootstrap_images(x, kinds) for arm, x in scores.items()}
-        row |= {f"{arm}-base": bootstrap_images(scores[arm] - scores[base], kinds) for arm, base in against.items()}
+        row: dict[str, Any] = {arm: bootstrap_images(x, kinds) for arm, x in rows.items()}
+        row |= {f"{arm}-base": bootstrap_images([a - b for a, b in zip(rows[arm], rows[base], strict=True)], kinds)
+                for arm, base in against.items()}
         row["categories"] = {arm: category_means(records, arm, name) for arm in arms} if kinds else None
         row["overall"] = {arm: row[arm]["mean"] for arm in arms} if kinds else None
         seen = any(name in r.get("objects", {}) for r in records)
@@ -186,6 +210,12 @@ def changed_settings(changes: Mapping | Sequence[str]) -> list[str]:
     return [text.partition("=")[0].strip() for text in changes]
 
 
+def count_prompts(prompts: Sequence[str]) -> dict[str, int]:  # n_prompts, and n_listed where some stand again
+    "Count the prompts of a list once each, and its entries where these are more."
+    different = len(set(prompts))
+    return {"n_prompts": different} | ({"n_listed": len(prompts)} if different < len(prompts) else {})
+
+
 def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> None:
     "scores.jsonl and summary.json, each whole or not at all."
     with atomic_write(Path(folder) / "scores.jsonl") as temporary:
@@ -206,10 +236,12 @@ def evaluate(
     run_folder.check_trust(run, trust, changed_settings(changes))
     arms = ode_arms(s) | AS_TRAINED_ARMS if arms is None else dict(arms)
     _check_arms(arms, s.eval_steps)
+    run_folder.check_run_inputs(run, s)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
     folder, parts = begun_folder(run, s, arms, prompts), evaluation_parts(s, len(prompts), arms)
-    summary = {"n_prompts": len(prompts), "images_per_prompt": s.eval_images, "steps": s.eval_steps,
-               "split": arms.get("hybrid", s.hybrid_split), "arms": arms, "seed": s.eval_seed}
+    summary = count_prompts(prompts) | {
+        "images_per_prompt": s.eval_images, "steps": s.eval_steps, "split": arms.get("hybrid", s.hybrid_split),
+        "arms": arms, "seed": s.eval_seed}
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(s, name) for name in names}}

@@ -25,6 +25,7 @@ from ..core.files import write_json
 from ..core.statistics import percentile_interval
 from .detector import GENEVAL_CLIP_ID, GENEVAL_COLOURS, DetectedObject
 from .detector import detect_objects, load_colour_classifier, load_detector
+from ..models.inputs import read_prompt_records
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #1af4bdee
 COCO_CLASSES = tuple(
@@ -72,12 +73,9 @@ def read_geneval_prompts(path: str | Path | None = None) -> list[dict]:  # a fil
     if path == GENEVAL_METADATA_FILE and hashlib.sha256(data).hexdigest() != _GENEVAL_METADATA_SHA256:
         raise InputError(f"`prompts`: {path} is damaged; install the package again")
     records = []
-    for i, line in enumerate(data.decode("utf-8").splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise InputError(f"`prompts` must hold one JSON object a line; line {i} of {path} is none") from None
-        _check_record(records[-1], f"prompts, line {i} of {path}")
+    for where, _, record in read_prompt_records(str(path), "`prompts`"):
+        _check_record(record, f"prompts, {where} of {path}")
+        records.append(record)
     return records
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #b6150f52
@@ -194,7 +192,7 @@ def summarise_geneval(lines: Sequence[Mapping], draws: int = 4000) -> dict:  # o
         raise InputError("`results` must hold at least one verdict; got none")
     found: dict[str, dict[str, list[int]]] = {}  # tag -> prompt -> right images and images
     for line in lines:
-        cell = found.setdefault(line["tag"], {}).setdefault(line["metadata"], [0, 0])
+        cell = found.setdefault(line["tag"], {}).setdefault(line.get("prompt") or line["metadata"], [0, 0])
         cell[0] += bool(line["correct"])
         cell[1] += 1
     counts = {tag: np.array(list(found[tag].values())) for tag in GENEVAL_TAGS if tag in found}

@@ -222,7 +222,7 @@ _DPG_PROMPT_COUNT = 1065  # of the whole benchmark
 
 def _category_shares(items: Sequence[JudgedPrompt], records: Sequence[Mapping]) -> dict[str, dict]:
     "The share of questions answered yes, and of those that count, with intervals over prompts."
-    rows = pd.DataFrame([(r["prompt_index"], p.category, one, two) for r in records for p, one, two in
+    rows = pd.DataFrame([(r["prompt"], p.category, one, two) for r in records for p, one, two in
                          zip(items[r["prompt_index"]].propositions, r["answered"], r["objects"]["dpg"], strict=True)],
                         columns=["prompt", "category", "answered", "score"])
     out = {}

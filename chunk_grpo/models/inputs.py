@@ -5,24 +5,32 @@
 # %% auto #0
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_pipeline_folder', 'import_class', 'find_family', 'build_meta_network',
-           'check_network_weights', 'unknown_words', 'check_parts', 'read_prompts', 'sample_prompt_indices',
-           'evenly_spaced_positions', 'content_hashes']
+           'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column', 'find_column',
+           'read_prompt_records', 'read_prompts', 'describe_prompts', 'sample_prompt_indices',
+           'evenly_spaced_positions', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
+           'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
+import contextlib
 import csv
+import functools
 import hashlib
 import importlib
 import inspect
 import io
 import json
 import math
+import os
 import random
+import re
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import InputError
 from ..core.files import sha256_of
+from ..core.validation import format_value, parse_yaml
 
 _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
 OTHER_FILES = ["text_encoders/*", "*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*"]  # the same weights once more
@@ -217,54 +225,237 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
 _PROMPT_FILES = {
-    ".txt": "one prompt a line, UTF-8", ".jsonl": 'a JSON object with a field "prompt" a line',
+    ".txt": "one prompt a line, UTF-8",
+    ".jsonl": 'a JSON object with a field "prompt" a line',
+    ".ndjson": 'a JSON object with a field "prompt" a line',
     ".json": 'a JSON list of texts, or of objects with a field "prompt"',
     ".csv": "a table with commas and a column Prompt or Prompts",
-    ".tsv": "a table with tabs and a column Prompt or Prompts"}
+    ".tsv": "a table with tabs and a column Prompt or Prompts",
+    ".yaml": "a YAML list of texts, or of mappings with a field prompt",
+    ".yml": "a YAML list of texts, or of mappings with a field prompt",
+}
 _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
+_PROMPT_COLUMNS = ("prompt", "prompts")  # in capitals or not
 
 
-def _parse_prompts(text: str, kind: str) -> list:  # kind: the file's ending, of _PROMPT_FILES; any other: as .txt
-    "What stands where prompts should in a file's text; KeyError, TypeError or ValueError where it is of another form."
-    lines = [line.strip() for line in text.split("\n") if line.strip()]  # U+2028 may stand in a line
-    if kind == ".jsonl":
-        return [json.loads(line)["prompt"] for line in lines]
-    if kind == ".json":
-        records = json.loads(text)
-        if not isinstance(records, list):
-            raise TypeError(f"a list was expected, it is a {type(records).__name__}")
-        return list(dict.fromkeys(record["prompt"] if isinstance(record, dict) else record for record in records))
-    if kind not in (".csv", ".tsv"):
-        return lines
-    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if kind == ".tsv" else ",")
-    column = {str(name).strip().lower(): name for name in rows.fieldnames or ()}
-    name = column["prompts" if "prompts" in column else "prompt"]
-    return [(row[name] or "").strip() for row in rows]
+def split_prompt_column(source: str) -> tuple[str, str]:  # path or name of the list; column, empty for the usual one
+    """Split `file.tsv:Column` into file and column; a name of a shipped list and a file's own name stay whole."""
+    path, colon, column = source.rpartition(":")
+    chosen = colon and not source.startswith("pocket:") and not os.path.isfile(source) and os.path.isfile(path)
+    return (path, column) if chosen else (source, "")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #d1c0a5e2
-def read_prompts(source: str, field: str = "prompts") -> list[str]:
-    # source: "pocket:train" (or validation, test), or a file of one of the _PROMPT_FILES; field: the setting's name
-    "The prompts of a list, without empty lines; InputError where it is missing, empty or unreadable."
-    path = Path(source)
-    if source.startswith("pocket:"):
+def _read_table(
+    text: str,
+    delimiter: str,  # a comma or a tab
+) -> list[tuple[str, dict[str, str]]]:  # line of each row, such as "line 2"; its fields by column
+    """Read a table; ValueError names the line of a row that has not one field a column."""
+    lines, rows = text.split("\n"), []
+    header = next((line for line in lines if line.strip()), "")
+    if delimiter == "," or re.fullmatch(r'"[^"]*"(\t"[^"]*")*', header):  # quotes enclose fields, as in CSV
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        start = 1
+        try:
+            for fields in reader:
+                rows.append((start, fields))
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise ValueError(
+                f"line {start} is no row of a table, {error}; a prompt with a comma, a quote or a line break must "
+                "stand in quotes, with each quote in it doubled"
+            ) from None
+    else:
+        rows = [(number, [_unquote(field) for field in line.split(delimiter)]) for number, line in enumerate(lines, 1)]
+    rows = [(number, fields) for number, fields in rows if any(field.strip() for field in fields)]
+    if not rows:
+        return []
+    (_, names), *rows = rows
+    names = [name.strip() for name in names]
+    for number, fields in rows:
+        if len(fields) != len(names):
+            mark = "a comma" if delimiter == "," else "a tab"
+            raise ValueError(
+                f"line {number} has {len(fields)} fields and the header has {len(names)}; a prompt with {mark} or a "
+                "line break must stand in quotes"
+            )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the header has the column {twice[0]!r} twice")
+    return [("header", dict.fromkeys(names, "")), *((f"line {n}", dict(zip(names, x, strict=True))) for n, x in rows)]
+
+
+def _unquote(field: str) -> str:
+    """Take the quotes off a field that a program has put in quotes: those within it are there, and all doubled."""
+    doubled = re.fullmatch(r'"((?:[^"]|"")*)"', field) and '""' in field[1:-1]
+    return field[1:-1].replace('""', '"') if doubled else field
+
+# %% ../../nbs/03_models/00_inputs.ipynb #1e74d025
+def _read_json_lines(text: str) -> list[tuple[str, Any]]:
+    """Read a JSON value from each line that is not blank; ValueError names the line that holds none."""
+    out = []
+    for number, line in enumerate(text.split("\n"), 1):  # U+2028 may stand in a line
+        if not line.strip():
+            continue
+        try:
+            out.append((f"line {number}", json.loads(line)))
+        except (ValueError, RecursionError):
+            raise ValueError(f"line {number} is no JSON") from None
+    return out
+
+
+def _read_list(content: Any) -> list[tuple[str, Any]]:
+    """Number the entries of a list; ValueError where the file holds something else."""
+    if not isinstance(content, list):
+        raise ValueError(f"it holds a {type(content).__name__} and no list")
+    return [(f"entry {number}", value) for number, value in enumerate(content, 1)]
+
+
+def _read_lines(text: str) -> list[tuple[str, Any]]:
+    """Read a prompt a line, or JSON where the lines are JSON; ValueError where they are of another form."""
+    lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    first = lines[0][1] if lines else ""
+    if first.startswith(("{", "[")):
+        content = None
+        with contextlib.suppress(ValueError, RecursionError):  # a prompt may begin with a bracket
+            content = json.loads(first)
+        if isinstance(content, dict):
+            return _read_json_lines(text)
+        with contextlib.suppress(ValueError, RecursionError):
+            content = json.loads(text)
+        if isinstance(content, dict) or (content and all(isinstance(one, (str, dict)) for one in content)):
+            return _read_list(content)
+    names = [name.strip().strip('"').lower() for name in re.split(r"[\t,;]", first)]
+    if any(name in _PROMPT_COLUMNS for name in names) and all(re.fullmatch(r"\w*", name) for name in names):
+        raise ValueError(f"{lines[0][0]} is the header of a table, whose name must end in .csv or .tsv")
+    tabs = {line.count("\t") for _, line in lines}
+    if len(tabs) == 1 and tabs != {0}:
+        raise ValueError("every line has a tab, as in a table, whose name must end in .tsv")
+    if lines and all(line.startswith("- ") for _, line in lines):
+        raise ValueError("every line begins with a dash, as in a YAML list, whose name must end in .yaml")
+    return lines
+
+# %% ../../nbs/03_models/00_inputs.ipynb #673902ce
+_DRAWING_FIELDS = frozenset(  # what records ask for beside their prompt, in small letters and without marks
+    "negativeprompt negativeprompts negative negprompt uncondprompt negativeprompt2 prompt2 prompt3 width "
+    "height size imagesize resolution aspectratio seed seeds noiseseed guidance guidancescale cfg "
+    "cfgscale truecfg truecfgscale steps step numsteps nsteps inferencesteps numinferencesteps "
+    "samplingsteps samplesteps sampler samplername scheduler strength eta shift numimages "
+    "numimagesperprompt imagesperprompt numsamples nsamples lora loras clipskip maxsequencelength".split()
+)
+
+
+def find_column(
+    names: Iterable[str],
+    column: str = "",  # its name, in capitals or not; empty: Prompt or Prompts
+) -> str:
+    """Return the one name that is meant; ValueError where there is none, or more than one."""
+    names = [str(name) for name in names]
+    if column in names:
+        return column
+    wanted = (column.strip().lower(),) if column else _PROMPT_COLUMNS
+    found = [name for name in names if name.strip().lower() in wanted]
+    if len(found) != 1:
+        there = ", ".join(names)[:200] or "none"
+        how = f"more than one, {', '.join(found)}" if found else f"none among {there}"
+        what = f"a column {column}" if column else "a column Prompt or Prompts"
+        raise ValueError(f"{what} is needed and there is {how}; one is chosen as FILE:COLUMN")
+    return found[0]
+
+
+def read_prompt_records(
+    source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
+    field: str = "prompts",  # the setting's name, for the error's sentence
+) -> list[tuple[str, str, Any]]:  # where each stands, such as "line 2"; its prompt; the text or mapping that holds it
+    """Read a list of prompts with what stands beside them; InputError names what is missing, empty or unreadable."""
+    name, column = split_prompt_column(source)
+    path = Path(name)
+    if name.startswith("pocket:"):
         from chunk_grpo import pocket  # the embedded default: imported only when it is asked for
 
-        path = pocket.PROMPT_FILES.get(source.removeprefix("pocket:"), path)
+        path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
+    kind = path.suffix.lower()
     try:
-        prompts = _parse_prompts(path.read_text(encoding="utf-8-sig"), path.suffix.lower())
-        "".join(map(str, prompts)).encode()  # JSON can name half of a letter
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, csv.Error) as error:  # no JSON: a ValueError
-        wanted = _PROMPT_FILES.get(path.suffix.lower(), _PROMPT_FILES[".txt"])
-        raise InputError(f"{field}: {source} cannot be read ({type(error).__name__}); allowed is {wanted}.") from None
-    if not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
-        raise InputError(f"{field}: {source} holds no prompt or an empty one; at least one prompt is needed.")
-    if max(map(len, prompts)) > _LONGEST_PROMPT:
-        raise InputError(f"{field}: {source} holds a prompt of {max(map(len, prompts))} characters; allowed are "
-                         f"{_LONGEST_PROMPT}.")
-    return prompts
+        records = _parse_records(path.read_bytes(), kind)
+        if records and records[0][0] == "header":
+            find_column(records.pop(0)[1], column)
+        found = [(where, _prompt_of(where, record, column), record) for where, record in records]
+    except (OSError, ValueError, RecursionError) as error:  # no JSON, and no YAML: ValueErrors
+        wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
+        reason = str(error) if type(error) in (ValueError, InputError) else type(error).__name__
+        raise InputError(f"{field}: {source} cannot be read ({reason}); allowed is {wanted}.") from None
+    if not found:
+        raise InputError(f"{field}: {source} holds no prompt; at least one prompt is needed.")
+    for where, prompt, record in found:
+        if not prompt:
+            raise InputError(f"{field}: {source} holds no prompt in {where}, which is empty; remove it.")
+        if len(prompt) > _LONGEST_PROMPT:
+            raise InputError(f"{field}: {source} holds in {where} a prompt of {len(prompt)} characters; allowed are "
+                             f"{_LONGEST_PROMPT}.")
+        if isinstance(record, dict) and not column:
+            _check_drawing_fields(f"{field}: {where} of {source}", record, path)
+    return found
+
+
+def _parse_records(data: bytes, kind: str) -> list[tuple[str, Any]]:  # kind: the file's ending; any other: as .txt
+    """Take a file apart; ValueError where it is not of the form that its ending, or its content, says."""
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"line {line} is not UTF-8") from None
+    if kind in (".csv", ".tsv"):
+        rows = _read_table(text, "\t" if kind == ".tsv" else ",")
+        return rows or [("header", {})]
+    if kind in (".jsonl", ".ndjson"):
+        return _read_json_lines(text)
+    if kind == ".json":
+        return _read_list(json.loads(text))
+    if kind in (".yaml", ".yml"):
+        return _read_list(parse_yaml(text, "it"))
+    return _read_lines(text)
+
+
+def _prompt_of(where: str, record: Any, column: str) -> str:
+    """Return the prompt of a record, without blanks around it; ValueError where it has none, or it is no text."""
+    if isinstance(record, dict):
+        try:
+            record = record[find_column(record, column)]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    elif column:
+        raise ValueError(f"{where} is no record with a column {column}")
+    if not isinstance(record, str):
+        raise ValueError(f"{where} holds {format_value(record)} where a text is needed")
+    record.encode()  # JSON can name half of a letter
+    return record.strip()
+
+
+def _check_drawing_fields(place: str, record: dict, path: Path) -> None:
+    """Reject a record that asks for its prompt to be drawn otherwise than the others."""
+    for name, value in record.items():
+        plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
+        blank = value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
+        if plain in _DRAWING_FIELDS and not blank:
+            raise InputError(
+                f"{place} asks for {name} {str(value)[:40]!r}, but a run draws all prompts alike; remove it, or write "
+                f"{path}:{find_column(record)} to read that column alone."
+            )
+
+
+def read_prompts(source: str, field: str = "prompts") -> list[str]:  # as for `read_prompt_records`
+    """Read the prompts of a list in its order; InputError where it is missing, empty or unreadable."""
+    return [prompt for _, prompt, _ in read_prompt_records(source, field)]
+
+
+def describe_prompts(source: str, field: str = "prompts") -> str:
+    """Say in a line how many prompts were read, which the first two are, and how many stand there again."""
+    prompts = read_prompts(source, field)
+    first = " and ".join(repr(text if len(text) <= 60 else f"{text[:57]}...") for text in prompts[:2])
+    again = len(prompts) - len(set(prompts))
+    words = f"{again:,} of them repeated" if again else "none repeated"
+    return f"{len(prompts):,} prompt{'s' * (len(prompts) > 1)} from {source}, first {first}, {words}"
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> list[int]:  # all different
@@ -292,3 +483,76 @@ def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
     check_parts(model)
     return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
             "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
+
+# %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
+_FILE_OPTIONS = ("weights", "base", "processor", "tokenizer", "checkpoint", "config", "python")  # of rewards
+
+
+def absolute_inputs(s):  # settings; returns settings
+    """Write the model's folder, the lists of prompts and the files of rewards from the root, where they are here."""
+    changes: dict[str, Any] = {}
+    if s.model != "pocket" and os.path.isdir(s.model):
+        changes["model"] = os.path.abspath(s.model)
+    for name in ("prompts", "eval_prompts"):
+        path, column = split_prompt_column(getattr(s, name))
+        if not path.startswith("pocket:") and os.path.isfile(path):
+            changes[name] = os.path.abspath(path) + f":{column}" * bool(column)
+    changes["reward_options"] = {
+        reward: {
+            key: os.path.abspath(x) if key in _FILE_OPTIONS and isinstance(x, str) and os.path.exists(x) else x
+            for key, x in options.items()
+        }
+        for reward, options in s.reward_options.items()
+    }
+    return s.model_copy(update=changes)
+
+# %% ../../nbs/03_models/00_inputs.ipynb #93ddf98c
+def hash_prompts(source: str, field: str) -> str:  # as for `read_prompts`; returns hex
+    """Hash the prompts of a list, whatever file holds them."""
+    return hashlib.sha256(json.dumps(read_prompts(source, field)).encode()).hexdigest()
+
+
+def model_stamp(folder: Path) -> str:  # hex
+    """Hash names, sizes and times of a model's files, without reading them."""
+    folder = Path(folder)
+    files = [f for part in MODEL_FOLDERS for f in (folder / part).rglob("*") if f.is_file()]
+    about = [(f.relative_to(folder).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _hash_stamped_model(folder: Path, stamp: str) -> str:  # the stamp: of `model_stamp`, so that a change is seen
+    return hash_model_files(folder, MODEL_FOLDERS)
+
+
+def input_records(s) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
+    """Return what a run notes of its model and of each list, for `find_changed_input`."""
+    folder = locate_model(s.model)
+    lists = {name: hash_prompts(getattr(s, name), name) for name in ("prompts", "eval_prompts")}
+    return {"model_stamp": model_stamp(folder), "model_index": sha256_of(folder / "model_index.json"), **lists}
+
+
+def find_changed_input(
+    s,  # settings
+    known: Mapping,  # model_sha256, prompts_sha256 and inputs, of run.json; what is missing is not compared
+    names: Sequence[str] = ("model", "prompts", "eval_prompts"),
+) -> str | None:
+    """Name the first of a run's inputs that is not what it was; InputError where one is missing."""
+    then = known.get("inputs") or {}
+    if "model" in names:
+        folder = locate_model(s.model)
+        index = folder / "model_index.json"
+        if index.is_file() and then.get("model_index", sha256_of(index)) != sha256_of(index):
+            return "model"
+        stamp, wanted = model_stamp(folder), known.get("model_sha256")
+        if wanted and then.get("model_stamp") != stamp and _hash_stamped_model(folder, stamp) != wanted:
+            return "model"
+    for name in [name for name in ("prompts", "eval_prompts") if name in names]:
+        found = hash_prompts(getattr(s, name), name)
+        if then.get(name, found) != found:
+            return name
+        if name not in then and known.get("prompts_sha256"):  # an older run noted both lists together
+            lists = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
+            if hashlib.sha256(json.dumps(lists).encode()).hexdigest() != known["prompts_sha256"]:
+                return name
+    return None

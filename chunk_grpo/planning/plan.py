@@ -42,7 +42,7 @@ from ..core import machine
 from ..core.settings import PRESETS_DIR, Settings, check_processes, evaluated_rewards, list_presets
 from ..core.settings import load_settings, reward_weights
 from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
-from ..models.inputs import locate_model, read_prompts
+from ..models.inputs import describe_prompts, locate_model, read_prompts, split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 
@@ -393,7 +393,7 @@ def iteration_flops(s: Settings, config: ModelConfig, counts: IterationCounts | 
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
 def held_out_prompts(s: Settings) -> list[str]:
     "The held-out prompts of a run; none where their file is not here."
-    there = s.eval_prompts.startswith("pocket:") or Path(s.eval_prompts).is_file()
+    there = s.eval_prompts.startswith("pocket:") or Path(split_prompt_column(s.eval_prompts)[0]).is_file()
     return read_prompts(s.eval_prompts, "eval_prompts") if there else []
 
 
@@ -701,7 +701,18 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 86400:.3g} days"
 
 
-def describe_counts(s: Settings, processes: int = 1, counts: IterationCounts | None = None) -> list[tuple[str, str]]:
+def _describe_list(source: str, field: str) -> str:
+    """Say what was read of a list of prompts, or that its file is not here."""
+    there = source.startswith("pocket:") or Path(split_prompt_column(source)[0]).is_file()
+    return describe_prompts(source, field) if there else f"{source} is not here"
+
+
+def describe_counts(
+    s: Settings,
+    processes: int = 1,
+    counts: IterationCounts | None = None,
+    show_prompts: bool = True,  # the first of each list; a run from elsewhere may name any file
+) -> list[tuple[str, str]]:
     "What an iteration and the run draw and train; InputError where the processes cannot share it."
     check_processes(s, processes)
     images, updates = _images(s), s.updates_per_iteration
@@ -713,6 +724,7 @@ def describe_counts(s: Settings, processes: int = 1, counts: IterationCounts | N
     parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items())
     what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
     return [
+        *((name, _describe_list(getattr(s, name), name)) for name in ("prompts", "eval_prompts") if show_prompts),
         ("images an iteration", f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
                                 + f", and {s.baseline_images} of each prompt by the base" * (s.baseline_images > 0)),
         ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),

@@ -121,6 +121,7 @@ def sample_run(
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
     weights = run_images.find_newest_weights(run)
+    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * bool(held_out_prompts(s))])
     each, images = len(prompts) * len(seeds), []
     whole, spent, began, said = sum(each * run_images.image_cost(s, arm) for arm in chosen), 0, *[time.monotonic()] * 2
     with atomic_write(out) if out else nullcontext() as folder:
@@ -156,6 +157,7 @@ def sample_widget(
     s = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
     chosen, weights = choose_arms(s, arms), run_images.find_newest_weights(run)
+    run_folder.check_run_inputs(run, s)
     model = run_images.load_trained_policy(Path(run), s, folder=weights)
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
     text = W.Text(first, description="prompt", layout={"width": "480px"})
@@ -249,6 +251,8 @@ def export_run(
                          f"{s.model!r}; look at it, then add --trust")
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
+    quoted = (trust or run_folder.is_own_run(run)) and bool(held_out_prompts(s))
+    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * quoted])
     if weights.name == "final":
         read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
     card, base = model_card(run, s, weights, out.name, trust), inputs.locate_model(s.model)

@@ -29,11 +29,15 @@ class HPSv3PackageReward:
     def __init__(self, scorer, batch: int = 8):  # hpsv3.HPSv3RewardInferencer; images scored at once
         self.scorer, self.batch, self.device = scorer, batch, scorer.device
 
+    def check_prompt(self, prompt: str) -> None:
+        """Raise ValueError for a prompt with a mark in it."""
+        if "<|" in prompt:
+            raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
+
     def __call__(self, images: torch.Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> torch.Tensor:
         "The means (B,) of images (B, 3, H, W) in [0, 1] or of PIL; ValueError for a prompt with a mark in it."
         for prompt in prompts:
-            if "<|" in prompt:
-                raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
+            self.check_prompt(prompt)
         if isinstance(images, torch.Tensor):
             rows = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
             images = [Image.fromarray(x) for x in rows]

@@ -100,6 +100,10 @@ class LocalServer:
         "Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."
         return client.request_scores(self._with_child, self.name, images, prompts, self.how.pixels)
 
+    def first_rejected(self, prompts: Sequence[str]) -> tuple[int, str] | None:
+        """Ask the child which prompt its reward rejects."""
+        return client.request_checks(self._with_child, prompts)
+
     def start(self) -> "LocalServer":
         "Start the child unless there is one; InputError where it cannot load the reward."
         self.about = self._with_child("/health", None)

@@ -92,13 +92,16 @@ class HPSv3(ModelScorer):
         "The scores mu."
         return self.score_distribution(images, prompts)[:, 0]
 
+    def check_prompt(self, prompt: str) -> None:
+        """Raise InputError for a prompt that holds a special token, which would end or change the chat."""
+        if found := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
+            raise InputError(f"prompts: {prompt!r} holds {found[0]}, which is a special token of the model; "
+                             "allowed is text without special tokens.")
+
     def score_distribution(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B, 2), mu and log sigma
         "Scores and logarithms of their deviations; InputError for a prompt that holds a special token."
         for prompt in prompts:
-            found = [token for token in self.tokenizer.get_added_vocab() if token in str(prompt)]
-            if found:
-                raise InputError(f"prompts: {prompt!r} holds {found[0]}, which is a special token of the model; "
-                                 "allowed is text without special tokens.")
+            self.check_prompt(str(prompt))
         return super().__call__(images, prompts).reshape(-1, 2)
 
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b, 2)

@@ -101,14 +101,30 @@ def score_images(
 
 
 def check_prompts(rewards: Mapping[str, Callable], prompts: Sequence[str], field: str = "prompts") -> None:
-    "InputError where a reward that sorts prompts into categories, as GenEval does, knows none for one of them."
+    """Raise InputError where a reward cannot score one of the prompts.
+
+    A reward says so in `check_prompt(text)`, or in `category(text)` where it sorts prompts as GenEval does, by an
+    error. One that runs elsewhere is asked there, by its `first_rejected(prompts)`.
+    """
     for name, reward in rewards.items():
-        for number, text in enumerate(prompts, 1):
+        elsewhere = getattr(reward, "first_rejected", None)
+        found = elsewhere(prompts) if elsewhere else _first_rejected(reward, prompts)
+        if found:
+            number, why = found
+            raise InputError(f"`{field.strip('`')}` must hold prompts that the reward {name} can score; number "
+                             f"{number + 1} is none: {why}")
+
+
+def _first_rejected(reward: Callable, prompts: Sequence[str]) -> tuple[int, str] | None:  # its place, and why
+    """Find the first prompt that a reward rejects."""
+    for check in [getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)]:
+        for number, text in enumerate(prompts):
             try:
-                getattr(reward, "category", str)(text)
-            except InputError as error:
-                raise InputError(f"`{field}` must hold prompts that the reward {name} can score; number {number} is "
-                                 f"none: {error}") from None
+                check(text)
+            except Exception as error:  # a user's reward may raise anything
+                words = " ".join(str(error).split())
+                return number, words if isinstance(error, InputError) else f"{type(error).__name__}: {words}"
+    return None
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
 def _signed_sizes(images: Tensor | Sequence[Image.Image], prompts: Sequence[str], sign: int, quality: int) -> Tensor:

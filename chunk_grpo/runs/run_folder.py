@@ -6,7 +6,7 @@
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
            'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run', 'check_trust',
-           'has_final_weights', 'create_run']
+           'check_run_inputs', 'has_final_weights', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -32,7 +32,7 @@ from ..core.settings import (
     REWARD_LOADERS, Settings, check_processes, check_resume, load_settings, named_code, reward_weights)
 from ..core.user_code import (
     changed_code, check_named_code, check_same_code, code_files, code_hashes, code_keys, copy_code, find_code)
-from ..models.inputs import content_hashes
+from ..models.inputs import absolute_inputs, content_hashes, find_changed_input, input_records
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #3dedb752
@@ -238,6 +238,24 @@ def check_trust(
                          f"{', or give other rewards' * rewards_too} (in Python trust=True).")
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #066d17af
+_INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options")
+
+
+def check_run_inputs(
+    run: str | Path,
+    s: Settings,  # of the command: what it changes is not the run's, and is not compared
+    names: Sequence[str] = ("model", "eval_prompts"),  # also prompts
+) -> None:
+    """Raise InputError where the run's model or prompts are missing, or are not those that it was trained with."""
+    note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
+    then = {name: Settings.model_fields[name].default for name in names} | note["settings"]
+    if changed := find_changed_input(s, note, [name for name in names if then[name] == getattr(s, name)]):
+        raise InputError(
+            f"`{changed}` must be what the run {run} was trained with; {getattr(s, changed)} has changed since, or is "
+            "another one of that name"
+        )
+
+
 def has_final_weights(run: Path) -> bool:
     "Whether the trained weights of a run are there."
     return any((Path(run) / "final").glob("*.safetensors"))
@@ -250,12 +268,12 @@ def create_run(
     "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
     def previous() -> tuple[dict, bool]:  # run.json of the run to resume, and whether nothing is left to train
         note = read_json(out / "run.json", RunInfo, ("settings", "status", "model_sha256", "prompts_sha256"))
-        check_resume(old := load_settings(note["settings"]), s)
+        check_resume(absolute_inputs(old := load_settings(note["settings"])), s)
         return note, note["status"] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
-    out = Path(os.path.realpath(out or next_run_folder("run")))
+    out, s = Path(os.path.realpath(out or next_run_folder("run"))), absolute_inputs(s)
     if not resume:
         check_new_folder(out, run=True)
     elif not (out / "run.json").is_file():
@@ -285,13 +303,20 @@ def create_run(
                 raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
                                  "run began")
             check_same_code(note, code, out)
+            index = input_records(s)["model_index"]
+            if note.get("inputs", {}).get("model_index", index) != index:
+                raise InputError("`model` must be the same when a run is resumed; its model_index.json changed since "
+                                 "the run began")
+            named = {name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]}
+            s = s.model_copy(update=named)  # as checkpoints of an older run have them
             note |= {} if done else about
             clean_run_folder(out)
         else:
             check_new_folder(out, run=True)
             remove_abandoned(out)
             note = {**about, "versions": library_versions(), "git_commit": current_git_commit(), **hashes,
-                    "machine": machine_info(), "seconds": 0.0, "started": None, "finished": None,
+                    "inputs": input_records(s), "machine": machine_info(),
+                    "seconds": 0.0, "started": None, "finished": None,
                     "run_id": uuid.uuid4().hex, "made_folder": made}
         if code and "code" not in note:
             note["code"] = copy_code(code, out)

@@ -38,7 +38,7 @@ from ..models.policy import TORCH_DTYPES, Policy
 from ..reward_serving import placement
 from ..rewards import rewards
 from .run_folder import (
-    check_trust, file_of_run, find_run, has_final_weights, read_run_settings, run_origin)
+    check_run_inputs, check_trust, file_of_run, find_run, has_final_weights, read_run_settings, run_origin)
 from ..training import checkpoints
 from ..training.methods import load_method
 from ..training.rollout import sample_images
@@ -84,6 +84,7 @@ def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest check
 def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> Policy:  # folder: final/ if not given
     "A run's policy with trained weights, at `eval_resolution`; InputError where there are none or they do not fit."
     folder = folder or find_trained_weights(run)
+    check_run_inputs(run, s, ("model",))
     final, groups = folder.name == "final", ("ema", "weights")  # read, and refused, before the base is loaded
     stored = trainable.read_saved_weights(folder) if final else checkpoints.read_tensors(folder, only=groups)
     names = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets", "lora_alpha",

@@ -283,6 +283,8 @@ def find_finished_row(trial: Trial, out: Path, known: Iterable[dict] = ()) -> di
     def key(row: Mapping) -> list:
         "What a trial's numbers depend on; settings that came later have their defaults."
         settings = {name: x for name, x in (defaults | row["settings"]).items() if name not in free}
+        files = ("model", "prompts", "eval_prompts")  # what they hold is compared by hashes, wherever they lie
+        settings |= {name: Path(str(settings[name])).name for name in files}
         return [settings, row["evaluation"], row["splits"]]
 
     asked = {"settings": trial.settings.model_dump(mode="json"), "evaluation": trial.evaluation, "splits": trial.splits}

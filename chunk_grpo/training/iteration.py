@@ -140,7 +140,8 @@ def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existi
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
     scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
-    check_prompts({name: scorers[name] for name in trained_on}, prompts, "prompts")
+    asked = names if s.anchor_share < 1 else trained_on  # those that score the images of training
+    check_prompts({name: scorers[name] for name in asked}, prompts, "prompts")
     check_prompts(scorers, held_out, "eval_prompts")
     return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id)
 

@@ -8,6 +8,7 @@ __all__ = ['above_base_metrics', 'check_method_metrics', 'collect_metrics', 'eva
 
 # %% ../../nbs/07_training/05_metrics.ipynb #7316112d
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..core.files import (
     MetricsLine, append_json_line, atomic_write, make_folders, schema_problem, sync_to_disk)
 from ..core.statistics import mean_se
 from ..models import trainable
-from ..models.inputs import evenly_spaced_positions
+from ..models.inputs import evenly_spaced_positions, sample_prompt_indices
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
 from .iteration import Rollout, TrainingState, Update
@@ -31,6 +32,7 @@ from .rollout import sample_images
 # %% ../../nbs/07_training/05_metrics.ipynb #d8746280
 def above_base_metrics(
     state: TrainingState, scores: dict[str, Tensor], base: dict[str, Tensor],  # raw, by reward, (B,); of `score_base`
+    texts: Sequence[str] | None = None,  # the prompt of each group of all processes; None: all different
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
     "How far training is above the base on the prompts of all processes, from the same noise."
     s = state.s
@@ -43,9 +45,9 @@ def above_base_metrics(
              for name, x in scores.items()}
     weights = state.reward_weights if len(above) > 1 else dict.fromkeys(above, 1.0)
     total = torch.stack([weight * above[name] for name, weight in weights.items()]).sum(0)
-    mean, se = mean_se(total)
+    mean, se = mean_se(total, texts)
     each = {f"above_base_{name}{end}": value for name, x in above.items()
-            for end, value in zip(("", "_se"), mean_se(x), strict=True)}
+            for end, value in zip(("", "_se"), mean_se(x, texts), strict=True)}
     return {"above_base_mean": mean, "above_base_se": se, **each}
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
@@ -100,14 +102,16 @@ def collect_metrics(
     items = check_method_metrics(items, type(method).__name__)
     trained, kl = sum(len(work.segment) for work in update.works), sum(one.kl for one in update.stats)
     trained, kl = (gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats)))
-    above = above_base_metrics(state, rollout.scores, base) if base else {}
+    drawn = sample_prompt_indices(len(state.prompts), s.prompts_per_iteration, s.seed, state.iteration - 1)
+    texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
+    above = above_base_metrics(state, rollout.scores, base, texts) if base else {}
 
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
 
     largest = grouped(rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1))
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
-    mean, se = mean_se(next(iter(groups.values())).mean(1))
+    mean, se = mean_se(next(iter(groups.values())).mean(1), texts)
     return {
         "iteration": state.iteration, "reward_mean": mean, "reward_std": grouped(rollout.combined).std(1).mean().item(),
         "reward_se": se,
@@ -142,7 +146,8 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
             own = rewards.score_images(name, reward, images[arm][: len(mine)], texts).tolist() if mine else []
             scores = dict(gather_object(list(zip(mine, own, strict=True))))
             means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
-            out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means)
+            asked = [state.held_out[p] for p, _ in places[:: s.eval_images]]
+            out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means, asked)
     make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
     records = []
     for i in evenly_spaced_positions(len(mine), 8):  # eight images over the whole list, as files
