@@ -128,6 +128,14 @@ def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str
 
 
 @functools.cache
+def _describe_adapted_layers(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> str:
+    "Write the layers that get an adapter as patterns, with the number of layers each."
+    from chunk_grpo.models.trainable import adapted_layers, describe_layers  # here, because it brings peft
+
+    return describe_layers(adapted_layers(meta_policy(config, 64, 16, rank=rank, targets=targets).transformer))
+
+
+@functools.cache
 def latent_numel(config: ModelConfig, resolution: int) -> int:  # resolution: pixels a side
     "Numbers in the latents of one image."
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
@@ -683,6 +691,7 @@ def describe_estimates(
     rows = [
         ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
         ("parameters", "{all:,}, trained {trained:,}".format(**found["parameters"])),
+        *([("adapted layers", _describe_adapted_layers(config, s.lora_rank, s.lora_targets))] if s.lora_rank else ()),
         ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in found["flops"].items())),
         ("arithmetic an evaluation", f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times"),
