@@ -1,4 +1,4 @@
-"""`lora_targets` names linear layers: which are adapted is shown, and other names are rejected before weights are read."""
+"""`lora_targets` names linear layers: they are shown, and other names are rejected before weights are read."""
 
 import json
 import re
