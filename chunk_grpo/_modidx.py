@@ -1034,6 +1034,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan.check_disk_space': ( '06_planning/plan.html#check_disk_space',
                                                                                          'chunk_grpo/planning/plan.py'),
+                                          'chunk_grpo.planning.plan.check_forward': ( '06_planning/plan.html#check_forward',
+                                                                                      'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan.describe_counts': ( '06_planning/plan.html#describe_counts',
                                                                                         'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan.describe_estimates': ( '06_planning/plan.html#describe_estimates',

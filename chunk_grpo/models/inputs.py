@@ -92,6 +92,9 @@ def read_model_json(folder: Path, name: str) -> dict:  # folder: a pipeline's fo
         raise InputError(f"model: {Path(folder) / name} cannot be read ({type(error).__name__}).") from None
     if not isinstance(content, dict):
         raise InputError(f"model: {Path(folder) / name} must hold a JSON object; it holds a {type(content).__name__}.")
+    if content.get("quantization_config") is not None:
+        raise InputError(f"model: {Path(folder) / name} has a quantization_config, and quantized weights are not "
+                         "supported; allowed are the model's own weights, in float32, float16 or bfloat16.")
     return content
 
 # %% ../../nbs/03_models/00_inputs.ipynb #sched1code
@@ -193,7 +196,8 @@ def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "F
     index = read_model_json(folder, "model_index.json")
     name = index.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise InputError(f"model: {folder} is a {name}; allowed are {', '.join(FAMILIES)}.")
+        what = f" is a {name:.80}" if isinstance(name, str) else f"/model_index.json has {name!r:.80} as _class_name"
+        raise InputError(f"model: {folder}{what}; allowed are {', '.join(FAMILIES)}.")
     named = [part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]]
     for part in dict.fromkeys(["transformer", "vae", "scheduler", *named]):
         if part == "scheduler":

@@ -228,6 +228,9 @@ def load_policy(
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling
 ) -> Policy:  # frozen
     "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
+    for name, value in {"dtype": dtype, "weights": weights}.items():
+        if (name, value) != ("weights", None) and (not isinstance(value, str) or value not in TORCH_DTYPES):
+            raise InputError(f"`{name}` must be one of {', '.join(TORCH_DTYPES)}; got {value!r:.80}")
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
     for part, kind in zip(("transformer", "vae"), family.network_classes, strict=True):
