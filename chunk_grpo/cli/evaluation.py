@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,7 @@ def evaluate_with_progress(run: Path, overrides: Sequence[str] = (), processes: 
     "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-    again = " ".join(["chunk-grpo evaluate", str(run), *overrides])
+    again = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
     with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {again}"):
         return evaluation.evaluate(run, say, overrides, processes=processes)
 

@@ -174,7 +174,8 @@ def create_run(
     done = resume and previous()[1]  # damage is said before a log is made
     check_processes(s, processes)
     if not done:
-        from chunk_grpo.planning.plan import check_disk_space, check_forward  # here, since diffusers takes seconds to import
+        # imported here, since diffusers takes seconds to import
+        from chunk_grpo.planning.plan import check_disk_space, check_forward
         from chunk_grpo.training.methods import load_method
 
         load_method(s)  # which asks a user's code
