@@ -62,3 +62,23 @@ def test_no_prompt_becomes_boxes(prompt):
     assert usual[0] == "a red star"
     assert text == prompt or all(f"\\u{{{ord(x):x}}}" in text or x in text for x in prompt)
     assert fonts
+
+
+def test_doctor_says_why_torch_sees_no_gpu(monkeypatch):
+    "Torch's CUDA, the driver, and each GPU's free memory and capability."
+    from types import SimpleNamespace
+
+    from chunk_grpo.cli import evaluation
+
+    def machine(cuda, count):
+        about = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
+        device = SimpleNamespace(device_count=lambda: count, get_device_properties=lambda i: about,
+                                 mem_get_info=lambda i: (70 * 2**30, 80 * 2**30))
+        return SimpleNamespace(version=SimpleNamespace(cuda=cuda), cuda=device)
+
+    rows = dict(evaluation._describe_gpus(machine("13.0", 1)))
+    assert rows["torch's CUDA"] == "13.0"
+    assert rows["cuda:0"] == "NVIDIA H100, 80 GiB, 70.0 GiB free, capability 9.0"
+    assert "for CPUs" in dict(evaluation._describe_gpus(machine(None, 0)))["torch's CUDA"]
+    assert "no CUDA" in dict(evaluation._describe_gpus(machine(None, 0)))["GPUs"]
+    assert "driver" in dict(evaluation._describe_gpus(machine("13.0", 0)))["GPUs"]
