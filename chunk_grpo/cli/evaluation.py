@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ def evaluate_with_progress(
     "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-    again = " ".join(["chunk-grpo evaluate", str(run), *overrides])
+    again = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
     with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {again}"):
         return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
 
@@ -224,6 +225,26 @@ def serve_reward(
         raise InputError(str(error)) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #0c1a0c3d
+def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
+    "Say torch's CUDA and the driver, and each GPU's memory and capability, or why torch sees none."
+    rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
+    file = Path("/proc/driver/nvidia/version")
+    known = re.search(r"Module.*?(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
+    rows.append(("NVIDIA driver", known[1] if known else "none found"))
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        free = torch.cuda.mem_get_info(i)[0]
+        rows.append((f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {free / 2**30:.1f} GiB free, "
+                                  f"capability {p.major}.{p.minor}"))
+    if torch.cuda.device_count():
+        return rows
+    why = "this build of torch has no CUDA"
+    if torch.version.cuda:
+        why = "there is no NVIDIA driver" if known is None else f"driver {known[1]} may be too old for CUDA " + (
+            f"{torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides the GPUs")
+    return [*rows, ("GPUs", f"none that torch sees: {why}")]
+
+
 def _reward_note(needs: dict[str, str]) -> str:
     "What a reward's weights lack in the hub's cache, with the command that brings it; or ready."
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
@@ -261,8 +282,7 @@ def doctor(
     versions = [("chunk-grpo", __version__), ("python", f"{platform.python_version()}, {sys.executable}"),
                 *((name, importlib.metadata.version(name)) for name in packages)]
     devices = [("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
-               *((f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB")
-                 for i, p in enumerate(map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))))]
+               *_describe_gpus(torch)]
     cache = prompt_cache_folder()
     near = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     places = [("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),

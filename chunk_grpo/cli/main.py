@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -215,7 +216,7 @@ def _finish_training(run: Path, report: bool) -> None:
             evaluate_with_progress(run)
         except InputError as error:
             typer.echo(f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
-                       f"chunk-grpo evaluate {run}", err=True)
+                       f"{shlex.join(['chunk-grpo', 'evaluate', str(run)])}", err=True)
             raise typer.Exit(2) from None
     from chunk_grpo.reporting.reports import write_run_report
 
@@ -251,10 +252,10 @@ def train(
     alone = processes * nodes == 1
 
     def again() -> str:
-        words = ["go on with: chunk-grpo train", source, *(overrides or ()), f"--out {folder}"]
-        words += [f"--processes {processes}"] * (not alone)
-        words += [f"--nodes {nodes} --rendezvous {rendezvous}"] * (nodes > 1)
-        return " ".join(words + ["--resume"] * (folder / "run.json").is_file())
+        words = ["chunk-grpo", "train", source, *(overrides or ()), "--out", str(folder)]
+        words += ["--processes", str(processes)] * (not alone)
+        words += ["--nodes", str(nodes), "--rendezvous", rendezvous] * (nodes > 1)
+        return f"go on with: {shlex.join(words + ['--resume'] * (folder / 'run.json').is_file())}"
 
     with ends_if_interrupted(again):
         run = launch.train(s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes,

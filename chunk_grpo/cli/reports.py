@@ -10,6 +10,7 @@ __all__ = ['reports_app', 'PageOption', 'report', 'watch', 'lab', 'output_file',
 import itertools
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -210,7 +211,8 @@ def export(run: RunArgument, folder: Annotated[Path, typer.Argument(metavar="FOL
     check_trust(run, trust, doing="exporting", rewards_too=False)
     made = export_run(run, folder, trust)
     typer.echo(f"card: {made / 'README.md'}\n"
-               f"to share it, after reading the base's licence: hf upload NAME/{made.name} {made}")
+               "to share it, after reading the base's licence: "
+               + shlex.join(["hf", "upload", f"NAME/{made.name}", str(made)]))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #06dfe718
 @reports_app.command(epilog=examples("presets", "presets pocket/demo", "presets --json"))

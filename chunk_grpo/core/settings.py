@@ -531,10 +531,28 @@ def find_settings_file(source: str | Path) -> Path:
     raise InputError(f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither, {hint}")
 
 
+_FOREIGN_SETTINGS = {  # whose files are taken for settings, and what only they name
+    "accelerate": ("compute_environment", "distributed_type", "num_processes", "downcast_bf16", "fsdp_config",
+                   "machine_rank", "main_process_port", "deepspeed_config"),
+    "DeepSpeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "fp16", "bf16"),
+    "a diffusers model": ("_class_name", "_diffusers_version"),
+    "a transformers model": ("architectures", "model_type", "transformers_version"),
+    "trl or transformers' Trainer": ("model_name_or_path", "per_device_train_batch_size", "num_train_epochs",
+                                     "output_dir", "num_generations", "dataset_name"),
+    "an adapter of peft": ("peft_type", "target_modules", "base_model_name_or_path"),
+}
+
+
 def read_settings_file(source: str | Path) -> dict:
     "The values of a settings file and of the preset that it is `like`; InputError where there is none."
     path = find_settings_file(source)
-    values = _expand_method(read_yaml_file(path, "the settings file"), path.parent)
+    values = read_yaml_file(path, "the settings file")
+    for kind, names in _FOREIGN_SETTINGS.items():
+        if found := [name for name in names if name in values and name not in Settings.model_fields]:
+            raise InputError(f"the settings file {path} must hold settings of chunk-grpo; it holds `{found[0]}`, as "
+                             f"the configuration of {kind} does; `chunk-grpo presets` lists settings files, and "
+                             "processes and machines are options of `chunk-grpo train`")
+    values = _expand_method(values, path.parent)
     if "like" not in values:
         return values
     base = values.pop("like")

@@ -20,7 +20,8 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_sigmas
+from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_config
+from .policy import scheduler_sigmas
 
 # %% ../../nbs/03_models/03_families.ipynb #0698956e
 def latents_to_tokens(latents: Tensor, packed: int = 1) -> Tensor:
@@ -248,7 +249,8 @@ class Flux2KleinPolicy(Policy):
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
-        return scheduler_sigmas(self, sigmas=linear, mu=compute_empirical_mu(self.tokens, steps))
+        given = {"num_inference_steps": steps} if scheduler_config(self).get("use_flow_sigmas") else {"sigmas": linear}
+        return scheduler_sigmas(self, **given, mu=compute_empirical_mu(self.tokens, steps))
 
     def embed(self, pipe: "diffusers.Flux2KleinPipeline", prompts: list[str]) -> dict[str, Tensor]:
         "Three layers of the language model, side by side: (P, max_tokens, 3 D)."

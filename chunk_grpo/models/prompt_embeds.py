@@ -161,14 +161,15 @@ def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str,
                 parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
                 pipe.append(import_class(policy.pipeline).from_pretrained(policy.folder, **parts).to(policy.device))
             return policy.embed(pipe[0], list(group))
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # of the machine, not of the model
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (InputError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # of the machine, not of the model
+        except Exception as error:  # transformers and diffusers check with exceptions of their own
             if "mismatched_sizes" in str(error):
                 raise InputError(f"`model` must have text encoders whose config.json fits their weights; one of those "
                                  f"in {policy.folder} is of another network") from None
             raise InputError(f"`model` must have text encoders and tokenizers that encode the prompts; those in "
-                             f"{policy.folder} end with {type(error).__name__}: {str(error)[:200]!r}") from None
+                             f"{policy.folder} end with {type(error).__name__}: "
+                             f"{' '.join(str(error).split())[:200]!r}") from None
 
     yield fresh
     if pipe:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_model_config', 'find_model_config', 'meta_policy',
-           'model_sizes', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch', 'LiveBytesMode',
-           'images_decoded_at_once', 'decode_bytes_on_gpu', 'transitions_per_image', 'IterationCounts',
+           'check_forward', 'model_sizes', 'latent_numel', 'prompt_embeds_bytes', 'forward_flops', 'fit_update_batch',
+           'LiveBytesMode', 'images_decoded_at_once', 'decode_bytes_on_gpu', 'transitions_per_image', 'IterationCounts',
            'iteration_counts', 'iteration_flops', 'held_out_prompts', 'training_memory', 'find_device', 'recognise_gpu',
            'measure_matmul_rate', 'RateShare', 'rate_share', 'iteration_seconds', 'run_disk_bytes',
            'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
@@ -42,7 +42,8 @@ from ..core import machine
 from ..core.settings import PRESETS_DIR, Settings, check_processes, evaluated_rewards, list_presets
 from ..core.settings import load_settings, reward_weights
 from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
-from ..models.inputs import describe_prompts, locate_model, read_prompts, split_prompt_column
+from ..models.inputs import describe_prompts, locate_model, read_model_json, read_prompts
+from ..models.inputs import split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 
@@ -54,13 +55,18 @@ def known_model_configs() -> dict[str, ModelConfig]:
 
 def read_model_config(folder: Path) -> ModelConfig | None:  # None for another family's
     "A folder's configurations, without its weights; InputError where they cannot be read."
+    index = read_model_json(folder, "model_index.json")
+    parts = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
     try:
-        name = json.loads((folder / "model_index.json").read_text())["_class_name"]
-        parts = [json.loads((folder / part / "config.json").read_text()) for part in ("transformer", "vae")]
-        if not all("_class_name" in part for part in parts):
-            raise KeyError("_class_name")
+        name = index["_class_name"]
+        files = ("model_index.json", "transformer/config.json", "vae/config.json")
+        for file, part in zip(files, (index, *parts), strict=True):
+            if not isinstance(part["_class_name"], str):
+                raise TypeError(f"_class_name of {file} is no text")
         more = find_family(name).extra_tokens(folder) if name in FAMILIES else 0
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+        if type(more) is not int:
+            raise TypeError("model_max_length is no whole number")
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"`model` must be a folder that diffusers saved, with its configurations (config.json); in "
                          f"{folder} they cannot be read ({error})") from None
     return ModelConfig(name, *map(json.dumps, parts), more) if name in FAMILIES else None
@@ -105,7 +111,19 @@ def _meta_forward(config: ModelConfig, policy: Policy, rows: int = 1) -> Tensor:
     with torch.device("meta"):
         given = {"prompt_embeds": torch.empty(rows, length, width, dtype=policy.dtype), "prompt_embeds_mask": mask,
                  "pooled_prompt_embeds": torch.empty(rows, net.get("pooled_projection_dim", 1), dtype=policy.dtype)}
-        return policy.predict(torch.empty(rows, tokens, channels, dtype=policy.dtype), torch.empty(rows), given)
+        try:
+            return policy.predict(torch.empty(rows, tokens, channels, dtype=policy.dtype), torch.empty(rows), given)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
+            raise InputError(f"model: transformer/config.json describes a network that cannot make a step ({reason})."
+                             ) from None
+
+
+def check_forward(model: str, s: Settings) -> None:  # model: pocket, a folder or a hub id
+    "Raise InputError if the model's configuration describes a network that cannot make a step; no weight is read."
+    config = find_model_config(model)
+    if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):  # others may need real numbers
+        _meta_forward(config, meta_policy(config, s.resolution, s.max_tokens, s.dtype))
 
 
 def _blocks(net: nn.Module) -> list[nn.Module]:
@@ -130,6 +148,14 @@ def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str
     if not rank and not find_family(config.pipeline).unread:
         return model_sizes(config)["transformer"]
     return sum(p.numel() for p in meta_policy(config, 64, 16, rank=rank, targets=targets).trained)
+
+
+@functools.cache
+def _describe_adapted_layers(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> str:
+    "Write the layers that get an adapter as patterns, with the number of layers each."
+    from chunk_grpo.models.trainable import adapted_layers, describe_layers  # here, because it brings peft
+
+    return describe_layers(adapted_layers(meta_policy(config, 64, 16, rank=rank, targets=targets).transformer))
 
 
 @functools.cache
@@ -890,6 +916,7 @@ def describe_estimates(
     rows = [
         ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
         ("parameters", "{all:,}, trained {trained:,}".format(**found["parameters"])),
+        *([("adapted layers", _describe_adapted_layers(config, s.lora_rank, s.lora_targets))] if s.lora_rank else ()),
         ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
         ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in found["flops"].items())),
         ("arithmetic an evaluation", f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times"),

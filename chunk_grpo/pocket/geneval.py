@@ -24,12 +24,26 @@ _Images = Sequence[Image.Image] | torch.Tensor # PIL; or (B, 3, H, W), float in 
 
 
 def images_to_numpy(images: _Images) -> np.ndarray: # (B, H, W, 3), uint8
-    "Images of any accepted kind as one array of bytes."
+    "Images of any accepted kind as one array of bytes; InputError for pixels that are no image's."
     if isinstance(images, torch.Tensor):
         x = images.detach().cpu()
+        if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
+            raise InputError(f"images: got a tensor of shape {tuple(x.shape)}, allowed is (B, 3, H, W).")
+        if x.dtype != torch.uint8 and not x.is_floating_point():
+            raise InputError(f"images: got a tensor of {x.dtype}, allowed are uint8 and floats in [0, 1].")
         if x.is_floating_point():
-            x = (x.float().clamp(0, 1) * 255).round().to(torch.uint8)
+            x = x.float()
+            low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+            if not (low >= -0.01 and high <= 1.01):  # true for NaN too; a resize may end so far outside
+                raise InputError(f"images: got floats from {low.item():.3g} to {high.item():.3g}, allowed are finite "
+                                 "ones in [0, 1].")
+            x = (x.clamp(0, 1) * 255).round().to(torch.uint8)
         return x.permute(0, 2, 3, 1).numpy()
+    if isinstance(images, str) or not all(isinstance(image, Image.Image) for image in images):
+        kinds = ", ".join(sorted({type(image).__name__ for image in images}))
+        raise InputError(f"images: got {kinds}, allowed are a tensor (B, 3, H, W) or a list of PIL images.")
+    if len(sizes := {image.size for image in images}) > 1:
+        raise InputError(f"images: got pictures of {len(sizes)} sizes, allowed is one size in a batch.")
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 

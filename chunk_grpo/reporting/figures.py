@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
-           'plot_profile', 'read_image', 'plot_image_grid', 'plot_before_after', 'checker_notes', 'plot_deltas',
-           'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_profile', 'read_image', 'choose_fonts', 'plot_image_grid', 'plot_before_after', 'checker_notes',
+           'plot_deltas', 'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 import PIL.Image
 from IPython.display import HTML, Image, display
+from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -159,6 +160,29 @@ def read_image(file: Path) -> PIL.Image.Image:
         raise InputError(f"a run must hold its images whole; {file} cannot be read ({error})") from None
 
 
+@functools.cache
+def _letters_of(file: str) -> frozenset[int]:  # file: of a font
+    "Read the letters that a font draws, as numbers of Unicode."
+    return frozenset(font_manager.get_font(file).get_charmap())
+
+
+def choose_fonts(text: str) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
+    """Find an installed font for letters that the figures' own font lacks, such as Chinese ones.
+
+    Where no font has them, each is written as its number of Unicode, so that no box stands in its place.
+    """
+    usual = mpl.rcParams["font.family"]
+    own = _letters_of(font_manager.findfont(font_manager.FontProperties(family=usual)))
+    missing = {letter for letter in text if ord(letter) not in own and not letter.isspace()}
+    if not missing:
+        return text, usual
+    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name):
+        if "Last Resort" not in font.name and {ord(letter) for letter in missing} <= _letters_of(font.fname):
+            return text, [*usual, font.name]
+    escaped = [f"\\u{{{ord(letter):x}}}" if letter in missing else letter for letter in text]
+    return "".join(escaped), usual
+
+
 @with_house_style
 def plot_image_grid(
     images: Sequence[Sequence[PIL.Image.Image | Path]],  # rows of images, or of files
@@ -174,8 +198,9 @@ def plot_image_grid(
     FigureCanvasAgg(figure := Figure(figsize=(width, height)))
     for r, row in enumerate(images):
         left, top = (r // lines) * (wide + p["between"]), head + (r % lines) * pitch
-        words = textwrap.fill(prompts[r], 20, max_lines=5, placeholder=" ...")
-        figure.text(left / width, 1 - (top + side / 2) / height, words, va="center", fontsize=8)
+        text, fonts = choose_fonts(prompts[r])
+        words = textwrap.fill(text, 20, max_lines=5, placeholder=" ...")
+        figure.text(left / width, 1 - (top + side / 2) / height, words, va="center", fontsize=8, family=fonts)
         for c, image in enumerate(row):
             place = left + p["text"] + c * (side + p["gap"])
             axis = figure.add_axes((place / width, 1 - (top + side) / height, side / width, side / height))

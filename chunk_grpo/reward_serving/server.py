@@ -70,6 +70,9 @@ def unpack_request(body: bytes, max_images: int = 256) -> tuple[np.ndarray | lis
     if not (whole and together.dtype in (np.float32, np.uint8) or single) or not all(x.size for x in images):
         raise ValueError("images must be (B, 3, H, W) of float32 or bytes, or pictures (H, W, 3) of bytes; got "
                          f"{images[0].dtype} of shape {images[0].shape}")
+    if whole and together.dtype == np.float32 and not (together.min() >= -0.01 and together.max() <= 1.01):
+        raise ValueError("images must be finite numbers from 0 to 1 where they are floats; got "
+                         f"{together.min():.3g} to {together.max():.3g}")
     return images, prompts
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #2b18178a

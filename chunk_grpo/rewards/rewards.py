@@ -129,8 +129,9 @@ def _first_rejected(reward: Callable, prompts: Sequence[str]) -> tuple[int, str]
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
 def _signed_sizes(images: Tensor | Sequence[Image.Image], prompts: Sequence[str], sign: int, quality: int) -> Tensor:
     if isinstance(images, Tensor):
-        pixels = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        images = [Image.fromarray(x) for x in pixels]
+        from chunk_grpo.pocket.geneval import images_to_numpy  # here, since it brings scipy
+
+        images = [Image.fromarray(x) for x in images_to_numpy(images)]
     sizes = []
     for image in images:
         file = io.BytesIO()

@@ -54,6 +54,8 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
             log.flush()
             if text.startswith("warning: "):
                 _print(text, sys.stderr)
+            elif text.startswith("adapted layers: ") and print_progress in callbacks:
+                _print(text)
 
         try:
             if first:

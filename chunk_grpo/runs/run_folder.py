@@ -285,13 +285,16 @@ def create_run(
         check_same_code(previous()[0], code, out)  # before any of it is imported
     if not done:
         check_environment(s.compile)
-        from chunk_grpo.planning.plan import check_disk_space  # here, since diffusers takes seconds to import
+        # imported here, since diffusers takes seconds to import
+        from chunk_grpo.planning.plan import check_disk_space, check_forward
         from chunk_grpo.training.methods import load_method
 
         check_named_code(s)
         load_method(s)  # which asks a user's code
         check_disk_space(s, out)
     hashes = content_hashes(s)
+    if not done:
+        check_forward(s.model, s)
     open_prompt_cache()
     made = not out.exists()
     make_folders(out)

@@ -93,7 +93,7 @@ class Logger(Callback):
         "Say what part of the model is trained, there and in run.json, with what; give the tracker the settings."
         import torch  # these here: a report needs only the alarms
 
-        from chunk_grpo.models.trainable import trained_share
+        from chunk_grpo.models.trainable import adapted_layers, describe_layers, trained_share
 
         share, file = trained_share(state.policy), state.run / "run.json"
         count = sum(p.numel() for p in state.policy.trained)
@@ -102,6 +102,8 @@ class Logger(Callback):
             write_json(file, read_json(file) | {"trained_share": share} | used)
         beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
         self.say(f"training {beside} {share:.1%} of the model")
+        if state.policy.lora:
+            self.say(f"adapted layers: {describe_layers(adapted_layers(state.policy.transformer))}")
         if state.s.tracker != "none":
             flat = {k: v if isinstance(v, (int, float)) else str(v) for k, v in state.s.model_dump(mode="json").items()}
             state.accelerator.init_trackers("chunk_grpo", config=flat)
