@@ -52,6 +52,7 @@ BASE = {
     "rollout_batch": 64,
     "learning_rate": LEARNING_RATE,
     "max_grad_norm": 1e6,
+    "clip_range": 1e-6,
     "shared_noise": False,
     "reward": {"pocket-clip": 1.0, "incompressibility": 0.5},
     "reward_options": {"pocket-clip": {"worker": False}},
@@ -74,6 +75,7 @@ KL = {"kl": 0.5}
 WINDOW = {"window": "frozen:2"}
 TREE = {"sharing": "tree:2@0,1"}
 DYNAMICS = {"chunk_weighting": "dynamics"}
+SHARP = {**DYNAMICS, "weighting_temperature": 0.1}
 VARIANTS: dict[str, list] = {  # setting -> values, or pairs of other settings that give it a meaning and a value
     "steps": [9],
     "shift": [1.0],
@@ -91,9 +93,9 @@ VARIANTS: dict[str, list] = {  # setting -> values, or pairs of other settings t
     "merge": [(WINDOW, "window"), ({"window": "random:1"}, "entropy:30"), (WINDOW, "rest:0.5")],
     "chunk_fraction": [0.7, 1.0],
     "train_chunks": ["1", "1,2"],
-    "chunk_weighting": ["dynamics", ({"images_per_prompt": 8}, "profile")],
-    "weighting_uniform": [0.9, (DYNAMICS, 0.9)],
-    "weighting_anneal": [1, (DYNAMICS, 1)],
+    "chunk_weighting": ["dynamics", ({"images_per_prompt": 8, "prompts_per_iteration": 2}, "profile")],
+    "weighting_uniform": [0.9, (SHARP, 0.9)],
+    "weighting_anneal": [1, (SHARP, 1)],
     "weighting_temperature": [5.0, (DYNAMICS, 5.0)],
     "profile_every": [1, ({"chunks": "profile"}, 1)],
     "step_weights": ["noise", "interval", "inverse-interval", "flash", "2,4"],
@@ -102,6 +104,7 @@ VARIANTS: dict[str, list] = {  # setting -> values, or pairs of other settings t
     "updates_per_iteration": [1, 4],
     "learning_rate": [LEARNING_RATE / 3],
     "weight_decay": [0.5],
+    "clip_range": [0.5],
     "statistic": ["centred", "scaled", "guard"],
     "surrogate": ["asymmetric:0.5:0.5", "dppo:100", "hinge:1e-4", "epg", "pepg", "par"],
     "credit": ["batch", "none", "sum", ({"prompts_per_iteration": 2}, "gdpo"), "wins", "scale"],

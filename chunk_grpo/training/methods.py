@@ -116,6 +116,11 @@ class _Selection:
         self.worth: surrogates.Surrogate | None = None if own else surrogates.Surrogate.parse(s.surrogate, s.clip_range)
         self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
 
+    @property
+    def proportional(self) -> bool:
+        """Return whether an item's worth is proportional to its advantage, as far as is known."""
+        return type(self).objective is Method.objective and bool(self.worth) and self.worth.kind not in ("par", "pepg")
+
     def sampler(self, iteration: int) -> Sampler:
         "How the trajectories of an iteration are drawn."
         s, grid = self.s, self.sigmas
@@ -191,7 +196,7 @@ class _Objective(_Selection):
         evidence = self.evidence(v, others, target, x, sampler, index)
         if not anchored:
             return evidence, None
-        if self.s.anchor == "transition" and self.density:
+        if self.s.anchor == "transition":
             (mean, std), (other, _) = (sampler.mean_std(one, x, index) for one in (v, others[held]))
             penalty = sampler.kl(mean, other, std)
         else:
@@ -318,6 +323,9 @@ class Method(_Objective):
             if getattr(self.s, name) != value:
                 raise InputError(f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
                                  f"got {getattr(self.s, name)}")
+        if self.s.kl and self.s.anchor == "transition" and not self.density:
+            raise InputError(f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
+                             "got transition")
         same = type(self).sampler is Method.sampler and self.window.kind in ("all", "frozen")  # in all iterations
         for iteration in range(1 if same else min(self.s.iterations, 1000)):
             sampler = self.sampler(iteration)
