@@ -31,10 +31,11 @@ REJECTED = [
     ("steps", {"anchor": "velocity"}, "anchor"), ("nft", {"kl": 0.1, "anchor": "transition"}, "anchor"),
     ("neighbor", {"kl": 0.1}, "anchor"), ("flow", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
     ("mix", {"chunk_weighting": "profile"}, "chunk_weighting"),
-    ("tree", {"surrogate": "epg"}, "surrogate"),
+    ("tree", {"surrogate": "epg"}, "surrogate"), ("tempflow", {"credit_of": "gain"}, "credit_of"),
     ("steps", {"updates_per_iteration": 1, "surrogate": "par"}, "surrogate"),
     ("steps", {"updates_per_iteration": 1, "statistic": "centred"}, "statistic"),
-    *[(name, {"sampler": "cps"}, "sampler") for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")],
+    *[(name, {"sampler": "cps"}, "sampler")
+      for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")],
     *[(name, {"eta": 0.3}, "eta") for name in ("elbo-epg", "elbo-pepg", "elbo-clip", "online-dpo", "nft")]]
 
 
@@ -65,7 +66,8 @@ def test_idle_setting_in_a_file_is_rejected_and_one_of_the_file_that_it_is_like_
 
 
 def test_another_method_takes_the_axes_of_the_one_before_away(tmp_path):
-    for base in ("authors/guard", load_settings("authors/guard"), load_settings("authors/guard").model_dump(mode="json")):
+    guard = load_settings("authors/guard")
+    for base in ("authors/guard", guard, guard.model_dump(mode="json")):
         s = load_settings(base, {"method": "steps"})
         assert (s.statistic, s.step_weights, s.clip_range) == ("ratio", "one", 2e-6), base
     tree = load_settings("pocket/tiny", {"method": "tree"})
@@ -138,7 +140,8 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
 
 
 @pytest.mark.parametrize("method, pairs", [
-    ("chunk", ["clip_range", "sampler", "eta", "kl", "credit", "step_weights"]), ("nft", ["kl", "anchor", "credit", "eta"]),
+    ("chunk", ["clip_range", "sampler", "eta", "kl", "credit", "step_weights"]),
+    ("nft", ["kl", "anchor", "credit", "eta"]),
     ("tree", ["credit", "statistic", "sharing"]), ("tmpo", ["surrogate", "sampler"]),
     ("elbo-par", ["surrogate", "solver"])])
 def test_pairs_of_the_sweep_are_trained_or_rejected(method, pairs):

@@ -356,6 +356,9 @@ def _idle_settings(s: "Settings") -> dict[str, str]:  # name -> why it changes n
         idle["train_chunks"] = "where an image has one chunk"
         if s.chunk_fraction < 1:
             idle["chunk_fraction"] = idle["train_chunks"]
+        one_state = s.sharing == "group" or s.shared_noise and not s.noise_spread
+        if one_state and s.credit not in ("batch", "scale"):
+            idle["credit_of"] = "where all images of a group gain over one state: compared, that is their reward"
         if s.window == "all":
             idle["step_weights"] = "where one chunk holds all transitions, whose mean weight is 1"
     return idle
@@ -385,8 +388,6 @@ def _check_choices(s: "Settings") -> None:
     _must(s, "anchor_every", not s.anchor_every or s.kl, "be 0 without a KL term (`kl` 0)")
     _must(s, "credit", s.credit == "group" or s.credit_of not in ("depth", "leaves"), "be group where `credit_of` is "
           f"{s.credit_of}, which compares the nodes of the tree", repr(s.credit))
-    _must(s, "credit", s.credit != "scale" or "gain" in s.credit_of, "be one that compares images (group, batch, none, "
-          "sum, gdpo, wins) unless `credit_of` is gain or all-gains, whose zero means something", repr(s.credit))
     _must(s, "drop_flat_groups", not (s.drop_flat_groups and s.kl), f"be false with a KL term (`kl` {s.kl:g}), "
           "which flat groups have too", "true")
     _must(s, "lora_alpha", s.lora_rank or not s.lora_alpha, "be 0 without an adapter (`lora_rank` 0)")

@@ -323,6 +323,9 @@ class Method(_Objective):
             if getattr(self.s, name) != value:
                 raise InputError(f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
                                  f"got {getattr(self.s, name)}")
+        if self.s.credit == "scale" and "gain" not in self.s.credit_of:
+            raise InputError("`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
+                             "all-gains, whose zero means something; got scale")
         if self.s.kl and self.s.anchor == "transition" and not self.density:
             raise InputError(f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
                              "got transition")
