@@ -397,8 +397,6 @@ def _check_choices(s: "Settings") -> None:
     _must(s, "noise_spread", s.shared_noise or not s.noise_spread, "be 0 without a shared noise (`shared_noise` false)")
     _must(s, "completion_steps", "gain" in s.credit_of or not s.completion_steps, "be 0 unless `credit_of` is "
           "gain or all-gains")
-    _must(s, "chunk_weighting", s.chunk_weighting == "uniform" or not _trains_all_chunks(s), "be uniform where every "
-          "chunk of an image is trained, so that none is drawn", repr(s.chunk_weighting))
     if s.chunk_weighting == "uniform":
         for name in ("weighting_uniform", "weighting_anneal", "weighting_temperature"):
             default = Settings.model_fields[name].default
@@ -446,6 +444,8 @@ def _check_method(s: "Settings") -> None:
     _must(s, "completion_strides", strides == [1] or s.window != "all" and s.credit_of == "image",
           "be 1 unless a `window` is followed by the ODE and `credit_of` is image")
     _check_merge(s)
+    _must(s, "chunk_weighting", s.chunk_weighting == "uniform" or not _trains_all_chunks(s), "be uniform where every "
+          "chunk of an image is trained, so that none is drawn", repr(s.chunk_weighting))
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
     _must(s, "statistic", s.sampler != "cps" or s.statistic == "ratio", "be ratio with the sampler cps, whose "
