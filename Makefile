@@ -38,6 +38,9 @@ package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its env
 slow: $(STAMP) ## tests that take minutes
 	@$(BIN)/python tools/check.py slow
 
+sweep: $(STAMP) ## every setting with every method: trains differently or is rejected; goes on where it was
+	@$(BIN)/python tools/sweep.py
+
 gpu: $(STAMP) ## run the ten checks of a GPU that have no result yet; CHECK=3 for one of them
 	@$(BIN)/python tools/gpu.py $(CHECK)
 
@@ -71,4 +74,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow gpu gpu-bundle docs lab prepare pocket constraints clean
+.PHONY: help install demo test package slow sweep gpu gpu-bundle docs lab prepare pocket constraints clean

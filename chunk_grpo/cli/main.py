@@ -156,9 +156,12 @@ def plan(
     if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
         processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
     method = load_method(s)  # which refuses what training would
-    counts = call_hook(method, "counts") if s.method != "chunk" or settings.named_code(s) else None
+    config = planning.find_model_config(s.model)
+    if config is not None:
+        method = load_method(planning.fit_update_batch(config, s))
+    counts = call_hook(method, "counts")
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
-    known = planning.find_model_config(s.model) is not None
+    known = config is not None
     words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
     speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
     counted = planning.describe_counts(s, processes, counts, not strange)
@@ -168,7 +171,8 @@ def plan(
         changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
         machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
         parts[f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
-              f"its settings differ in {changed}"] = planning.describe_measured(s, lines, speed, note["processes"])
+              f"its settings differ in {changed}"] = planning.describe_measured(
+                          s, lines, speed, note["processes"], counts)
     if as_json:
         rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
         return print_json({"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)})

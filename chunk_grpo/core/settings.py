@@ -321,11 +321,15 @@ def name_files(
     return out
 
 
-def _expand_method(values: dict, folder: Path = Path()) -> dict:  # where files are looked for first
+def _expand_method(
+    values: dict,
+    folder: Path = Path(),  # where files are looked for first
+    named: bool = False,  # keep the name of a preset, for what is put on top of the values
+) -> dict:
     "The values with a preset of METHODS written out, and with files of code named from the root."
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:  # what is a point of the axes needs no name
-        of, kept = METHODS[method], method if "class" in METHODS[method] else "chunk"
+        of, kept = METHODS[method], method if named or "class" in METHODS[method] else "chunk"
         values = of.get("settings", {}) | values | {"method": kept}
     return name_files(values, folder)
 
@@ -380,6 +384,49 @@ def import_callable(
     return getattr(found, name)
 
 # %% ../../nbs/02_core/04_settings.ipynb #fd295e10
+def _trains_all_chunks(s: "Settings") -> bool:
+    """Return whether every chunk is trained; of a user's method it is not known."""
+    if ":" in s.method:
+        return False
+    if s.chunk_rule.kind != "fixed" or s.chunk_fraction == 1:
+        return s.chunk_fraction == 1
+    count = len(s.train_chunk_numbers or s.chunk_rule.chunks)
+    return max(1, int(count * s.chunk_fraction)) == count
+
+
+def _idle_settings(s: "Settings") -> dict[str, str]:  # name -> why it changes nothing, as the end of a sentence
+    """Say which settings change nothing of what is trained, whatever their value."""
+    of = METHODS.get(s.method, {})
+    idle = {name: f"with {s.method}, which has no use for it" for name in of.get("unused", ())}
+    if not s.kl:
+        idle["anchor"] = "without a KL term (`kl` 0)"
+    if ":" in s.method:
+        return idle
+    if s.updates_per_iteration == 1 and not s.surrogate.partition(":")[2].isidentifier():
+        idle["surrogate"] = "where `updates_per_iteration` is 1: all have one gradient at the weights that sampled"
+        if s.statistic == "centred":
+            idle["statistic"] = idle["surrogate"]
+    if s.chunk_rule.kind == "fixed" and len(s.chunk_rule.chunks) == 1:
+        idle["train_chunks"] = "where an image has one chunk"
+        if s.chunk_fraction < 1:
+            idle["chunk_fraction"] = idle["train_chunks"]
+        one_state = s.sharing == "group" or s.shared_noise and not s.noise_spread
+        if one_state and s.credit not in ("batch", "scale"):
+            idle["credit_of"] = "where all images of a group gain over one state: compared, that is their reward"
+        if s.window == "all":
+            idle["step_weights"] = "where one chunk holds all transitions, whose mean weight is 1"
+    return idle
+
+
+def _refuse_idle(s: "Settings", said: set[str], row: dict) -> None:
+    """Raise InputError where a setting that was chosen changes nothing; what a base sets for other methods may stay."""
+    for name, why in _idle_settings(s).items():
+        stays = (Settings.model_fields[name].default, row.get(name))
+        if name in said and getattr(s, name) not in stays:
+            stay = stays[1] if name in row else stays[0]
+            raise InputError(f"`{name}` must stay {format_value(stay)} {why}; got {format_value(getattr(s, name))}")
+
+
 def _check_choices(s: "Settings") -> None:
     updates, images, every = s.updates_per_iteration, s.images_per_prompt, s.checkpoint_every
     _must(s, "images_per_prompt", images % updates == 0, f"be a multiple of `updates_per_iteration` ({updates}), so "
@@ -393,6 +440,8 @@ def _check_choices(s: "Settings") -> None:
         _must(s, "sharding", not s.lora_rank, f"be none with an adapter (`lora_rank` {s.lora_rank})", repr(s.sharding))
         _must(s, "optimizer", s.optimizer == "adamw", f"be adamw where `sharding` is {s.sharding}", repr(s.optimizer))
     _must(s, "anchor_every", not s.anchor_every or s.kl, "be 0 without a KL term (`kl` 0)")
+    _must(s, "credit", s.credit == "group" or s.credit_of not in ("depth", "leaves"), "be group where `credit_of` is "
+          f"{s.credit_of}, which compares the nodes of the tree", repr(s.credit))
     _must(s, "drop_flat_groups", not (s.drop_flat_groups and s.kl), f"be false with a KL term (`kl` {s.kl:g}), "
           "which flat groups have too", "true")
     _must(s, "lora_alpha", s.lora_rank or not s.lora_alpha, "be 0 without an adapter (`lora_rank` 0)")
@@ -449,6 +498,8 @@ def _check_method(s: "Settings") -> None:
     _must(s, "completion_strides", strides == [1] or s.window != "all" and s.credit_of == "image",
           "be 1 unless a `window` is followed by the ODE and `credit_of` is image")
     _check_merge(s)
+    _must(s, "chunk_weighting", s.chunk_weighting == "uniform" or not _trains_all_chunks(s), "be uniform where every "
+          "chunk of an image is trained, so that none is drawn", repr(s.chunk_weighting))
     if s.surrogate not in named_code(s):
         surrogates.Surrogate.parse(s.surrogate, s.clip_range)
     _must(s, "statistic", s.sampler != "cps" or s.statistic == "ratio", "be ratio with the sampler cps, whose "
@@ -514,6 +565,28 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
         return self
 
 # %% ../../nbs/02_core/04_settings.ipynb #22e10569
+def _row_of(values: Mapping) -> dict:
+    """Return the settings that the method's row of the table gives these values.
+
+    Settings that are written out say no name: then it is what all rows say that they agree with.
+    """
+    method = values.get("method", "chunk")
+    if method != "chunk" or len(values) < len(Settings.model_fields):
+        return METHODS[method].get("settings", {}) if isinstance(method, str) and method in METHODS else {}
+    rows = [of.get("settings", {}) for of in METHODS.values() if "class" not in of]
+    agreeing = [row for row in rows if all(values.get(k) == v for k, v in row.items())]
+    return {k: v for row in agreeing for k, v in row.items()}
+
+
+def _put_on_top(values: dict, changes: dict) -> dict:
+    """Return values with changes; another method takes away what the row of the one before said."""
+    method = changes.get("method", values.get("method"))
+    if method != values.get("method", "chunk") or "method" in changes and method == "chunk":
+        row = _row_of(values)
+        values = {k: v for k, v in values.items() if k not in row or v != row[k]}
+    return values | changes
+
+
 def list_presets() -> list[str]:  # such as "pocket/demo"
     "The names of the settings files that are shipped."
     files = sorted(PRESETS_DIR.glob("*/*.yaml"))
@@ -543,6 +616,12 @@ _FOREIGN_SETTINGS = {  # whose files are taken for settings, and what only they 
 }
 
 
+def _said_in_file(source: str | Path) -> set[str]:
+    """Name the settings that a file chooses for its method: all that stand in it if it names one, else none."""
+    values = read_yaml_file(find_settings_file(source), "the settings file")
+    return {*values} if "method" in values else set()
+
+
 def read_settings_file(source: str | Path) -> dict:
     "The values of a settings file and of the preset that it is `like`; InputError where there is none."
     path = find_settings_file(source)
@@ -552,13 +631,13 @@ def read_settings_file(source: str | Path) -> dict:
             raise InputError(f"the settings file {path} must hold settings of chunk-grpo; it holds `{found[0]}`, as "
                              f"the configuration of {kind} does; `chunk-grpo presets` lists settings files, and "
                              "processes and machines are options of `chunk-grpo train`")
-    values = _expand_method(values, path.parent)
+    values = _expand_method(values, path.parent, named=True)
     if "like" not in values:
         return values
     base = values.pop("like")
     if base not in list_presets() or path == PRESETS_DIR / f"{base}.yaml":
         raise InputError(f"`like` in {path} must name another preset, such as paper/chunk; got {format_value(base)}")
-    return read_settings_file(base) | values
+    return _put_on_top(read_settings_file(base), values)
 
 # %% ../../nbs/02_core/04_settings.ipynb #b95e34da
 def _split_reward_options(values: dict) -> dict:
@@ -584,7 +663,8 @@ def load_settings(
     if isinstance(source, BaseModel):
         values = source.model_dump()
     else:
-        values = read_settings_file(source) if isinstance(source, (str, Path)) else _expand_method(dict(source))
+        named = isinstance(source, (str, Path))
+        values = read_settings_file(source) if named else _expand_method(dict(source), named=True)
     if not isinstance(overrides, Mapping):
         for text in overrides:
             if not re.match(r"\w+\s*=", text):
@@ -593,10 +673,19 @@ def load_settings(
                      for name, value in (text.split("=", 1) for text in overrides)}
     for name in [name for name in values if not isinstance(name, str)]:  # as in a file with `1: 2`
         raise InputError(f"`{name}` is no setting, whose name must be a text; got {format_value(values[name])}")
+    changes = _expand_method(dict(overrides), folder, named=True)
+    said = {*overrides}
+    whole = len(values) == len(Settings.model_fields)  # written out: nobody chose each of them for this method
+    if not whole and changes.get("method", values.get("method")) == values.get("method"):
+        said |= _said_in_file(source) if isinstance(source, (str, Path)) else {*source} if "method" in source else set()
+    values = _put_on_top(values, changes)
+    row = _row_of(values)
     try:
-        return Settings.model_validate(_split_reward_options({**values, **_expand_method(dict(overrides), folder)}))
+        s = Settings.model_validate(_split_reward_options(_expand_method(values)))
     except ValidationError as error:
         raise InputError(validation_message(error, Settings)) from None
+    _refuse_idle(s, said, row)
+    return s
 
 # %% ../../nbs/02_core/04_settings.ipynb #468fdfef
 RESUME_CHANGEABLE_FIELDS = ("checkpoint_every", "keep_checkpoints", "keep_every", "eval_every", "tracker", "stop_on")

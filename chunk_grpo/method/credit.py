@@ -73,9 +73,16 @@ def credit_advantages(
 def outrun_images(
     trained: Tensor, others: list[Tensor], share: float,  # (P, G) of the reward; of other rewards; part of the images
 ) -> Tensor:  # (P, G) bool
-    "The images whose reward outruns the others most; without others those with most wins (GARDO, 2512.24138)."
-    gap = win_rates(trained) - sum(map(win_rates, others)) / max(len(others), 1)
-    return gap >= gap.flatten().topk(max(1, round(share * gap.numel()))).values[-1]
+    """Choose the images whose reward outruns the others most; without others those with most wins (GARDO, 2512.24138).
+
+    Of images that outrun alike, those come first whose reward is further above that of their group.
+    """
+    gap = (win_rates(trained) - sum(map(win_rates, others)) / max(len(others), 1)).flatten()
+    order = group_advantages(trained, float("inf")).flatten().argsort(descending=True, stable=True)
+    order = order[gap[order].argsort(descending=True, stable=True)]
+    chosen = torch.zeros_like(gap, dtype=torch.bool)
+    chosen[order[: max(1, round(share * gap.numel()))]] = True
+    return chosen.reshape(trained.shape)
 
 # %% ../../nbs/00_method/07_credit.ipynb #2f1277ba
 def nearest_distances(features: Tensor) -> Tensor:  # features: (P, G, E), of P prompts with G images; returns (P, G)

@@ -26,7 +26,7 @@ class Tmpo(Method):
     "Uni-TMPO (2609.34688): the chances of a group's paths matched to a softmax of their rewards."
 
     beta, ratio, grouped = 1.0, False, True
-    needs = {"chunks": "whole", "updates_per_iteration": 1, "statistic": "ratio"}
+    needs = {"chunks": "whole", "updates_per_iteration": 1, "statistic": "ratio", "surrogate": "clip"}
     because = "compares whole paths of a whole group"
 
     def objective(self, statistic, advantage, group):
@@ -43,7 +43,8 @@ class Neighbor(Method):
 
     power, density, grouped = 0.8, False, True
     needs = {"window": "all", "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform", "sharing": "own",
-             "chunk_fraction": 1, "statistic": "ratio", "credit_of": "image", "updates_per_iteration": 1}
+             "chunk_fraction": 1, "statistic": "ratio", "credit": "group", "credit_of": "image", "surrogate": "clip",
+             "updates_per_iteration": 1}
     because = "compares all paths of a group at every step"
 
     def __init__(self, s):
@@ -99,7 +100,7 @@ class SelfOpd(Method):
     ratio, grouped = False, True
     states = Neighbor.states  # the siblings' next states
     needs = {"sharing": "group", "chunks": "steps", "chunk_fraction": 1, "statistic": "ratio", "credit_of": "gain",
-             "updates_per_iteration": 1}
+             "surrogate": "clip", "updates_per_iteration": 1}
     because = "compares the branches of one state"
 
     def __init__(self, s):

@@ -9,7 +9,7 @@ __all__ = ['REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_configs', 'read_mod
            'iteration_counts', 'iteration_flops', 'held_out_prompts', 'training_memory', 'find_device', 'recognise_gpu',
            'measure_matmul_rate', 'RateShare', 'rate_share', 'iteration_seconds', 'run_disk_bytes',
            'estimate_disk_bytes', 'check_disk_space', 'machine_presets', 'preset_processes', 'processes_here',
-           'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
+           'forwards_per_image', 'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
 import contextlib
@@ -40,7 +40,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import InputError
 from ..core import machine
 from ..core.settings import PRESETS_DIR, Settings, check_processes, evaluated_rewards, list_presets
-from ..core.settings import load_settings, reward_weights
+from ..core.settings import load_settings, named_code, reward_weights
+from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
 from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
 from ..models.inputs import describe_prompts, locate_model, read_model_json, read_prompts
 from ..models.inputs import split_prompt_column
@@ -372,6 +373,10 @@ def _images(s: Settings) -> int:
 
 def transitions_per_image(s: Settings, sizes: Sequence[int] | None = None) -> tuple[int, float, int]:
     "Fewest, mean and most transitions of an image that are trained; `sizes`: those of chunks from a profile, if known."
+    if sizes is None and s.chunk_rule.kind == "profile":  # the number of chunks is known, and so is the mean
+        total = min(DEFAULT_CHUNKS, s.transitions)
+        drawn = chunk_count(len(s.train_chunk_numbers or range(total)), s.chunk_fraction)
+        return 1, s.transitions * drawn / total, s.transitions
     if sizes is None and s.chunk_rule.kind != "fixed":
         return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
     sizes = sizes or s.chunk_rule.chunks.sizes
@@ -382,17 +387,27 @@ def transitions_per_image(s: Settings, sizes: Sequence[int] | None = None) -> tu
 
 @dataclass(frozen=True)
 class IterationCounts:
-    "What one iteration computes, all processes together; a forward is of one image, and guidance counts once."
+    """What one iteration computes, the mean over a run, all processes together.
 
-    rollout: float  # forwards that draw the images which are trained on
+    A forward is of one image, and guidance counts once. What the first iteration measures of the ratio's error, two
+    forwards of the transitions of one update, is not among them: it happens once in a run.
+    """
+
+    rollout: float  # forwards that draw the images which are trained on, and those that complete them for their credit
     trained: float  # transitions that go forward and backward
     extra: float = 0  # the update's forwards without a backward: old log-probabilities, a penalty's reference
     baseline: float = 0  # forwards that draw the base's images
-    scored: int = 0  # images that the rewards score
+    scored: float = 0  # images that the rewards score
 
 
 def iteration_counts(s: Settings) -> IterationCounts:
-    "The counts of an iteration of Chunk-GRPO."
+    """Count what an iteration of Chunk-GRPO computes.
+
+    Other methods count themselves: `load_method(s).counts()`. Raises InputError where the settings are theirs.
+    """
+    if s.method != "chunk" or s.window != "all" or s.sharing != "own" or s.credit_of != "image":
+        raise InputError("`counts` must be those of the method, load_method(settings).counts(), where the settings "
+                         "name a `method`, `window`, `sharing` or `credit_of` other than Chunk-GRPO's; got none")
     first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
     drawn = [s.prompts_per_iteration * (n * (s.steps - 1) + (1 if first else n)) if n else 0
              for n in (s.images_per_prompt, s.baseline_images)]
@@ -616,7 +631,8 @@ def iteration_seconds(
     passes = -(-n.trained / processes // s.update_batch) * (_backward_forwards(s) + n.extra / n.trained)
     moments = _count_trained_parameters(config, s.lora_rank, s.lora_targets) * (28 if s.optimizer == "adamw" else 16)
     drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
-    moved = {name: -(-images // s.rollout_batch) * s.steps * weights for name, images in drawn.items()}  # bytes
+    forwards = {"rollout": math.ceil(n.rollout / _images(s)), "baseline": s.steps}  # of an image
+    moved = {name: -(-images // s.rollout_batch) * forwards[name] * weights for name, images in drawn.items()}  # bytes
     moved["update"] = passes * weights + s.updates_per_iteration * moments
     rate, shares = getattr(where, s.dtype) * 1e12 * processes, _phase_shares(s, config, where, share)
     return {
@@ -719,6 +735,12 @@ def _amount(x: float, unit: str) -> str:
     return f"{x:.3g} {names[power]}{unit}"
 
 
+def forwards_per_image(s: Settings, counts: IterationCounts) -> dict[str, float]:
+    """Divide the counts of an iteration by its images."""
+    names = ("rollout", "trained", "extra", *["baseline"] * (counts.baseline > 0), "scored")
+    return {name: getattr(counts, name) / _images(s) for name in names}
+
+
 def _duration(seconds: float) -> str:
     "Seconds in the unit that suits them."
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172800, 3600, "hours")):
@@ -742,7 +764,10 @@ def describe_counts(
     "What an iteration and the run draw and train; InputError where the processes cannot share it."
     check_processes(s, processes)
     images, updates = _images(s), s.updates_per_iteration
-    low, mean, high = (counts.trained,) * 3 if counts else (images * n for n in transitions_per_image(s))
+    by_chunks = s.method == "chunk" and not named_code(s)  # else the method draws what it trains in its own way
+    counts = counts or iteration_counts(s)
+    low, _, high = (images * n for n in transitions_per_image(s)) if by_chunks else (counts.trained,) * 3
+    mean = counts.trained
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
     prompts, draws = len(held_out_prompts(s)), _evaluation_forwards(s)
     each, arms = (prompts or 1) * s.eval_images, sum(n for n, _, _ in draws.values())
@@ -756,9 +781,11 @@ def describe_counts(
         ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
         ("updates an iteration", f"{updates}, each on {images // updates:,} images"
                                  + (", the first on-policy" if updates > 1 else ", on-policy")),
-        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}" if not counts else
+        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}" if by_chunks else
                                  f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}"),
         ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
+        ("forwards an image",
+         ", ".join(f"{name} {round(n, 2):g}" for name, n in forwards_per_image(s, counts).items())),
         ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
                              f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
         ("evaluation at the end", f"{each * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
@@ -886,8 +913,9 @@ def _describe_device(
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
 def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: IterationCounts | None = None) -> dict:
     "The numbers of the tables: counts, operations, bytes and seconds at the rate of a process; None where not known."
-    trained = counts.trained if counts else _images(s) * transitions_per_image(s)[1]
-    out = {"iterations": s.iterations, "images_per_iteration": _images(s), "transitions_per_iteration": trained}
+    trained = (counts or iteration_counts(s)).trained
+    out = {"iterations": s.iterations, "images_per_iteration": _images(s), "transitions_per_iteration": trained,
+           "forwards_per_image": forwards_per_image(s, counts or iteration_counts(s))}
     config = find_model_config(s.model)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
@@ -940,14 +968,17 @@ def describe_estimates(
     return rows
 
 # %% ../../nbs/06_planning/00_plan.ipynb #a9a0fbf4
-def describe_measured(s: Settings, lines: list[dict], rate: float, processes: int = 1) -> list[tuple[str, str]]:
+def describe_measured(
+    s: Settings, lines: list[dict], rate: float, processes: int = 1, counts: IterationCounts | None = None,
+) -> list[tuple[str, str]]:
     "Rows of the least time and the measured time of a run's phases, from the lines of its metrics."
     found, config = [line["seconds"] for line in lines if line.get("seconds")], find_model_config(s.model)
     if not found:
         return [("measured", "nothing: the run has no finished iteration")]
     work = {}
     if config is not None:
-        work = iteration_flops(fit_update_batch(config, s), config) | {"evaluate": _evaluation_flops(s, config)[0]}
+        work = iteration_flops(fit_update_batch(config, s), config, counts)
+        work["evaluate"] = _evaluation_flops(s, config)[0]
     table = []
     for phase in dict.fromkeys(name for seconds in found for name in seconds):
         times = [seconds[phase] for seconds in found if phase in seconds]

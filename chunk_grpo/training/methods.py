@@ -12,8 +12,9 @@ import inspect
 import math
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ..method.sharing import Sharing, merge_transitions, rollout_forwards, share
 from ..method.windows import Window
 from ..models.policy import Policy, told_sigma
 from ..models.trainable import base_weights, swap_weights
-from ..planning.plan import IterationCounts, iteration_counts, transitions_per_image
+from ..planning.plan import IterationCounts, transitions_per_image
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
@@ -188,6 +189,11 @@ class _Selection:
         self.worth: surrogates.Surrogate | None = None if own else surrogates.Surrogate.parse(s.surrogate, s.clip_range)
         self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
 
+    @property
+    def proportional(self) -> bool:
+        """Return whether an item's worth is proportional to its advantage, as far as is known."""
+        return type(self).objective is Method.objective and bool(self.worth) and self.worth.kind not in ("par", "pepg")
+
     def sampler(self, iteration: int) -> Sampler:
         "How the trajectories of an iteration are drawn."
         s, grid = self.s, self.sigmas
@@ -271,7 +277,7 @@ class _Objective(_Selection):
         evidence = self.evidence(v, others, target, x, sampler, index)
         if not anchored:
             return evidence, None
-        if self.s.anchor == "transition" and self.density:
+        if self.s.anchor == "transition":
             (mean, std), (other, _) = (sampler.mean_std(one, x, index) for one in (v, others[held]))
             penalty = sampler.kl(mean, other, std)
         else:
@@ -331,7 +337,7 @@ def completions(
         left = len(sampler) - 1 - int(places[-1])
         return [(math.ceil(left / int(stride)), 1.0) for stride in s.completion_strides.split(",")[1:]]
     starts = [int(places[part][0]) for part in chunks.slices]
-    return [(min(s.steps - start, s.completion_steps or s.steps),
+    return [(min(len(sampler) - start, s.completion_steps or s.steps),
              1 / s.images_per_prompt if is_one_state(s, sampler, start) else 1.0) for start in starts]
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000017
@@ -359,24 +365,44 @@ class Method(_Objective):
         return out
 
     def counts(self) -> IterationCounts:
-        "What an iteration computes, for the plan."
-        s, sampler, images = self.s, self.sampler(0), self.s.prompts_per_iteration * self.s.images_per_prompt
+        """Count what an iteration computes, the mean over the run's iterations."""
+        if type(self).sampler is Method.sampler:  # iterations with the same window are alike
+            windows = [self.window.places(len(self.sigmas) - 2, i, self.s.seed) for i in range(self.s.iterations)]
+            shares = {windows.index(window): n / len(windows) for window, n in Counter(windows).items()}
+        else:
+            iterations = range(0, self.s.iterations, -(-self.s.iterations // 1000))
+            shares = dict.fromkeys(iterations, 1 / len(iterations))
+        each = {i: self._counts_of_iteration(i) for i in shares}
+        return IterationCounts(*(math.fsum(share * getattr(each[i], part.name) for i, share in shares.items())
+                                 for part in fields(IterationCounts)))
+
+    def _counts_of_iteration(self, iteration: int) -> IterationCounts:
+        """Count what one iteration computes."""
+        s, sampler, images = self.s, self.sampler(iteration), self.s.prompts_per_iteration * self.s.images_per_prompt
         places = self.places(sampler)
         chunks = self.chunks(torch.ones(len(places))) if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
         trained = images * transitions_per_image(s, chunks and chunks.sizes)[1]
-        largest = max(chunks.sizes if chunks else [len(places)])  # in two passes where it is more than a batch
-        again = self.ratio * (1 - 1 / s.updates_per_iteration) * (1 + (largest > s.update_batch)) + self.grouped
-        extra = len(self.reads) + (s.kl > 0) + (1 + len(self.reads)) * again
-        counts = replace(iteration_counts(s), trained=trained, extra=trained * extra)
-        if self.table is not None:
-            states = shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
-            rollout = s.prompts_per_iteration * rollout_forwards(states)
-        else:
-            drawn = [len(self.sampler(i)) for i in range(1 if s.merge == "none" else min(s.iterations, 1000))]
-            rollout = counts.rollout * sum(drawn) / len(drawn) / s.steps
+
+        # A later update asks once more for what was before the first one. Where items need each other's means, or do
+        # not fit into a batch, a pass over all of them comes before the one with gradients.
+        later = 1 - 1 / s.updates_per_iteration
+        largest = max(chunks.sizes if chunks else [len(places)])
+        split = (later if self.ratio else 1) * (largest > s.update_batch)
+        passes = self.ratio * later + (1 if self.grouped else split)
+        references = set(self.reads)
+        held = {"reference" if s.anchor_every else "base"} if s.kl else set()
+        extra = len(references | held) + (1 + len(references)) * passes
+
+        first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
+        states = None if self.table is None else shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
+        rollout, baseline = (
+            0 if not n else rollout_forwards(states[:, :n]) if states is not None
+            else n * (len(sampler) - 1) + (1 if first else n) for n in (s.images_per_prompt, s.baseline_images))
         more = completions(s, sampler, places, chunks)
-        return replace(counts, rollout=rollout + images * sum(forwards * part for forwards, part in more),
-                       scored=counts.scored + images * sum(part for _, part in more))
+        return IterationCounts(
+            rollout=s.prompts_per_iteration * rollout + images * sum(forwards * part for forwards, part in more),
+            trained=trained, extra=trained * extra, baseline=s.prompts_per_iteration * baseline,
+            scored=images * (1 + sum(part for _, part in more)) + s.prompts_per_iteration * s.baseline_images)
 
     def check(self) -> None:
         "InputError where the settings cannot be trained with this method."
@@ -394,6 +420,12 @@ class Method(_Objective):
         for name in self.copies:
             for iteration in range(min(self.s.iterations, 1000)):
                 copy_decay(self, name, iteration)
+        if self.s.credit == "scale" and "gain" not in self.s.credit_of:
+            raise InputError("`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
+                             "all-gains, whose zero means something; got scale")
+        if self.s.kl and self.s.anchor == "transition" and not self.density:
+            raise InputError(f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
+                             "got transition")
         same = type(self).sampler is Method.sampler and self.window.kind in ("all", "frozen")  # in all iterations
         for iteration in range(1 if same else min(self.s.iterations, 1000)):
             sampler = self.sampler(iteration)

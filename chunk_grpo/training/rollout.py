@@ -118,8 +118,13 @@ def integrate(
 
 
 @torch.no_grad()
-def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=None) -> tuple[Tensor, Tensor]:
-    "One batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n)."
+def sample_sde(
+    policy, rows, latents, keys, sampler, store, first=None, table=None, known=None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n).
+
+    `known` holds velocities at states that images of an earlier batch had too, and gets those of the last group.
+    """
     noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:]), table), set(sampler.stochastic.tolist())
     states = None if table is None else shared_states(table, sampler.stochastic).tolist()
     path, logps = [latents.to(store)], [torch.zeros(len(keys), 0, device=latents.device)]
@@ -128,10 +133,15 @@ def sample_sde(policy, rows, latents, keys, sampler, store, first=None, table=No
         if states is None:
             return first if i == 0 and first is not None else policy.velocity(now, told, rows)
         where = [(*key[:3], states[i][key[3]]) for key in keys]  # one forward for all images of a state
-        of = sorted(set(where), key=where.index)
-        one = torch.tensor([where.index(state) for state in of])
-        v = policy.velocity(now[one], told[one], {k: x[one] for k, x in rows.items()})
-        return v[torch.tensor([of.index(state) for state in where])]
+        here = {state: known[i, *state] for state in where if known and (i, *state) in known}
+        fresh = [state for state in dict.fromkeys(where) if state not in here]
+        if fresh:
+            one = torch.tensor([where.index(state) for state in fresh])
+            v = policy.velocity(now[one], told[one], {k: x[one] for k, x in rows.items()})
+            here |= zip(fresh, v, strict=True)
+        if known is not None:  # the last group may go on in the next batch
+            known.update({(i, *state): here[state].clone() for state in fresh if state[:3] == keys[-1][:3]})
+        return torch.stack([here[state] for state in where])
 
     for i, (after, mean, std) in enumerate(integrate(policy, rows, latents, sampler, store, noise, velocity)):
         path.append(after)
@@ -150,11 +160,14 @@ def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, 
         size = min(batch, prompts - low)
         with torch.no_grad():
             first.append(policy.velocity(start[0].expand(size, -1, -1), sampler.sigmas[0].expand(size), rows))
+    known: dict[tuple, Tensor] = {}  # a group that is larger than a batch has one path all the same
     for low in range(0, len(keys), batch):
         part = slice(low, low + batch)
         given = torch.cat(first)[row[part]] if shared else None
         rows = {k: v[row[part]] for k, v in conditioning.items()}
-        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given, table)
+        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given, table, known)
+        following = keys[low + batch][:3] if low + batch < len(keys) else None
+        known = {state: v for state, v in known.items() if state[1:4] == following}
 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()

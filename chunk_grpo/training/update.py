@@ -165,13 +165,15 @@ def _objective_slopes(method: Method, statistic: Tensor, adv: Tensor, group: Ten
 def gradient_coefficients(
     context: ReplayContext, work: UpdateBatch, adv: Tensor,  # (N,) of every item
     method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
+    weight: Tensor | None = None,  # (N,) of each item's objective; None: 1
 ) -> Callable[[Tensor, Tensor], Tensor]:  # positions (m,) and their statistics (m, ...) -> (m, ...)
     "What gives the coefficients of transitions' statistics in the mean over all items, without graph."
     segment, group = work.segment.to(adv.device), item_groups(context, work).to(adv.device)
 
-    def spread(means, adv, group, segment):
+    def spread(means, adv, group, segment, weight):
         sizes = segment.bincount()
         slopes = _objective_slopes(method, means, adv, group)
+        slopes = slopes if weight is None else slopes * weight.reshape(-1, *[1] * (slopes.ndim - 1))
         return (slopes / (len(sizes) * sizes).reshape(-1, *[1] * (slopes.ndim - 1)))[segment]
 
     if not work.whole or method.grouped:  # two passes: the means of all items first
@@ -180,12 +182,13 @@ def gradient_coefficients(
         else:
             new = all_evidence(context, work, method)
             means = item_means(method.statistic(new, new if old is None else old), segment)
-        coefficient = spread(means, adv, group, segment)
+        coefficient = spread(means, adv, group, segment, weight)
         return lambda part, statistic: coefficient[part]
 
     def of_batch(part, statistic):
         items, local = segment[part].unique(return_inverse=True)
-        return spread(item_means(statistic, local), adv[items], group[items], local) * len(items) / len(adv)
+        given = None if weight is None else weight[items]
+        return spread(item_means(statistic, local), adv[items], group[items], local, given) * len(items) / len(adv)
 
     return of_batch
 
@@ -226,8 +229,11 @@ def accumulate_gradients(
     "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
     adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
     adv = adv.to(context.policy.device)
-    adv = adv if work.weight is None else adv * work.weight.to(adv)
-    coefficients = gradient_coefficients(context, work, adv, method, old)
+    # A weight scales what an item is worth. Where that is proportional to its advantage, the advantage can have it.
+    weight = None if work.weight is None else work.weight.to(adv)
+    if weight is not None and method.proportional:
+        adv, weight = adv * weight, None
+    coefficients = gradient_coefficients(context, work, adv, method, old, weight)
     share = 1 / (work.segment.bincount()[work.segment] * len(work.owner))  # of a transition, in the items' mean
     found, kl = [], 0.0
     for n, part in enumerate(work.batches):
@@ -252,6 +258,7 @@ def accumulate_gradients(
     means = item_means(statistic, work.segment.to(adv.device))
     group = item_groups(context, work).to(adv.device)
     worth = method.objective(means.clone(), adv.clone(), group.clone())
+    worth = worth if weight is None else worth * weight
     objective = worth.mean().item()
     items = method.item_metrics(means, _objective_slopes(method, means, adv, group), adv, worth)
     check_item_metrics(method, items, len(adv))

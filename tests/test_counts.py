@@ -1,0 +1,135 @@
+"""What a plan and the table of methods count is what a hook on the transformer counts, for every row."""
+
+import json
+from collections import Counter
+
+import pytest
+from commands import call
+
+from chunk_grpo import InputError
+from chunk_grpo.core.settings import METHODS, load_settings, read_settings_file
+from chunk_grpo.methods.table import method_row
+from chunk_grpo.planning import plan
+from chunk_grpo.training import iteration
+from chunk_grpo.training.methods import load_method
+
+SMALL = {
+    "steps": 13,
+    "chunks": "2,3,4,3",
+    "resolution": 32,
+    "eval_resolution": 32,
+    "max_tokens": 8,
+    "images_per_prompt": 4,
+    "prompts_per_iteration": 2,
+    "iterations": 3,
+    "reward": "incompressibility",
+    "eval_rewards": (),
+    "eval_every": 0,
+    "eval_count": 1,
+    "threads": 1,
+}
+FITTED = {
+    "reweighted": {"step_weights": "2,3,4,3"},
+    "branch": {"sharing": "tree:2@0,3", "images_per_prompt": 4},
+    "tree": {"sharing": "tree:2@0,1", "images_per_prompt": 4},
+    "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3,3,3", "images_per_prompt": 4},
+    "gardo": {"eval_rewards": ("incompressibility", "compressibility")},
+    "tempflow-seeds": {"sharing": "seeds:2"},
+    "neighbor": {"shared_noise": True},
+}
+UNEVEN = ("chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-recut", "chunk-gain")  # chunks of several sizes are drawn
+
+
+def settings_of(name: str, **more):
+    base = {**read_settings_file("pocket/tiny"), **SMALL}
+    return load_settings(base, {"method": name, **FITTED.get(name, {}), **more})
+
+
+def count_by_hook(s, folder) -> Counter:
+    """Train the run's iterations and count the images that go through the transformer, and those that are scored."""
+    seen = Counter()
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, folder))
+    phase = ""
+
+    def note(module, args, kwargs, out):
+        seen[phase] += len(kwargs.get("hidden_states", args[0] if args else ()))
+
+    state.policy.transformer.register_forward_hook(note, with_kwargs=True)
+    for name, reward in list(state.rewards.items()):
+        def scoring(images, prompts, reward=reward, name=name):
+            seen["scored"] += len(images) * (name in state.reward_weights)
+            return reward(images, prompts)
+
+        state.rewards[name] = scoring
+    for number in range(s.iterations):
+        state.iteration = number
+        phase = "rollout"
+        rollout = iteration.sample_groups(state)
+        if number == 0:
+            iteration.measure_profile(state, rollout.context.trajectories)
+        if s.baseline_images:
+            phase = "baseline"
+            iteration.score_base(state, rollout)
+        phase = "update"
+        state.iteration = max(number, 1)  # what the first iteration alone measures is not counted
+        update = iteration.update_policy(state, rollout)
+        seen["trained"] += sum(len(work.segment) for work in update.works)
+    state.executor.shutdown()
+    return Counter({name: n / s.iterations for name, n in seen.items()})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
+    s = settings_of(name)
+    counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()
+    near = pytest.approx if name not in UNEVEN else lambda x: pytest.approx(x, rel=0.35)
+    assert counted["rollout"] == pytest.approx(planned.rollout)
+    assert counted["scored"] == pytest.approx(planned.scored)
+    assert counted["trained"] == near(planned.trained)
+    assert counted["update"] - counted["trained"] == near(planned.extra)
+    assert planned.extra / planned.trained == pytest.approx(
+        (counted["update"] - counted["trained"]) / counted["trained"], rel=0.1 if name in UNEVEN else 1e-6)
+
+
+@pytest.mark.parametrize("name, more", [
+    ("dgpo", {"kl": 0.1}), ("nft", {"kl": 0.1}), ("online-dpo", {"kl": 0.1, "anchor_every": 2}), ("steps", {"kl": 0.1}),
+    ("dgpo", {"updates_per_iteration": 4}), ("whole", {"update_batch": 4}), ("tmpo", {"update_batch": 4}),
+    ("steps", {"shared_noise": True, "baseline_images": 2}), ("branch", {"baseline_images": 2}),
+    ("mix-flash", {"shared_noise": True}), ("mix-flash-frozen", {"shared_noise": True}),
+    ("g2-strides", {"completion_strides": "1,2,3"}), ("stepwise", {"completion_steps": 2, "sharing": "seeds:2"}),
+    ("dense", {"window": "random:3"}), ("tempflow", {"rollout_batch": 3}), ("tree", {"rollout_batch": 3}),
+    ("e-grpo", {"merge": "entropy:30"})])
+def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
+    s = settings_of(name, **more)
+    counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()
+    assert counted["rollout"] == pytest.approx(planned.rollout)
+    assert counted["update"] == pytest.approx(planned.trained + planned.extra)
+    assert counted["baseline"] == pytest.approx(planned.baseline)
+    assert counted["scored"] == pytest.approx(planned.scored)
+
+
+@pytest.mark.parametrize("name", ["chunk", "dense", "tempflow", "mix-flash", "dgpo"])
+def test_plan_and_the_table_of_methods_say_one_number(name):
+    done = call("plan", "paper/chunk", f"method={name}", "--rate", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    planned, row = json.loads(done.stdout)["numbers"]["forwards_per_image"], method_row(name, "paper/chunk")
+    assert {key: round(planned[key], 2) for key in ("rollout", "trained", "extra", "scored")} == {
+        key: row[key] for key in ("rollout", "trained", "extra", "scored")}
+
+
+def test_a_random_window_costs_its_mean_over_the_run():
+    s = load_settings("paper/chunk", {"method": "tempflow", "iterations": 200})
+    method, images = load_method(s), s.prompts_per_iteration * s.images_per_prompt
+    states = [int(method.sampler(i).stochastic) for i in range(200)]  # one forward a group up to the branch
+    expected = sum((k + 1) / s.images_per_prompt + s.steps - 1 - k for k in states) / 200
+    assert method.counts().rollout / images == pytest.approx(expected) != pytest.approx(
+        load_method(load_settings(s, {"iterations": 1})).counts().rollout / images)
+
+
+def test_counts_of_chunk_grpo_do_not_stand_in_for_those_of_other_settings():
+    plain = load_settings("paper/chunk")
+    counts, method = plan.iteration_counts(plain), load_method(plain).counts()
+    assert counts == method
+    for name in ("dense", "tempflow", "nft", "mix"):
+        with pytest.raises(InputError, match="`counts` must"):
+            plan.iteration_counts(load_settings(plain, {"method": name}))
