@@ -78,7 +78,7 @@ def outrun_images(
     Of images that outrun alike, those come first whose reward is further above that of their group.
     """
     gap = (win_rates(trained) - sum(map(win_rates, others)) / max(len(others), 1)).flatten()
-    order = group_advantages(trained, float("inf")).flatten().argsort(descending=True, stable=True)
+    order = group_advantages(trained, torch.finfo(torch.float32).max).flatten().argsort(descending=True, stable=True)
     order = order[gap[order].argsort(descending=True, stable=True)]
     chosen = torch.zeros_like(gap, dtype=torch.bool)
     chosen[order[: max(1, round(share * gap.numel()))]] = True
