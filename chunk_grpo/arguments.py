@@ -166,8 +166,9 @@ def _bad_call(
 ) -> InputError | None:  # None: all that it needs was given, and nothing else
     """Say what is missing or too much in a call."""
     signature = inspect.signature(called)
+    unnamed = {key for key, one in signature.parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY}
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*args, **{key: value for key, value in kwargs.items() if key not in unnamed})
         return None
     except TypeError as error:
         said = str(error)
@@ -197,17 +198,22 @@ def checked(
             return called
         name = called.__qualname__.removesuffix(".__init__")
         parameters = inspect.signature(called).parameters
-        names = [key for key, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        unnamed = {key for key, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY}
+        names = [key for key, one in parameters.items()
+                 if key in unnamed or one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         needed = [key for key in names if parameters[key].default is inspect.Parameter.empty]
         checks: dict[str, tuple[Callable, Allowed]] = {}
 
         def problem(args: tuple, kwargs: dict) -> InputError | None:
             if not checks:
                 checks.update(_validators(called, given))
+            more = kwargs
+            if unnamed:  # a keyword of such a name is one of **more
+                kwargs = {key: value for key, value in kwargs.items() if key not in unnamed}
             if len(args) > len(names) or len(args) + len(kwargs) < len(needed) or not kwargs.keys() <= checks.keys() \
                     or needed[len(args):] and not kwargs.keys() >= {*needed[len(args):]} \
                     or not kwargs.keys().isdisjoint(names[: len(args)]):
-                bad = _bad_call(called, name, args, kwargs)
+                bad = _bad_call(called, name, args, more)
                 if bad:
                     return bad
             arguments = dict(zip(names, args, strict=False)) | kwargs

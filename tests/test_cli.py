@@ -59,7 +59,7 @@ from chunk_grpo.reporting import reports
     (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
     (["train", "pocket/tiny", "reward=pocket-clp"], ["`reward`", "pocket-clip", "'pocket-clp'"]),
     (["presets", "pocket/demmo"], ["'pocket/demmo'", "pocket/demo"]),
-    (["train", "pocket/tiny", "--processes", "0"], ["number of processes", "got 0"]),
+    (["train", "pocket/tiny", "--processes", "0"], ["`processes`", "got 0"]),
     (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
     (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
     (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),

@@ -93,7 +93,7 @@ def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
 
 @pytest.mark.parametrize("name, more", [
     ("dgpo", {"kl": 0.1}), ("nft", {"kl": 0.1}), ("online-dpo", {"kl": 0.1, "anchor_every": 2}), ("steps", {"kl": 0.1}),
-    ("dgpo", {"updates_per_iteration": 4}), ("whole", {"update_batch": 4}), ("tmpo", {"update_batch": 4}),
+    ("dgpo", {"updates_per_iteration": 2}), ("whole", {"update_batch": 4}), ("tmpo", {"update_batch": 4}),
     ("steps", {"shared_noise": True, "baseline_images": 2}), ("branch", {"baseline_images": 2}),
     ("mix-flash", {"shared_noise": True}), ("mix-flash-frozen", {"shared_noise": True}),
     ("g2-strides", {"completion_strides": "1,2,3"}), ("stepwise", {"completion_steps": 2, "sharing": "seeds:2"}),

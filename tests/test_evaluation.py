@@ -69,7 +69,7 @@ def forks():
 def evaluate_counting(run, counted):
     "What a child does."
     os.environ["COUNTED"] = counted
-    evaluate.evaluate(run)
+    evaluate.evaluate(run, trust=True)
 
 
 def kept(run):
@@ -101,10 +101,10 @@ def scores(run):
 
 def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_path):
     whole = shutil.copytree(run, tmp_path / "whole")
-    summary = evaluate.evaluate(whole)
+    summary = evaluate.evaluate(whole, trust=True)
     assert len((tmp_path / "counted").read_text().splitlines()) == TOTAL
     (tmp_path / "counted").unlink()
-    older = evaluate.evaluate(run, changes=["eval_images=1"])
+    older = evaluate.evaluate(run, changes=["eval_images=1"], trust=True)
     (tmp_path / "counted").unlink()
     for count in (3, 8):
         child = forks.Process(target=evaluate_counting, args=(run, str(tmp_path / "counted")))
@@ -113,7 +113,7 @@ def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_pa
         assert count <= len(kept(run)) < PARTS
         assert run_folder.read_evaluation_summary(run) == older, "the older one stays until the new one stands"
     said = []
-    assert evaluate.evaluate(run, said.append) == summary and scores(run) == scores(whole)
+    assert evaluate.evaluate(run, said.append, trust=True) == summary and scores(run) == scores(whole)
     assert said[0].startswith("evaluation: goes on, ") and said[-1].startswith(f"evaluation: {TOTAL} of {TOTAL} images")
     now = {f"{file.parent.name}/{file.name}": file.stat().st_mtime_ns for file in (run / "evaluation").rglob("*.png")}
     assert len(now) == TOTAL and times.items() <= now.items(), "what was kept was not drawn again"
@@ -124,7 +124,7 @@ def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_pa
 @pytest.mark.slow
 def test_two_processes_killed_twice_give_the_same(run, tmp_path):
     whole = shutil.copytree(run, tmp_path / "whole")
-    summary = evaluate.evaluate(whole)
+    summary = evaluate.evaluate(whole, trust=True)
     (tmp_path / "counted").unlink()
     for count in (2, 7):
         child = subprocess.Popen(command("evaluate", run, "--processes", "2", "--trust"), env=environment(),
@@ -132,7 +132,7 @@ def test_two_processes_killed_twice_give_the_same(run, tmp_path):
         kill_after(child, child.pid, run, count)
         time.sleep(2)  # its children end with it
         assert len(kept(run)) < PARTS and not (run / "evaluation").exists()
-    assert evaluate.evaluate(run, processes=2) == summary and scores(run) == scores(whole)
+    assert evaluate.evaluate(run, processes=2, trust=True) == summary and scores(run) == scores(whole)
     assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 2 * 3
 
 
@@ -143,7 +143,7 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     seen, load = [], run_images.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
     monkeypatch.setattr(run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of))
     for place, processes in ((run, 1), (by_two, 2)):
-        evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes)
+        evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes, trust=True)
     assert (seen, torch.get_num_threads()) == ([1], 2) and scores(run) == scores(by_two)
     images = sorted(file.relative_to(run) for file in (run / "evaluation").rglob("*.png"))
     assert len(images) == 2 * 4 * 2
@@ -151,7 +151,7 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
 
 
 def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
-    summary = evaluate.evaluate(run)
+    summary = evaluate.evaluate(run, trust=True)
     assert summary["arms"] == {"base": 0, "plain": None, "hybrid": 2, "base-as-trained": 0, "as-trained": None}
     assert summary["as_trained"] == {"sampler": "flow", "steps": 5, "eta": 0.7, "shift": 3.0, "resolution": 64}
     row = summary["rewards"]["tiny_rewards:counted_red"]
@@ -167,7 +167,7 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
 
 def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
     "The older evaluation is moved aside, the new one is not in its place yet: the same call only moves it."
-    evaluate.evaluate(run, changes=["eval_images=1"])
+    evaluate.evaluate(run, changes=["eval_images=1"], trust=True)
 
     def killed(folder, place):
         place.rename(folder.with_name("older"))
@@ -176,23 +176,23 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "move_into_place", killed)
         with pytest.raises(KeyboardInterrupt):
-            evaluate.evaluate(run)
+            evaluate.evaluate(run, trust=True)
     counted = os.path.getsize(os.environ["COUNTED"])
-    summary = evaluate.evaluate(run)
+    summary = evaluate.evaluate(run, trust=True)
     assert os.path.getsize(os.environ["COUNTED"]) == counted and run_folder.read_evaluation_summary(run) == summary
 
 
 def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
     with run_images.only_evaluation(run), pytest.raises(InputError, match="being evaluated by another process"):
-        evaluate.evaluate(run)
+        evaluate.evaluate(run, trust=True)
     assert not os.path.exists(os.environ["COUNTED"]) and not (run / "evaluation.begun").exists()
-    assert evaluate.evaluate(run)["n_prompts"] == 4 and not (run / "evaluation.begun").exists()
+    assert evaluate.evaluate(run, trust=True)["n_prompts"] == 4 and not (run / "evaluation.begun").exists()
 
 
 def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run, tmp_path):
     (tmp_path / "odd.txt").write_text("a red star\n" * 40 + "zebras fly over the moon\n")
     with pytest.raises(InputError, match="`eval_prompts` must hold prompts that the reward .* number 41 is none"):
-        evaluate.evaluate(run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1)
+        evaluate.evaluate(run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1, trust=True)
     assert not os.path.exists(os.environ["COUNTED"])
 
 
@@ -203,7 +203,7 @@ def test_a_part_that_was_cut_off_is_drawn_again(run):
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
     assert evaluate.read_parts(folder) == {}
-    assert evaluate.evaluate(run)["n_prompts"] == 4
+    assert evaluate.evaluate(run, trust=True)["n_prompts"] == 4
 
 
 def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_an_interrupt_of_an_evaluation_says_how_to_go_on(run, monkeypatch, capsy
 
 def test_a_process_that_refuses_says_why(run):
     with pytest.raises(InputError, match="evaluation: a process that draws failed: .*nowhere"):
-        evaluate.evaluate(run, changes={"eval_rewards": ["nowhere:red"]}, processes=2)
+        evaluate.evaluate(run, changes={"eval_rewards": ["nowhere:red"]}, processes=2, trust=True)
     assert not (run / "evaluation").exists()
 
 

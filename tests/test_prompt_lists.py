@@ -120,7 +120,7 @@ def test_training_on_records_of_another_size_is_rejected_before_a_folder_is_made
     done = call("train", "pocket/tiny", "prompts=mine.jsonl", "--out", "run", cwd=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     (line,) = done.stderr.splitlines()
-    assert "line 1 of mine.jsonl asks for width '1024', but a run draws all prompts alike" in line
+    assert "mine.jsonl asks for width '1024', but a run draws all prompts alike" in line
 
 
 def test_doctor_shows_what_is_read_of_a_list(tmp_path):

@@ -84,9 +84,9 @@ def test_what_cannot_be_shared_is_refused(more, field):
         load_method(load_settings("pocket/tiny", {**BASE, **more}))
 
 
-def groups(tmp_path, **more):
-    "An iteration's groups, drawn and scored."
-    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more})
+def groups(tmp_path, changes=(), **more):
+    "An iteration's groups, drawn and scored; `changes` are settings that are not checked."
+    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}).model_copy(update=dict(changes))
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     return state, iteration.sample_groups(state)
 
@@ -103,7 +103,8 @@ def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
 
 
 def test_from_one_noise_the_gain_of_the_whole_path_is_the_images_credit(tmp_path):
-    state, drawn = groups(tmp_path, sharing="group", chunks="whole", credit_of="gain", train_chunks="all")
+    gains = {"credit_of": "gain"}  # rejected otherwise, since it changes nothing
+    state, drawn = groups(tmp_path, gains, sharing="group", chunks="whole", train_chunks="all")
     grouped = {name: x.reshape(-1, 4) for name, x in drawn.scores.items()}
     expected = state.method.advantages(grouped, state.reward_weights).flatten()
     torch.testing.assert_close(drawn.advantage[:, 0], expected, rtol=0, atol=1e-3)

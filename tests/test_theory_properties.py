@@ -77,7 +77,7 @@ def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True])
 def test_bad_steps_are_refused(steps):
-    with pytest.raises(InputError, match="steps: got"):
+    with pytest.raises(InputError, match="`steps` of sigmas must be a whole number from 1; got"):
         sigmas(steps)
 
 
@@ -209,7 +209,7 @@ def test_transitions_outside_of_the_schedule_are_refused(kind, index):
 @pytest.mark.parametrize("eta", [-0.1, 1.5, math.inf, math.nan])
 def test_eta_out_of_range_is_refused(kind, eta):
     assert eta != 1.5 or MAX_ETA[kind] < 1.5
-    with pytest.raises(InputError, match=f"with the sampler {kind}"):
+    with pytest.raises(InputError, match=f"with the sampler {kind}|must be a finite number"):
         Sampler(sigmas(9), kind, eta).coefficients(0)
 
 

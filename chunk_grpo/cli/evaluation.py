@@ -263,7 +263,7 @@ def doctor(
                                                         "of each, and nothing else.")] = None,
     as_json: JsonOption = False,
 ):
-    "Say versions, devices, weights, and what is missing; or what is read of lists of prompts."
+    "Say versions, devices, and what is missing."
     if prompts:
         from chunk_grpo.models.inputs import describe_prompts
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_module', 'code_files', 'CodeFile', 'find_code', 'code_keys', 'code_hashes', 'check_named_code', 'changed_code',
-           'check_same_code', 'copy_code']
+           'check_same_code', 'name_copies', 'copy_code']
 
 # %% ../../nbs/02_core/05_user_code.ipynb #449b48a3
 import ast
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 import chunk_grpo
 from .. import InputError
-from .files import make_folders, sha256_of, sync_to_disk
+from .files import atomic_write, make_folders, sha256_of
 from .settings import (
     REWARD_LOADERS, Settings, import_callable, import_places, named_code, reward_weights)
 
@@ -234,11 +234,10 @@ def check_same_code(
                          f"in {run / 'code'}")
 
 
-def copy_code(
+def name_copies(
     code: Mapping[str, CodeFile],  # of `find_code`
-    run: Path,  # gets the folder code/
 ) -> dict[str, CodeFile]:  # the same, with `copy`
-    "Copy files of code into a run folder, each under a name of its own."
+    "Name a copy of each file of code in the folder code/ of a run, each differently."
     out: dict[str, CodeFile] = {}
     names: dict[str, str] = {}  # file -> its copy
     for key, one in code.items():
@@ -250,8 +249,17 @@ def copy_code(
                 name = f"{Path(one['file']).stem}-{number}{Path(one['file']).suffix}"
                 number += 1
             names[one["file"]] = f"code/{name}"
-            make_folders(run / "code")
-            shutil.copyfile(one["file"], run / names[one["file"]])
-            sync_to_disk(run / names[one["file"]])
         out[key] = {**one, "copy": names[one["file"]]}
     return out
+
+
+def copy_code(
+    code: Mapping[str, CodeFile],  # of `name_copies`
+    run: Path,  # gets the folder code/
+) -> None:
+    "Copy files of code into a run folder, after run.json has named them: a kill on the way leaves a run to resume."
+    for file, copy in {one["file"]: one["copy"] for one in code.values() if "copy" in one}.items():
+        if not (run / copy).is_file():
+            make_folders(run / "code")
+            with atomic_write(run / copy) as temporary:
+                shutil.copyfile(file, temporary)

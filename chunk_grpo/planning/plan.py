@@ -294,12 +294,14 @@ class LiveBytesMode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)):
+        for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
+            storage = tensor.untyped_storage()
             if storage._cdata not in inputs and storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                self.largest = max(self.largest, storage.nbytes())
+                if tensor.is_floating_point():  # others stand for the memory of a tile that is not run again
+                    self.largest = max(self.largest, storage.nbytes())
                 weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
         return out
 
@@ -345,9 +347,15 @@ def _decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling: bool
     return live.peak, live.largest
 
 
+@functools.cache
+def _decode_limit(config: ModelConfig, resolution: int) -> int:
+    """Return how many images of a resolution the VAE may decode in one batch."""
+    return meta_policy(config, resolution, 16).decode_limit
+
+
 def images_decoded_at_once(config: ModelConfig, resolution: int, images: int) -> int:
     """Return how many of the images the VAE decodes in one batch: torch's convolutions take 2^31 numbers at most."""
-    return min(images, meta_policy(config, resolution, 16).decode_limit)
+    return min(images, _decode_limit(config, resolution))
 
 
 def decode_bytes_on_gpu(
@@ -846,7 +854,7 @@ def _find_smaller(
             changes = _apply_savings(s, chosen, processes)
             if changes is None:
                 continue
-            smaller = fit_update_batch(config, load_settings(s, changes))
+            smaller = fit_update_batch(config, s.model_copy(update=changes))  # not checked again: hundreds are tried
             total, _ = _peak_memory(smaller, config, processes)
             if where.fits(total):
                 return changes, total

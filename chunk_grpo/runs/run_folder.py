@@ -30,8 +30,9 @@ from ..core.machine import (
     check_environment, current_git_commit, library_versions, machine_info, note_packages)
 from ..core.settings import (
     REWARD_LOADERS, Settings, check_processes, check_resume, load_settings, named_code, reward_weights)
-from ..core.user_code import (
-    changed_code, check_named_code, check_same_code, code_files, code_hashes, code_keys, copy_code, find_code)
+from chunk_grpo.core.user_code import (
+    changed_code, check_named_code, check_same_code, code_files, code_hashes, code_keys, copy_code, find_code,
+    name_copies)
 from ..models.inputs import absolute_inputs, content_hashes, find_changed_input, input_records
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
@@ -322,8 +323,10 @@ def create_run(
                     "seconds": 0.0, "started": None, "finished": None,
                     "run_id": uuid.uuid4().hex, "made_folder": made}
         if code and "code" not in note:
-            note["code"] = copy_code(code, out)
+            note["code"] = name_copies(code)
         write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
+        if code:
+            copy_code(note["code"], out)
     note_packages(out)
     is_own_run(out, remember=True)
     return out

@@ -226,7 +226,8 @@ def compare_groups(
         shape = next(iter(every.values())).shape
         copies = {name: x.clone() for name, x in every.items()}  # the scores are in the metrics too
         returned = method.advantages(copies, dict(state.reward_weights))
-        check_floats(method, "advantages", returned, shape, "(P, G)")
+        own = type(method).advantages is not Method.advantages  # else rewards are to blame, as the trainer says
+        check_floats(method, "advantages", returned, shape, "(P, G)", finite=own)
         return returned
 
     def compared(of: dict[str, Tensor]) -> Tensor:

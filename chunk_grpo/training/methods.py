@@ -126,12 +126,13 @@ def check_floats(
     value: object,  # what it returned
     shape: tuple[int, ...],  # the only one that is right
     names: str,  # of its dimensions, such as (P, G)
+    finite: bool = True,  # whether they must be; if not, only the shape is checked
 ) -> None:
     """Raise InputError unless the function returned finite floating-point numbers of this shape; checked once."""
     if hook in method.checked:
         return
     same = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
-    if not (same and bool(value.isfinite().all())):
+    if not same or finite and not bool(value.isfinite().all()):
         raise wrong_return(method, hook, f"finite floating-point numbers of shape {names}, here {tuple(shape)}", value)
     method.checked.add(hook)
 
