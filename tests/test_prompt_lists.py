@@ -129,3 +129,12 @@ def test_doctor_shows_what_is_read_of_a_list(tmp_path):
     first, second = said.splitlines()
     assert "3 prompts from a.tsv:long, first '\"red\" stars' and 'two dogs', 1 of them repeated" in first
     assert "96 prompts from pocket:test, first " in second and "none repeated" in second
+
+
+def test_records_of_compared_images_give_each_prompt_once_and_in_order(tmp_path):
+    texts = ["a star", "a ring", "a star", "a cross", "a ring"]
+    pairs = [{"prompt": text, "image_path": ["1.jpg", "2.jpg"], "human_preference": [1, 0]} for text in texts]
+    (tmp_path / "train.json").write_text(json.dumps(pairs))
+    assert inputs.read_prompts(str(tmp_path / "train.json")) == ["a star", "a ring", "a cross"]
+    (tmp_path / "other.json").write_text(json.dumps([{"prompt": text} for text in texts]))
+    assert inputs.read_prompts(str(tmp_path / "other.json")) == texts

@@ -439,6 +439,9 @@ _DRAWING_FIELDS = frozenset(  # what records ask for beside their prompt, in sma
 )
 
 
+_COMPARISON_FIELD = "human_preference"  # of HPDv2's records, one per pair of images: each prompt is taken once
+
+
 def find_column(
     names: Iterable[str],
     column: str = "",  # its name, in capitals or not; empty: Prompt or Prompts
@@ -491,6 +494,11 @@ def read_prompt_records(
                              f"{_LONGEST_PROMPT}.")
         if isinstance(record, dict) and not column:
             _check_drawing_fields(f"{field}: {where} of {source}", record, path)
+    if all(isinstance(record, dict) and _COMPARISON_FIELD in record for _, _, record in found):
+        first: dict[str, tuple[str, str, Any]] = {}
+        for one in found:
+            first.setdefault(one[1], one)
+        found = list(first.values())
     return found
 
 
