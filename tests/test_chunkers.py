@@ -148,7 +148,7 @@ def test_bad_profiles_are_refused(make, words, bad):
     (lambda p: paper_rule_chunks(p, half=0.0), "half: got 0.0, allowed is above 0 and at most 1"),
     (lambda p: optimal_chunks(p), "max_chunks: got None with penalty None, allowed is one of the two"),
     (lambda p: optimal_chunks(p, 2, 0.1), "max_chunks: got 2 with penalty 0.1, allowed is one of the two"),
-    (lambda p: optimal_chunks(p, 0), "`max_chunks` of chunks_from_profile must be a whole number from 1 or None; got 0"),
+    (lambda p: optimal_chunks(p, 0), "must be a whole number from 1 or None; got 0"),
     (lambda p: optimal_chunks(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
     (lambda p: optimal_chunks(p, penalty=math.nan), "penalty: got nan, allowed is a number above 0"),
     (lambda p: adaptive_chunks(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),

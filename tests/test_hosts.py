@@ -117,7 +117,7 @@ def test_an_interrupt_on_one_machine_ends_both(world, two):
     (["--nodes", "100000000000", "--rendezvous", "here:1"], "`prompts_per_iteration` (4); got 100000000000"),
     (["--nodes", "2", "--processes", "3", "--rendezvous", "here:1"], "`prompts_per_iteration` (4); got 6"),
     (["--nodes", "2", "--node-rank", "2", "--rendezvous", "here:1"], "`node_rank` must be a whole number from 0 to 1"),
-    (["--nodes", "2", "--node-rank", "-1", "--rendezvous", "here:1"], "`node_rank` of train must be a whole number from 0"),
+    (["--nodes", "2", "--node-rank", "-1", "--rendezvous", "here:1"], "`node_rank` of train must be a whole number"),
 ])
 def test_machines_that_cannot_meet_are_one_sentence(world, tmp_path, monkeypatch, capfd, words, part):
     line = ["train", world / "s.yaml", "--out", tmp_path / "run", *words]

@@ -128,7 +128,7 @@ LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval
     "train.json": ('[{"human_preference": [1, 0], "prompt": "a cat", "image_path": ["a.jpg", "b.jpg"]}, '
                    '{"human_preference": [0, 1], "prompt": "a cat", "image_path": ["c.jpg", "d.jpg"]}, '
                    '{"human_preference": [0, 1], "prompt": "a dog", "image_path": ["e.jpg", "f.jpg"]}]',
-                   ["a cat", "a cat", "a dog"]),
+                   ["a cat", "a dog"]),
     "anime.json": ('["a knight", "a fox"]', ["a knight", "a fox"]),
     "PartiPrompts.tsv": ("Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tBiology\n300\tAbstract\tBasic\t\n",
                          ["bond", "300"]),
