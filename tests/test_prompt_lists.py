@@ -138,3 +138,10 @@ def test_records_of_compared_images_give_each_prompt_once_and_in_order(tmp_path)
     assert inputs.read_prompts(str(tmp_path / "train.json")) == ["a star", "a ring", "a cross"]
     (tmp_path / "other.json").write_text(json.dumps([{"prompt": text} for text in texts]))
     assert inputs.read_prompts(str(tmp_path / "other.json")) == texts
+
+
+def test_missing_list_of_a_preset_leads_to_the_command_that_brings_it(tmp_path):
+    done = call("train", "paper/chunk", "--out", tmp_path / "run")
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "is no file" in done.stderr and "`chunk-grpo doctor` shows the commands" in done.stderr
+    assert "hf download" in call("doctor").stdout

@@ -473,7 +473,8 @@ def read_prompt_records(
         path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, or a file: {', '.join(_PROMPT_FILES)}"
-        raise InputError(f"{field}: {source!r} is no file; allowed are {names}.")
+        raise InputError(f"{field}: {source!r} is no file; allowed are {names}; `chunk-grpo doctor` shows the commands "
+                         "that bring published lists.")
     kind = path.suffix.lower()
     try:
         records = _parse_records(path.read_bytes(), kind)
