@@ -215,3 +215,16 @@ def test_a_trusted_foreign_run_takes_no_method_from_the_working_folder(trained, 
     done = call("sample", "run", "a red star", "--arm", "as-trained,base-as-trained", "--trust", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "far_reward.py").write_text("def score(images, prompts):\n    return [0.5] * len(prompts)\n")
+    run = tmp_path / "run"
+    words = ["train", "pocket/tiny", "reward=far_reward:score", "eval_rewards=[]", "iterations=1", "eval_every=0"]
+    done = call(*words, "--out", run, "--no-report", cwd=tmp_path / "code")
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    run_folder.check_trust(run, doing="sampling from", rewards_too=False)
+    with pytest.raises(InputError, match="is not found any more"):
+        run_folder.check_trust(run)

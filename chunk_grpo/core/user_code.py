@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 import chunk_grpo
 from .. import InputError
-from .files import atomic_write, make_folders, sha256_of
+from .files import atomic_write, make_folders, remove_abandoned, sha256_of
 from .settings import (
     REWARD_LOADERS, Settings, import_callable, import_places, named_code, reward_weights)
 
@@ -258,6 +258,7 @@ def copy_code(
     run: Path,  # gets the folder code/
 ) -> None:
     "Copy files of code into a run folder, after run.json has named them: a kill on the way leaves a run to resume."
+    remove_abandoned(run / "code")
     for file, copy in {one["file"]: one["copy"] for one in code.values() if "copy" in one}.items():
         if not (run / copy).is_file():
             make_folders(run / "code")

@@ -214,7 +214,13 @@ def check_trust(
         return
     if origin == "edited":
         if not trust:
-            found = changed_code(read_run_info(run).get("code", {}), find_code(s))
+            records = [read_run_info(run).get("code", {}), find_code(s)]
+            if not rewards_too:  # they are not loaded, so their code may be anywhere
+                loaded = ("method", "chunks", "surrogate")
+                records = [{k: one for k, one in record.items() if one["setting"] in loaded} for record in records]
+            found = changed_code(*records)
+            if found is None and not rewards_too:
+                return
             setting, why = found or ("reward_options", "its environment, or a file, is another one here")
             raise InputError(f"`{setting}` of {run} names code that is not what the run was trained with: {why}; look "
                              "at it, then add --trust (in Python trust=True)")
