@@ -167,9 +167,13 @@ def example_inputs(policy: Policy, count: int) -> tuple[Tensor, Tensor, dict[str
 
 
 def backward_of(policy: Policy, inputs: tuple) -> None:
-    """Leave the gradients of a forward pass and its backward in the trained weights."""
+    """Leave the gradients of a forward pass and its backward in the trained weights.
+
+    Gradients that are there are set to zero and stay, so that a second call measures activations alone, as `plan` does.
+    """
     for parameter in policy.trained:
-        parameter.grad = None
+        if parameter.grad is not None:
+            parameter.grad.zero_()
     latents, sigma, rows = inputs
     velocity = policy.velocity(latents, sigma, rows)
     direction = torch.randn(velocity.shape, generator=torch.Generator().manual_seed(1)).to(velocity)
