@@ -20,6 +20,8 @@ import gpu_results
 from gpu_results import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
+CHECK_SECONDS = 235  # after which a check is ended
+START_SECONDS = 5  # that its process takes beside that, about
 
 
 def log(text: str) -> None:
@@ -78,17 +80,16 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
     from chunk_grpo.core.files import read_json, write_json
     from chunk_grpo.core.machine import terminate_process_group
 
-    limit = 235  # seconds; four minutes with the start and the end
     file, start = gpu_results.check_file(number, out), time.monotonic()
     before = read_json(file) if file.is_file() else None
     words = [sys.executable, __file__, str(number), "--out", str(out), "--inside", *(["--small"] if small else [])]
     child = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     ending = ""
     try:
-        code = child.wait(limit)
+        code = child.wait(CHECK_SECONDS)
         ending = f"its process ended with status {code}" if code else ""
     except subprocess.TimeoutExpired:
-        ending = f"it had {limit} s"
+        ending = f"it was ended after {CHECK_SECONDS} s"
     finally:
         terminate_process_group(child)
     result = read_json(file) if file.is_file() else None
@@ -134,7 +135,7 @@ def main() -> int:
         log("every check has a result; CHECK=3 runs one of them again")
     start, verdicts = time.monotonic(), []
     for position, number in enumerate(chosen):
-        if time.monotonic() - start + 240 > given.seconds:
+        if time.monotonic() - start + CHECK_SECONDS + START_SECONDS > given.seconds:
             log(f"no time is left for checks {', '.join(map(str, chosen[position:]))}; `make gpu` runs them next")
             verdicts.append("unfinished")
             break
