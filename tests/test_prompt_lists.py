@@ -141,7 +141,18 @@ def test_records_of_compared_images_give_each_prompt_once_and_in_order(tmp_path)
 
 
 def test_missing_list_of_a_preset_leads_to_the_command_that_brings_it(tmp_path):
-    done = call("train", "paper/chunk", "--out", tmp_path / "run")
+    done = call("train", "paper/chunk", "device=cpu", "--out", tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert "is no file" in done.stderr and "`chunk-grpo doctor` shows the commands" in done.stderr
-    assert "hf download" in call("doctor").stdout
+    assert "is no file" in done.stderr and "hf download ymhao/HPDv2 train.json test.json" in done.stderr
+    assert "hf download ymhao/HPDv2 train.json test.json" in call("doctor").stdout
+
+
+@pytest.mark.parametrize("name, words", [
+    ("partiprompts.tsv", "curl -LO https://raw.githubusercontent.com/google-research/parti"),
+    ("DrawBench.csv", "curl -Lo drawbench.csv"),
+    ("mine.txt", "`chunk-grpo doctor` shows the commands that bring HPDv2, PartiPrompts, DrawBench"),
+])
+def test_missing_list_is_followed_by_where_it_can_be_had(name, words):
+    with pytest.raises(InputError) as error:
+        inputs.read_prompts(name)
+    assert words in str(error.value)

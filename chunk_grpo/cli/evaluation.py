@@ -227,10 +227,10 @@ def serve_reward(
 # %% ../../nbs/14_cli/00_evaluation.ipynb #0c1a0c3d
 def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
     "Say torch's CUDA and the driver, and each GPU's memory and capability, or why torch sees none."
+    from chunk_grpo.core.machine import nvidia_driver, why_no_gpu
+
     rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
-    file = Path("/proc/driver/nvidia/version")
-    known = re.search(r"Module.*?(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
-    rows.append(("NVIDIA driver", known[1] if known else "none found"))
+    rows.append(("NVIDIA driver", nvidia_driver() or "none found"))
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free = torch.cuda.mem_get_info(i)[0]
@@ -238,11 +238,7 @@ def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
                                   f"capability {p.major}.{p.minor}"))
     if torch.cuda.device_count():
         return rows
-    why = "this build of torch has no CUDA"
-    if torch.version.cuda:
-        why = "there is no NVIDIA driver" if known is None else f"driver {known[1]} may be too old for CUDA " + (
-            f"{torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides the GPUs")
-    return [*rows, ("GPUs", f"none that torch sees: {why}")]
+    return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu()}")]
 
 
 def _reward_note(needs: dict[str, str]) -> str:

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'terminate_process_group', 'die_with_parent', 'changes_training',
            'check_environment', 'without_foreign_settings', 'library_versions', 'installed_packages', 'package_lists',
-           'note_packages', 'current_git_commit', 'machine_info', 'use_full_float32']
+           'note_packages', 'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'why_no_gpu',
+           'choose_device']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
 import contextlib
 import ctypes
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -189,3 +191,40 @@ def use_full_float32() -> None:
 
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
+
+# %% ../../nbs/02_core/02_machine.ipynb #dev0002
+def nvidia_driver() -> str | None:
+    """Read the version of the NVIDIA driver; None if there is none."""
+    file = Path("/proc/driver/nvidia/version")
+    known = re.search(r"Module.*?(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
+    return known[1] if known else None
+
+
+def why_no_gpu() -> str:
+    """Say in words why torch sees no GPU."""
+    import torch
+
+    driver = nvidia_driver()
+    if not torch.version.cuda:
+        return "this build of torch has no CUDA"
+    if driver is None:
+        return "there is no NVIDIA driver"
+    return f"driver {driver} may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides the GPUs"
+
+
+def choose_device(
+    device: str,  # auto, cpu or cuda, as in the setting of that name
+) -> str:
+    """Choose the kind of device that a policy runs on, "cpu" or "cuda".
+
+    Raises InputError if `device` is cuda and torch sees no GPU.
+    """
+    import torch
+
+    if device == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise InputError(f"`device` must be auto or cpu where torch sees no GPU ({why_no_gpu()}); got cuda")
+    return "cpu"

@@ -174,6 +174,9 @@ class _OptimizerSettings(BaseModel):
         "What a forward of an update may keep for its backward; `update_batch` becomes what fits. 0: it stays.", ge=0)
     latents_dtype: Literal["float32", "bfloat16"] = setting("float32", "", OURS,
         "Number format of the trajectories between rollout and update; rounded before their density is taken.")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "", OURS,
+        "Where the policy is trained: auto is a GPU, or the CPU where torch sees none and the model is small; cpu and "
+        "cuda are only these.")
     latents_on: Literal["device", "host"] = setting("device", "", OURS, "Where trajectories wait for the update.")
     vae_tiling: bool = setting(False, "", OURS,
         "Decode images one by one, and larger ones than the autoencoder's tile in tiles: less memory.")

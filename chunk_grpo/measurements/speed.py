@@ -99,7 +99,7 @@ class RandomFluxPolicy(FluxPolicy):
 
     def __init__(self, s: Settings, *configs: dict):  # of the transformer and the VAE; none: FLUX.1-dev's
         self.configs = configs or (_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG)
-        dtype, device = TORCH_DTYPES[s.dtype], "cuda" if torch.cuda.is_available() else "cpu"
+        dtype, device = TORCH_DTYPES[s.dtype], machine.choose_device(s.device)
         weights = dtype if s.lora_rank else torch.float32  # as a run keeps them
         super().__init__(Path(), s.resolution, s.max_tokens, s.guidance, dtype, device, weights)
 
@@ -149,7 +149,7 @@ def load_workload_policy(s: Settings, *configs: dict) -> Policy:  # configs: of 
     trained = {name: getattr(s, name) for name in ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")}
     if s.model != "flux-size":
         rest = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "dtype", "compile", "attention")
-        return trainable.load_trainable_policy(s.model, device="cuda" if torch.cuda.is_available() else "cpu",
+        return trainable.load_trainable_policy(s.model, device=machine.choose_device(s.device),
                                                **trained, **{name: getattr(s, name) for name in rest})
     policy = RandomFluxPolicy(s, *configs)
     trainable.set_attention_backend(policy, s.attention)

@@ -28,9 +28,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import chunk_grpo
 from .. import InputError
 from ..core.files import sha256_of
-from ..core.validation import format_value, parse_yaml
+from ..core.validation import format_value, parse_yaml, read_yaml_file
 
 _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
 OTHER_FILES = ["text_encoders/*", "*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*"]  # the same weights once more
@@ -460,6 +461,18 @@ def find_column(
     return found[0]
 
 
+def _how_to_get(
+    name: str,  # of a list of prompts that is missing, such as hpdv2-train
+) -> str:
+    """Write the command that brings a published list of this name; if the name is none of theirs, where they are."""
+    lists = read_yaml_file(Path(chunk_grpo.__file__).parent / "cli" / "needs.yaml")["prompts"]
+    for published, how in lists.items():
+        if name.lower().startswith(published.lower()):
+            licence, command = how.split(": ", 1)
+            return f"It looks like {published} ({licence}), which this brings: {command}"
+    return f"`chunk-grpo doctor` shows the commands that bring {', '.join(lists)}."
+
+
 def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
     field: str = "prompts",  # the setting's name, for the error's sentence
@@ -473,8 +486,7 @@ def read_prompt_records(
         path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, or a file: {', '.join(_PROMPT_FILES)}"
-        raise InputError(f"{field}: {source!r} is no file; allowed are {names}; `chunk-grpo doctor` shows the commands "
-                         "that bring published lists.")
+        raise InputError(f"{field}: {source!r} is no file; allowed are {names}. {_how_to_get(path.stem)}")
     kind = path.suffix.lower()
     try:
         records = _parse_records(path.read_bytes(), kind)

@@ -293,9 +293,10 @@ def create_run(
     if not done:
         check_environment(s.compile)
         # imported here, since diffusers takes seconds to import
-        from chunk_grpo.planning.plan import check_disk_space, check_forward
+        from chunk_grpo.planning.plan import check_device, check_disk_space, check_forward
         from chunk_grpo.training.methods import load_method
 
+        check_device(s)
         check_named_code(s)
         load_method(s)  # which asks a user's code
         check_disk_space(s, out)

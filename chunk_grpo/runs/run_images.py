@@ -35,6 +35,7 @@ from ..core.settings import Settings, diff_settings, load_settings, reward_weigh
 from ..models import trainable
 from ..models.inputs import read_prompts
 from ..models.policy import TORCH_DTYPES, Policy
+from ..planning.plan import choose_image_device
 from ..reward_serving import placement
 from ..rewards import rewards
 from .run_folder import (
@@ -90,7 +91,7 @@ def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> P
     names = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets", "lora_alpha",
              "vae_tiling", "attention")
     given = {name: getattr(s, name) for name in names} | {"resolution": s.eval_resolution, "frozen": True}
-    policy = trainable.load_trainable_policy(s.model, device="cuda" if torch.cuda.is_available() else "cpu", **given)
+    policy = trainable.load_trainable_policy(s.model, device=choose_image_device(s), **given)
     policy.truncate_timesteps = s.truncate_timesteps  # of images as trained
     if final:
         trainable.load_trained_weights(policy, folder, stored)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
-           'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table', 'outcome_table',
-           'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
+           'contrast_table', 'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table',
+           'outcome_table', 'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +118,25 @@ def paired_intervals(rows: Sequence[Mapping], reward: str, reference: str, arm: 
 def paired_differences(values: pd.DataFrame, reference: str) -> pd.DataFrame:  # a row a seed, a column an arm
     "Every other column minus the reference's on the same seed; nan where one of the two is missing."
     return values.sub(values[reference], axis=0).drop(columns=reference)
+
+# %% ../../nbs/13_studies/03_analysis.ipynb #f6f2082e
+def contrast_table(
+    rows: Sequence[Mapping],
+    contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms, the second subtracted from the first
+    reward: str,
+    arm: str = "plain",  # of the evaluation
+) -> pd.DataFrame:  # a row a pair: family, arm, less, n, mean, se, lo, hi, p, holm; nan if one of them has no runs
+    """Compare pairs of arms on the seeds that both have, with Holm's correction within each family."""
+    gains, tables = gains_by_seed(rows, reward, arm), []
+    for family, pairs in contrasts.items():
+        gains = gains.reindex(columns=[*dict.fromkeys([*gains.columns, *(name for pair in pairs for name in pair)])])
+        apart = {number: gains[one] - gains[other] for number, (one, other) in enumerate(pairs)}
+        names = pd.DataFrame(pairs, columns=["arm", "less"]).assign(family=family)
+        tables.append(names.join(t_intervals(pd.DataFrame(apart))))
+    if not tables:
+        return pd.DataFrame(columns=["family", "arm", "less", "n", "mean", "se", "lo", "hi", "p", "holm"])
+    out = pd.concat(tables, ignore_index=True)
+    return out[["family", *(name for name in out if name != "family")]]
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #3135dfbb
 def training_rewards(row: Mapping) -> list[str]:

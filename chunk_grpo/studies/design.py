@@ -43,24 +43,50 @@ class Study(BaseModel):
                                            "interest; the seeds are as many as it takes to see it.", ge=0)
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
     seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
+    more_seeds: dict[str, int] = field(
+        {}, "seeds", "", "Arm -> number of its seeds, if that is more than `seeds`.",
+        takes="a mapping from arms to numbers")
     first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0, le=10**9)
     reference: str = field("", "", "", "Arm that the others are compared with.", min_length=1)
     arms: dict[str, dict] = field({}, "", "", "Name of an arm -> the settings in which it leaves the base.",
                                   takes="a mapping from names of arms to settings")
     after: dict[str, str] = field({}, "", "", "Arm -> arm whose finished run it goes on from, with more iterations.",
                                   takes="a mapping from an arm to the arm that it goes on from")
+    contrasts: dict[str, list[list[str]]] = field(
+        {}, "", "", "Family -> pairs of arms that are compared, the second subtracted from the first; Holm's "
+        "correction counts the pairs of a family. Empty: every arm with the reference.",
+        takes="a mapping from names to lists of pairs of arms")
     evaluation: dict = field({}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings")
     splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
     tune: dict[str, list[Any]] = field(
         {}, "", "", "Settings and the values that every arm tries.", takes="a mapping from settings to lists of values")
+    tune_own: dict[str, dict[str, list[Any]]] = field(
+        {}, "", "", "Arm -> settings that it alone tries, and their values, with each point of `tune`.",
+        takes="a mapping from arms to settings and lists of values")
+    tune_growth: int = field(0, "points", "", "How often an arm may try the next number, if its best is the "
+                                              "smallest or the largest that it tried.", ge=0, le=10)
     tune_seeds: int = field(2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000)
     tune_prompts: str = field("pocket:validation", "", "", "Prompts that judge what is tried, written as "
                               "`eval_prompts` is.", min_length=1)
 
     @property
     def seed_range(self) -> range:
-        "The seeds of every arm."
-        return range(self.first_seed, self.first_seed + self.seeds)
+        "The seeds of every arm, and those that only `more_seeds` has."
+        return range(self.first_seed, self.first_seed + max([self.seeds, *self.more_seeds.values()]))
+
+    def seeds_of(
+        self,
+        arm: str,
+    ) -> range:
+        """Return the seeds of one arm."""
+        return range(self.first_seed, self.first_seed + self.more_seeds.get(arm, self.seeds))
+
+    def grid_of(
+        self,
+        arm: str,
+    ) -> dict[str, list[Any]]:
+        """Return the settings that an arm tries and their values: those of every arm, then its own."""
+        return {**self.tune, **self.tune_own.get(arm, {})}
 
     @model_validator(mode="after")
     def _check_arms(self):
@@ -68,10 +94,24 @@ class Study(BaseModel):
         for arm in self.arms:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+@-]{0,99}", arm):
                 raise InputError(f"`arms` must have names of letters, digits, hyphens and dots, up to 100; got {arm!r}")
-        for name, wanted in {"reference": [self.reference], "after": [*self.after, *self.after.values()]}.items():
+        pairs = [pair for family in self.contrasts.values() for pair in family]
+        named = {
+            "reference": [self.reference],
+            "after": [*self.after, *self.after.values()],
+            "more_seeds": [*self.more_seeds],
+            "tune_own": [*self.tune_own],
+            "contrasts": [arm for pair in pairs for arm in pair],
+        }
+        for name, wanted in named.items():
             for arm in wanted:
                 if arm not in self.arms:
                     raise InputError(f"`{name}` must name arms, which are {', '.join(self.arms)}; got {arm!r}")
+        for pair in pairs:
+            if len(set(pair)) != 2 or len(pair) != 2:
+                raise InputError(f"`contrasts` must hold pairs of two arms; got {pair}")
+        for arm, count in self.more_seeds.items():
+            if count < self.seeds:
+                raise InputError(f"`more_seeds` must be at least `seeds`, {self.seeds}; got {count} for {arm}")
         for arm in self.after:
             before = [arm]
             while (earlier := self.after.get(before[-1])) and earlier not in before:
@@ -181,9 +221,10 @@ def expand_trials(
             raise InputError(f"`seeds` must lie between {study.first_seed} and {study.seed_range[-1]}; got {seed}")
     known = _arm_settings(study, home)
     evaluation = setting.name_files(study.evaluation, home)
+    wanted = [(arm, seed) for seed in (study.seed_range if seeds is None else seeds) for arm in known
+              if (arms is None or arm in arms) and seed in study.seeds_of(arm)]
     return [Trial(home.name, arm, seed, setting.load_settings(known[arm], {"seed": seed}), evaluation,
-                  study.splits, study.after.get(arm))
-            for seed in (study.seed_range if seeds is None else seeds) for arm in known if arms is None or arm in arms]
+                  study.splits, study.after.get(arm)) for arm, seed in wanted]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
 def _git(

@@ -29,7 +29,7 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
-from ..core.machine import check_environment, without_foreign_settings
+from ..core.machine import check_environment, choose_device, without_foreign_settings
 from ..core.user_code import check_same_code, find_code
 from ..method import credit, sharing
 from ..method.chunks import Chunks
@@ -105,12 +105,13 @@ class TrainingState:
 def make_accelerator(
     tracker: str | None,  # that gets the metrics
     run: Path,  # its folder
+    device: str = "auto",  # auto, cpu or cuda
 ) -> Accelerator:
     "Make the accelerator of a run, which takes nothing from accelerate's environment variables."
     timeout = InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)
     with without_foreign_settings():
         return Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=choose_device(device) == "cpu",
             mixed_precision="no",
             log_with=tracker,
             project_dir=str(run),
@@ -128,7 +129,7 @@ def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existi
     if s.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError("optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'.")
     check_environment(s.compile)
-    accelerator = make_accelerator(trackers, run)
+    accelerator = make_accelerator(trackers, run, s.device)
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
