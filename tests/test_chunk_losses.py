@@ -1,0 +1,249 @@
+"""Chunks in methods that train noised final images: where they train, what one item is, and what is rejected."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_method_table import ADVANTAGE, context_of
+
+from chunk_grpo import InputError
+from chunk_grpo.core.settings import METHODS, load_settings
+from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.methods.decoupled import Decoupled, renoise
+from chunk_grpo.models import trainable
+from chunk_grpo.training import iteration, trainer
+from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+
+SMALL = {"images_per_prompt": 4, "shared_noise": False, "clip_range": 0.1, "prompts_per_iteration": 2, "eval_every": 0,
+         "eval_count": 1, "threads": 1, "iterations": 4}
+ROWS = {"crd-chunk": "crd", "nft-chunk": "nft", "awm-chunk": "awm", "elbo-chunk": "elbo-clip"}  # and what each is of
+SEVEN = {"steps": 7, "chunks": "2,2,3", "train_chunks": "2,3"}
+FITTED = {"awm-chunk": {**SEVEN, "chunks": "2,2,2"}}  # of nine tenths of the levels
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
+
+
+def method_of(name: str, **more):
+    return load_method(load_settings("pocket/tiny", {**SMALL, "method": name, **more}))
+
+
+def draw(method, context):
+    """Return the partition and what each image trains of it."""
+    paths, profile = context.trajectories, context.trajectories.distance.double().mean(0)
+    made = method.partition(paths, profile)
+    return made, method.draw(paths, made, profile, 0)
+
+
+def gradient(context, method, advantage=ADVANTAGE) -> torch.Tensor:
+    """Return the gradient of a first update on what the method draws."""
+    made, chosen = draw(method, context)
+    sampler = context.trajectories.sampler
+    work = build_update_batch(torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler))
+    context.policy.transformer.zero_grad()
+    accumulate_gradients(context, work, advantage, method)
+    return torch.cat([p.grad.flatten() for p in context.policy.trained])
+
+
+def moved(context) -> None:
+    """Move the weights of a policy away from its copies."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in context.policy.trained:
+            p += 1e-2 * torch.randn(p.shape, generator=generator)
+
+
+@pytest.fixture
+def unmoved(policy):
+    """Give the weights back after a test."""
+    kept = [p.detach().clone() for p in policy.trained]
+    yield
+    with torch.no_grad():
+        for p, before in zip(policy.trained, kept, strict=True):
+            p.copy_(before)
+
+
+@pytest.mark.parametrize("name, levels", [("crd-chunk", (5, 17)), ("nft-chunk", (5, 17)), ("elbo-chunk", (5, 17)),
+                                          ("awm-chunk", (5, 15))])
+def test_chunks_3_and_4_are_levels_5_to_the_last(policy, name, levels):
+    method = method_of(name, steps=17)
+    made, chosen = draw(method, context_of(policy, method))
+    assert made == Chunks.steps(levels[1]) and torch.equal(chosen, torch.arange(*levels).expand(8, -1))
+    assert method.counts().trained == 8 * (levels[1] - levels[0])
+
+
+@pytest.mark.parametrize("chunks", ["steps", "1,1,1,1,1,1,1", "equal:1"])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_chunk_row_of_single_levels_is_the_published_row(policy, name, chunks):
+    "The same draws and the same gradient, to the last bit."
+    if name == "awm-chunk" and chunks[0] == "1":
+        chunks = chunks[2:]
+    published = method_of(ROWS[name], steps=7, chunk_fraction=0.5)
+    ours = method_of(name, steps=7, chunks=chunks, train_chunks="all", chunk_fraction=0.5)
+    context = context_of(policy, published)
+    (made, chosen), (cut, drawn) = draw(published, context), draw(ours, context)
+    assert made == cut and torch.equal(chosen, drawn) and chosen.shape == (8, 3)
+    expected = gradient(context, published)
+    assert torch.equal(gradient(context, ours), expected) and expected.norm() > 0
+
+
+def worth_by_hand(name, v, copy, target, x, t, advantage):
+    """Write the loss of each level out (m,), of images of two groups of four at one level after the other."""
+    def error(off):
+        return off.square().mean((1, 2)) / off.detach().abs().mean((1, 2))
+
+    if name == "elbo-chunk":
+        new = -t * error(v - target)
+        return (new - new.detach()).exp() * advantage
+    if name == "awm-chunk":
+        new = -t * 4 * ((v - target).square().mean((1, 2)) + 1e-10) ** 0.25
+        return (new - new.detach()).exp() * advantage / 5 - (v - copy).square().mean((1, 2))
+    if name == "nft-chunk":
+        clean, at = x - t[:, None, None] * target, t[:, None, None]
+        near, far = error(x - at * v - clean), error(x - at * (2 * copy - v) - clean)
+        good = advantage / 10 + 0.5
+        return -5 * (good * near + (1 - good) * far)
+    implicit = (error(copy - target) - error(v - target)).reshape(-1, 4)  # of a level and prompt, its four images
+    wanted = advantage.reshape(-1, 4) / 10
+    away = (implicit - implicit.mean(1, keepdim=True).detach()) - (wanted - wanted.mean(1, keepdim=True))
+    return (-5 * away.square()).flatten()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, name, unmoved):
+    "Written out by hand, with the policy away from its copies; in CRD another mean of a group has no gradient."
+    method = method_of(name, **FITTED.get(name, SEVEN))
+    context = context_of(policy, method)
+    moved(context)
+    ours = gradient(context, method)
+    levels = list(range(2, len(method.places(context.trajectories.sampler))))
+    image, index = torch.arange(8).repeat(len(levels)), torch.tensor(levels).repeat_interleave(8)
+    x, target = renoise(context, image, index, method.shared)
+    t, rows = context.trajectories.sampler.sigmas[index], context.rows(image)
+    copy = torch.zeros_like(x)
+    if method.copies:
+        with context.weights(method.reads[0]):
+            copy = policy.velocity(x, t, rows)
+    worth = worth_by_hand(name, policy.velocity(x, t, rows), copy, target, x, t, ADVANTAGE.repeat(len(levels)))
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth.mean(), policy.trained)])
+    assert expected.norm() > 0
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name, fraction, count", [("crd", 0.71, 12), ("nft", 0.71, 12), ("elbo-clip", 0.71, 12),
+                                                   ("awm", 0.67, 10)])
+def test_the_control_draws_as_many_levels_at_random(policy, name, fraction, count):
+    control, row = method_of(name, steps=17, chunk_fraction=fraction), method_of({v: k for k, v in ROWS.items()}[name],
+                                                                                 steps=17)
+    context = context_of(policy, control)
+    _, chosen = draw(control, context)
+    assert chosen.shape == draw(row, context)[1].shape == (8, count)
+    assert (chosen < 5).any() and control.counts() == row.counts()
+    one_a_group = torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
+    assert one_a_group == control.shared and not torch.equal(chosen[0], chosen[4])
+
+
+@pytest.mark.parametrize("name", ["elbo-chunk", "crd-chunk"])
+@pytest.mark.parametrize("more", [
+    {"chunk_fraction": 0.5}, {"chunk_fraction": 0.5, "chunk_weighting": "dynamics"},
+    {"chunk_fraction": 0.5, "chunk_weighting": "profile"}, {"chunks": "profile", "chunk_fraction": 0.5},
+    {"chunks": "steps", "train_chunks": "5,17", "chunk_fraction": 1}], ids=str)
+def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(policy, name, more):
+    method = method_of(name, steps=17, **more)
+    context = context_of(policy, method)
+    made, chosen = draw(method, context)
+    profile = context.trajectories.distance.double().mean(0)
+    chunks = method.chunks_of_levels(context.trajectories, profile)
+    allowed = [set(range(17)[part]) for k, part in enumerate(chunks.slices) if str(k + 1) in
+               method.s.train_chunks.split(",")]
+    for row in chosen.tolist():
+        drawn = {level for level in row if level >= 0}
+        assert drawn and drawn == set().union(*[part for part in allowed if part & drawn])
+        assert len([level for level in row if level >= 0]) == len(drawn)
+    assert torch.equal(chosen[:4], chosen[:1].expand(4, -1)) or not method.shared
+    uneven = bool((chosen < 0).any())
+    assert not uneven or isinstance(made, list)  # then the mean over processes counts items
+
+
+def test_chunks_of_large_motion_are_drawn_more_often(policy):
+    "By an image's own latents, of several seeds; for a group that shares its levels by the group's mean."
+    for name in ("elbo-chunk", "crd-chunk"):
+        method = method_of(name, steps=17, train_chunks="all", chunk_fraction=0.25, chunk_weighting="dynamics")
+        context = context_of(policy, method)
+        distance = context.trajectories.distance.mean(0)
+        assert distance[:2].mean() < distance[9:].mean() / 3
+        counts = torch.zeros(2)
+        for seed in range(60):
+            paths = replace(context.trajectories, keys=[(seed, *key[1:]) for key in context.trajectories.keys])
+            chosen = method.draw(paths, [], distance, 0)
+            counts += torch.tensor([float((chosen == 0).any(1).sum()), float((chosen == 16).any(1).sum())])
+        assert counts[1] > 3 * counts[0] > 0
+
+
+def test_adaptive_chunks_cut_the_levels_of_each_image(policy):
+    method = method_of("elbo-chunk", steps=17, chunks="adaptive:3", train_chunks="all", chunk_fraction=0.5)
+    context = context_of(policy, method)
+    made, chosen = draw(method, context)
+    assert isinstance(made, list) and all(part == Chunks.steps(17) for part in made)
+    assert gradient(context, method).norm() > 0 and (chosen >= 0).any(1).all()
+
+
+@pytest.mark.parametrize("text", ["interval", "inverse-interval", "2,2,3"])
+def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
+    method, plain = (method_of("elbo-clip", steps=7, chunk_fraction=1, step_weights=x) for x in (text, "one"))
+    context = context_of(policy, plain)
+    length = -context.trajectories.sampler.sigmas.diff()
+    expected = {"interval": length, "inverse-interval": 1 / length,
+                "2,2,3": torch.tensor([7 / 6] * 4 + [7 / 9] * 3)}[text]
+    weights = method.weights(context.trajectories.sampler)
+    torch.testing.assert_close(weights, expected / expected.mean())
+    each = []
+    for level in range(7):
+        one = method_of("elbo-clip", steps=7, train_chunks=str(level + 1), chunk_fraction=1)
+        each.append(gradient(context, one) * weights[level] / 7)
+    torch.testing.assert_close(gradient(context, method), sum(each), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name, more, field", [
+    ("crd", {"train_chunks": "8"}, "train_chunks"), ("crd-chunk", {"train_chunks": "4"}, "train_chunks"),
+    ("awm", {"train_chunks": "7"}, "train_chunks"), ("crd-chunk", {"chunks": "2,2,2"}, "chunks"),
+    ("awm-chunk", {"chunks": "2,2,3"}, "chunks"), ("nft", {"chunks": "equal:2"}, "chunks"),
+    ("crd", {"chunks": "adaptive"}, "chunks"), ("v-grpo", {"chunks": "2,2,3"}, "chunks"),
+    ("elbo-chunk", {"step_weights": "noise"}, "step_weights"),
+    ("elbo-chunk", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
+    ("chunk", {"chunks": "2,4", "train_chunks": "3"}, "train_chunks")])
+def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field):
+    with pytest.raises(InputError, match=f"`{field}`") as rejected:
+        method_of(name, **{"steps": 7} | (FITTED.get(name, SEVEN) if name in ROWS else {}) | more)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_rejected(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.method.chunks import Chunks\nfrom chunk_grpo.training.methods import Method\n\n\n"
+        "class Mine(Method):\n    def chunks(self, profile):\n        return Chunks.whole(len(profile))\n")
+    with pytest.raises(InputError, match="`train_chunks` must be all, or different numbers from 1 to 1"):
+        load_method(load_settings("pocket/demo", {"method": f"{tmp_path / 'mine.py'}:Mine"}))
+
+
+def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(policy, tmp_path):
+    (tmp_path / "mine.py").write_text("from chunk_grpo.methods.decoupled import Crd\n\n\n"
+                                      "class Mine(Crd):\n    item_is_chunk = True\n")
+    name = f"{tmp_path / 'mine.py'}:Mine"
+    last = method_of(name, steps=7, chunks="steps", train_chunks="7", chunk_fraction=1)
+    assert draw(last, context_of(policy, last))[1].tolist() == [[6]] * 8
+    method = method_of(name, **SEVEN, chunk_fraction=1)
+    made, chosen = draw(method, context_of(policy, method))
+    assert made == Chunks((2, 2, 3)) and chosen.tolist() == [[1, 2]] * 8 and isinstance(method, Decoupled)
+
+
+@pytest.mark.parametrize("name", [name for name, of in METHODS.items() if of.get("contender")])
+def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
+    assert METHODS[name]["source"] == "our choice"
+    s = load_settings("pocket/tiny", {**SMALL, "method": name, "learning_rate": 1e-3, "images_per_prompt": 8})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    lines = [trainer.train_iteration(state) for _ in range(2)]
+    assert all(0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines)
