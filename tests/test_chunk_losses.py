@@ -13,7 +13,7 @@ from chunk_grpo.methods.decoupled import Decoupled, renoise
 from chunk_grpo.models import trainable
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import load_method
-from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
 SMALL = {"images_per_prompt": 4, "shared_noise": False, "clip_range": 0.1, "prompts_per_iteration": 2, "eval_every": 0,
          "eval_count": 1, "threads": 1, "iterations": 4}
@@ -212,7 +212,7 @@ def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
     ("awm", {"train_chunks": "7"}, "train_chunks"), ("crd-chunk", {"chunks": "2,2,2"}, "chunks"),
     ("awm-chunk", {"chunks": "2,2,3"}, "chunks"), ("nft", {"chunks": "equal:2"}, "chunks"),
     ("crd", {"chunks": "adaptive"}, "chunks"), ("v-grpo", {"chunks": "2,2,3"}, "chunks"),
-    ("elbo-chunk", {"step_weights": "noise"}, "step_weights"),
+    ("elbo-chunk", {"step_weights": "noise"}, "step_weights"), ("nft", {"step_weights": "2,3,4"}, "step_weights"),
     ("elbo-chunk", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
     ("chunk", {"chunks": "2,4", "train_chunks": "3"}, "train_chunks")])
 def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field):
@@ -247,3 +247,160 @@ def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines)
+
+
+def moved_gradient(context, method, advantage=ADVANTAGE):
+    """Return the gradient, its items and their evidence before, after the weights have moved."""
+    made, chosen = draw(method, context)
+    sampler = context.trajectories.sampler
+    work = build_update_batch(torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler))
+    old = all_evidence(context, work, method)
+    moved(context)
+    context.policy.transformer.zero_grad()
+    stats = accumulate_gradients(context, work, advantage, method, old)
+    return torch.cat([p.grad.flatten() for p in context.policy.trained]), work, old, stats
+
+
+def bounds_by_hand(context, image, index):
+    """Write minus the weighted flow-matching loss of levels out (m,)."""
+    x, target = renoise(context, image, index)
+    t = context.trajectories.sampler.sigmas[index]
+    off = context.policy.velocity(x, t, context.rows(image)) - target
+    return -t * off.square().mean((1, 2)) / off.detach().abs().mean((1, 2))
+
+
+def clipped(ratio, advantage, eps):
+    """Write the clipped objective out."""
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - eps, 1 + eps) * advantage)
+
+
+@pytest.mark.parametrize("eps", [1e-3, 0.1])
+def test_an_elbo_by_chunks_clips_the_geometric_mean_of_its_levels_ratios(policy, eps, unmoved):
+    method = method_of("elbo-clip-chunk", **SEVEN, chunk_fraction=1, clip_range=eps)
+    context = context_of(policy, method)
+    image = torch.arange(8)
+    before = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)).detach() for i in range(7)], 1)
+    ours, work, _, stats = moved_gradient(context, method)
+    ratios = (torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(7)], 1) - before).exp()
+    chunk = torch.stack([(ratios[:, 2] * ratios[:, 3]) ** (1 / 2), ratios[:, 4:].prod(1) ** (1 / 3)], 1)
+    worth = clipped(chunk, ADVANTAGE[:, None], eps).mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
+    assert len(work.chunk) == 16 and expected.norm() > 0
+    assert 0 < stats.items["clipped"].mean() < 1 if eps < 0.01 else not stats.items["clipped"].any()
+    torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-3 * float(expected.abs().max()))
+    assert stats.objective == pytest.approx(worth.item(), rel=1e-3, abs=1e-6)
+
+
+def test_an_elbo_by_chunks_of_single_levels_is_the_published_clip(policy, unmoved):
+    "The same items, ratios and gradient, after the weights have moved."
+    published = method_of("elbo-clip", steps=7, chunk_fraction=1, clip_range=1e-3)
+    ours = method_of("elbo-clip-chunk", steps=7, chunks="steps", train_chunks="all", chunk_fraction=1, clip_range=1e-3)
+    context, kept = context_of(policy, published), [p.detach().clone() for p in policy.trained]
+    found = []
+    for method in (published, ours):
+        with torch.no_grad():
+            for p, before in zip(policy.trained, kept, strict=True):
+                p.copy_(before)
+        found.append(moved_gradient(context, method)[0])
+    assert torch.equal(*found) and found[0].norm() > 0
+
+
+def test_before_an_update_one_ratio_a_chunk_and_one_a_level_have_one_gradient_where_chunks_are_equal(policy):
+    more = {"steps": 6, "chunks": "2,2,2", "train_chunks": "2,3", "chunk_fraction": 1}
+    context = context_of(policy, method_of("elbo-chunk", **more))
+    level, chunk = (gradient(context, method_of(name, **more)) for name in ("elbo-chunk", "elbo-clip-chunk"))
+    torch.testing.assert_close(level, chunk, rtol=1e-3, atol=1e-4 * float(level.abs().max()))
+
+
+MIXED = {"steps": 7, "chunks": "1,2,4", "window": "frozen:3"}
+
+
+@pytest.mark.parametrize("statistic", ["ratio", "guard"])
+def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(policy, statistic, unmoved):
+    "Written out by hand, after the weights have moved and some ratios are clipped."
+    method = method_of("chunk-mixture", **MIXED, statistic=statistic, clip_range=1e-4)
+    context, image = context_of(policy, method), torch.arange(8)
+    paths, sampler = context.trajectories, context.trajectories.sampler
+    assert sampler.stochastic.tolist() == [0, 1, 2]
+
+    def means():
+        found = []
+        for i in range(3):
+            now, index = paths.latents[:, i], torch.full((8,), i)
+            v = policy.velocity(now, sampler.sigmas[index], context.rows(image))
+            found.append(sampler.mean_std(v, now, index))
+        return found
+
+    with torch.no_grad():
+        old = means()
+        before = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1)
+    ours, work, _, stats = moved_gradient(context, method)
+    logs = []
+    for i, ((mean, std), (was, _)) in enumerate(zip(means(), old, strict=True)):
+        away = [((paths.latents[:, i + 1] - m).square().mean((1, 2)) / (2 * std.flatten() ** 2)) for m in (mean, was)]
+        log = away[1] - away[0]
+        if statistic == "guard":
+            log = std.flatten() * (log + (mean - was).square().mean((1, 2)) / (2 * std.flatten() ** 2))
+        logs.append(log)
+    late = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1) - before
+    ratio = torch.stack([logs[0].exp(), ((logs[1] + logs[2]) / 2).exp(), late.mean(1).exp()], 1)
+    worth = clipped(ratio, ADVANTAGE[:, None], 1e-4).mean()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
+    gone = stats.items["clipped"].reshape(8, 3)
+    assert len(work.chunk) == 24 and gone[:, :2].any() and gone[:, 2].any() and not gone.all()
+    torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_mixture_of_its_early_chunks_alone_is_guard_in_a_window_and_of_its_late_ones_the_elbo(policy):
+    mixed = method_of("chunk-mixture", **MIXED)
+    context = context_of(policy, mixed)
+    early = gradient(context, method_of("chunk-mixture", **MIXED, train_chunks="1,2"))
+    guard = method_of("guard-chunk", steps=7, chunks="1,2", window="frozen:3", chunk_fraction=1)
+    assert torch.equal(guard.sampler(0).eta, mixed.sampler(0).eta)
+    torch.testing.assert_close(early, gradient(context, guard), rtol=1e-4, atol=1e-6)
+    late = gradient(context, method_of("chunk-mixture", **MIXED, train_chunks="3"))
+    elbo = gradient(context, method_of("elbo-clip-chunk", steps=7, chunks="1,2,4", train_chunks="3", chunk_fraction=1))
+    torch.testing.assert_close(late, elbo, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient(context, mixed), (2 * early + late) / 3, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("more, field", [
+    ({"window": "all"}, "window"), ({"window": "random:3"}, "window"), ({"window": "progressive:3:2"}, "window"),
+    ({"window": "frozen:2"}, "window"), ({"chunks": "whole"}, "window"), ({"chunks": "1,2,3"}, "chunks"),
+    ({"chunks": "profile"}, "chunks"), ({"chunks": "adaptive"}, "chunks"), ({"train_chunks": "4"}, "train_chunks"),
+    ({"credit_of": "all-gains"}, "credit_of"), ({"credit_of": "gain"}, "credit_of"),
+    ({"sharing": "group"}, "sharing"), ({"merge": "window"}, "merge"), ({"merge": "rest:0.5"}, "merge"),
+    ({"step_weights": "noise"}, "step_weights"), ({"step_weights": "interval"}, "step_weights"),
+    ({"step_weights": "1,2"}, "step_weights"), ({"surrogate": "dppo:1e-3"}, "surrogate"),
+    ({"kl": 0.1, "anchor": "transition"}, "anchor"), ({"completion_strides": "1,2"}, "completion_strides"),
+    ({"sampler": "cps", "statistic": "guard"}, "statistic")])
+def test_a_mixture_that_cannot_be_is_rejected_in_one_sentence(more, field):
+    with pytest.raises(InputError, match=f"`{field}` must|`{field}` of equal") as rejected:
+        method_of("chunk-mixture", **MIXED | more)
+    assert len(str(rejected.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("more", [{"window": "frozen:1"}, {"chunks": "steps", "window": "frozen:2"},
+                                  {"step_weights": "3,4"}, {"kl": 0.1, "anchor": "velocity"}, {"solver": "dpm2"},
+                                  {"sampler": "dance", "eta": 0.3}, {"chunk_fraction": 0.67}], ids=str)
+def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
+    s = load_settings("pocket/tiny", {**SMALL, **MIXED, "method": "chunk-mixture", "learning_rate": 1e-3} | more)
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    lines = [trainer.train_iteration(state) for _ in range(2)]
+    assert all(0 < line["grad_norm"] < float("inf") for line in lines)
+
+
+def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
+    "Guard by chunks, each with its gain: one mean and deviation for all chunks of a prompt's images."
+    more = {"steps": 7, "chunks": "1,2,3", "method": "guard-chunk-gains"}
+    s = load_settings("pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    drawn = iteration.sample_groups(state)
+    gains = iteration.chunk_gains(state, drawn.context, drawn.scores)
+    every = torch.stack([gain["pocket-clip"] for _, gain in gains], 1)[:, [2, 1, 0]].reshape(2, 12)
+    wanted = (every - every.mean(1, keepdim=True)) / (every.std(1, keepdim=True) + 1e-8)
+    ours = drawn.advantage[:, [0, 1, 3]].reshape(2, 12)
+    torch.testing.assert_close(ours, wanted.clamp(-5, 5).to(ours), rtol=1e-3, atol=1e-3)
+    row = load_settings("pocket/tiny", {"method": "guard-chunk-gains"})
+    assert state.method.counts().scored == 8 * 4 and (row.clip_range, row.statistic) == (1e-4, "guard")
+    assert not torch.allclose(ours.reshape(2, 4, 3).mean(1), torch.zeros(2, 3), atol=1e-2)  # no chunk by itself

@@ -36,7 +36,8 @@ FITTED = {
     "gardo": {"eval_rewards": ("incompressibility", "compressibility")},
     "tempflow-seeds": {"sharing": "seeds:2"},
     "neighbor": {"shared_noise": True},
-    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk"], {"chunks": "2,3,4,4"}),
+    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk", "chunk-mixture"], {
+        "chunks": "2,3,4,4"}),
     "awm-chunk": {"chunks": "2,3,4,2"},  # of the 11 levels that it trains
 }
 UNEVEN = ("chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-recut", "chunk-gain")  # chunks of several sizes are drawn

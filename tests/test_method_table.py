@@ -105,12 +105,13 @@ def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, 
 
 
 COUPLED = [name for name, of in METHODS.items() if "class" not in of]
-FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain"], {"chunks": "2,4"}) | {
+FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain", "guard-chunk-gains", "guard-chunk-wide"], {
+    "chunks": "2,4"}) | {
     "reweighted": {"step_weights": "2,4"}, "tempflow-seeds": {"sharing": "seeds:2"},
     "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
     "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"}, **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {
-        "steps": 12}), **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk"], {
-            "chunks": "2,2,3", "train_chunks": "2,3"}),
+        "steps": 12}), **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"], {
+            "chunks": "2,2,3", "train_chunks": "2,3"}), "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
     "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"}}  # what 4 images and 7 steps ask of rows for more
 
 

@@ -271,7 +271,12 @@ class _Objective(_Selection):
         if text == "one":
             return None
         if text not in surrogates.STEP_WEIGHTS:  # sizes: the weights T / (K cs) of these chunks
-            return torch.zeros(len(sampler)).index_put((places,), step_weights(chunks_from_setting(text, len(places))))
+            try:
+                made = step_weights(chunks_from_setting(text, len(places)))
+            except InputError as error:
+                named, words = ", ".join(surrogates.STEP_WEIGHTS), str(error).replace("`chunks`", "they")
+                raise InputError(f"`step_weights` must be one, {named}, or sizes of chunks: {words}") from None
+            return torch.zeros(len(sampler)).index_put((places,), made)
         if self.window.kind == "all":
             return surrogates.step_weights_by_name(text, sampler, places)
         whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)  # a window of one would weigh 1 wherever it lies
