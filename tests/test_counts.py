@@ -36,6 +36,9 @@ FITTED = {
     "gardo": {"eval_rewards": ("incompressibility", "compressibility")},
     "tempflow-seeds": {"sharing": "seeds:2"},
     "neighbor": {"shared_noise": True},
+    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk", "chunk-mixture"], {
+        "chunks": "2,3,4,4"}),
+    "awm-chunk": {"chunks": "2,3,4,2"},  # of the 11 levels that it trains
 }
 UNEVEN = ("chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-recut", "chunk-gain")  # chunks of several sizes are drawn
 
@@ -98,7 +101,9 @@ def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
     ("mix-flash", {"shared_noise": True}), ("mix-flash-frozen", {"shared_noise": True}),
     ("g2-strides", {"completion_strides": "1,2,3"}), ("stepwise", {"completion_steps": 2, "sharing": "seeds:2"}),
     ("dense", {"window": "random:3"}), ("tempflow", {"rollout_batch": 3}), ("tree", {"rollout_batch": 3}),
-    ("e-grpo", {"merge": "entropy:30"})])
+    ("e-grpo", {"merge": "entropy:30"}), ("crd", {"train_chunks": "6,7,13", "chunk_fraction": 1}),
+    ("nft", {"chunks": "equal:13"}), ("elbo-clip", {"chunks": "4,4,5", "train_chunks": "1,2"}),
+    ("elbo-chunk", {"chunks": "profile", "train_chunks": "all"})])
 def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
     s = settings_of(name, **more)
     counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()

@@ -105,11 +105,14 @@ def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, 
 
 
 COUPLED = [name for name, of in METHODS.items() if "class" not in of]
-FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain"], {"chunks": "2,4"}) | {
+FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain", "guard-chunk-gains", "guard-chunk-wide"], {
+    "chunks": "2,4"}) | {
     "reweighted": {"step_weights": "2,4"}, "tempflow-seeds": {"sharing": "seeds:2"},
     "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
     "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"}, **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {
-        "steps": 12})}  # what 4 images and 7 steps ask of rows for more
+        "steps": 12}), **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"], {
+            "chunks": "2,2,3", "train_chunks": "2,3"}), "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
+    "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"}}  # what 4 images and 7 steps ask of rows for more
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -528,7 +531,7 @@ WRONG = [
     ("awm", {"shared_noise": True}, "shared_noise"), ("nft", {"window": "frozen:2"}, "window"),
     ("nft", {"statistic": "guard"}, "statistic"), ("nft", {"surrogate": "epg"}, "surrogate"),
     ("awm", {"surrogate": "dppo:1e-6"}, "surrogate"), ("dgpo", {"step_weights": "noise"}, "step_weights"),
-    ("crd", {"train_chunks": "1,2"}, "train_chunks"), ("elbo-epg", {"chunks": "2,4"}, "chunks"),
+    ("crd", {"train_chunks": "1,8"}, "train_chunks"), ("elbo-epg", {"chunks": "2,4"}, "chunks"),
     ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"), ("best-of-n", {"sharing": "group"}, "sharing"),
     ("online-dpo", {"credit_of": "gain"}, "credit_of"), ("steps", {"credit_of": "depth"}, "credit_of"),
     ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"), ("steps", {"sharing": "seeds:3"}, "sharing"),

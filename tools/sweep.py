@@ -70,6 +70,10 @@ FITTED: dict[str, dict] = {  # what a row needs beside that, with four images an
     "mix-flash": {"steps": 12},
     "mix-flash-frozen": {"steps": 12, "merge": "rest:0.4"},
     "neighbor": {"shared_noise": True},
+    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"], {
+        "chunks": "2,2,3", "train_chunks": "2,3"}),
+    "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"},
+    "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
 }
 KL = {"kl": 0.5}
 WINDOW = {"window": "frozen:2"}

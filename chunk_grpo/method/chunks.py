@@ -139,6 +139,8 @@ class ChunkRule:
         if re.fullmatch(r".*\D:[A-Za-z_]\w*", text.strip()) and not text.strip().startswith(("equal:", "adaptive:")):
             return cls("code")
         word, colon, size = text.strip().partition(":")
+        if word == "equal" and not covers and re.fullmatch("[1-9][0-9]{0,5}", size):
+            return cls("fixed", Chunks((int(size),) * -(-transitions // int(size))))
         if word != "adaptive":
             sizes = re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text) and not covers
             return cls("fixed", Chunks.parse(text) if sizes else chunks_from_setting(text, transitions))

@@ -16,20 +16,23 @@ def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
     method, of = load_method(s), METHODS.get(s.method, {})
     parts = [s.sampler, *[s.window] * (s.window != "all"), *[f"merged {s.merge}"] * (s.merge != "none"),
              *[s.solver] * (s.solver != "euler")]
-    noise = ", ".join(parts) if method.density else "ODE"
+    noise = ", ".join(parts) if len(method.sampler(0).stochastic) else "ODE"
     grouping = [s.chunks, *[f"every {s.profile_every}"] * (s.profile_every > 0)]
     anchor = [f"{s.kl:g} {s.anchor}", *[f"moved every {s.anchor_every}"] * (s.anchor_every > 0),
               *[f"for {s.anchor_share:g} of images"] * (s.anchor_share < 1)]
     credit = [s.credit, *[s.credit_of] * (s.credit_of != "image"),
               *[f"strides {s.completion_strides}"] * (s.completion_strides != "1"), *["by distance"] * s.diversity]
     transition = "transition" if s.statistic == "ratio" else f"transition, {s.statistic}"
+    own = method.density or "likelihood" in of or getattr(method, "item_is_chunk", False)  # the items are chunks
+    where = [f"{s.chunk_fraction:g}", *[f"of chunks {s.train_chunks}"] * (s.train_chunks != "all"),
+             *[f"of {s.chunks}"] * (not own and s.chunks != "steps")]
     start = "one noise" + f", spread {s.noise_spread:g}" * (s.noise_spread > 0) if s.shared_noise else s.sharing
     return {"noise": noise, "start": start,
             "credit": ", ".join(credit),
             "likelihood": transition if method.density else of.get("likelihood", "flow matching"),
-            "grouping": ", ".join(grouping) if method.density or "likelihood" in of else "levels",
+            "grouping": ", ".join(grouping) if own else "levels",
             "surrogate": of.get("surrogate", s.surrogate),
-            "where": f"{s.chunk_fraction:g}" + ("" if s.step_weights == "one" else f", {s.step_weights}"),
+            "where": " ".join(where) + ("" if s.step_weights == "one" else f", {s.step_weights}"),
             "anchor": ", ".join(anchor) if s.kl else "none", "drawn by": method.sampled_by or "present"}
 
 

@@ -26,7 +26,7 @@ import chunk_grpo
 from .. import InputError
 from ..core.settings import METHODS, Settings, import_callable, named_code
 from ..method import chunk_search, dynamics, surrogates
-from ..method.chunks import Chunks, chunks_from_setting, step_weights
+from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
 from ..method.credit import credit_advantages
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
@@ -44,10 +44,11 @@ def sample_chunks(
     allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
     uniform: float = 0.0, temperature: float = 1.0,  # share of equal chances; flattens the weights (16)
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
+    places: Tensor | None = None,  # (n,) long: the transitions that the chunks divide; None: those with noise
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     "The chunks to train of every image, drawn from the image's own random numbers."
     if not isinstance(chunks, Chunks):
-        given = fraction, weighting, None, uniform, temperature, profile
+        given = fraction, weighting, None, uniform, temperature, profile, places
         alone = [replace(paths, latents=paths.latents[b : b + 1], keys=[key]) for b, key in enumerate(paths.keys)]
         rows = [sample_chunks(one, own, *given)[0] for one, own in zip(alone, chunks, strict=True)]
         return pad_sequence(rows, batch_first=True, padding_value=-1)
@@ -57,7 +58,7 @@ def sample_chunks(
     weights = torch.full((len(paths.keys), total), 1 / total)
     if weighting != "uniform":
         distance = profile.expand(len(paths.keys), -1) if weighting == "profile" else paths.distance
-        distance = distance[:, paths.sampler.stochastic.to(distance.device)]
+        distance = distance[:, (paths.sampler.stochastic if places is None else places).to(distance.device)]
         weights = dynamics.tempered_weights(dynamics.chunk_weights(distance, chunks), uniform, temperature).cpu()
     uniforms = torch.stack([torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys])
     return dynamics.sample_without_replacement(weights * may, count, uniforms)
@@ -241,13 +242,21 @@ class _Selection:
         alike = {name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()}  # those of one initial noise
         return credit_advantages(alike, weights, self.s.credit, self.s.advantage_clamp).reshape(shape)
 
+    def share_of_equal_chances(
+        self,
+        iteration: int,  # 0, 1, ...
+    ) -> float:
+        """Return the share of equal chances that weighted drawing has in an iteration."""
+        s = self.s
+        faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
+        return s.weighting_uniform + (1 - s.weighting_uniform) * faded
+
     def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
         "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
         s = self.s
-        faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
-        mix = s.weighting_uniform + (1 - s.weighting_uniform) * faded
-        return sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, s.train_chunk_numbers, mix,
-                             s.weighting_temperature, profile)
+        return sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, s.train_chunk_numbers,
+                             self.share_of_equal_chances(iteration), s.weighting_temperature, profile,
+                             self.places(paths.sampler))
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class _Objective(_Selection):
@@ -262,7 +271,12 @@ class _Objective(_Selection):
         if text == "one":
             return None
         if text not in surrogates.STEP_WEIGHTS:  # sizes: the weights T / (K cs) of these chunks
-            return torch.zeros(len(sampler)).index_put((places,), step_weights(chunks_from_setting(text, len(places))))
+            try:
+                made = step_weights(chunks_from_setting(text, len(places)))
+            except InputError as error:
+                named, words = ", ".join(surrogates.STEP_WEIGHTS), str(error).replace("`chunks`", "they")
+                raise InputError(f"`step_weights` must be one, {named}, or sizes of chunks: {words}") from None
+            return torch.zeros(len(sampler)).index_put((places,), made)
         if self.window.kind == "all":
             return surrogates.step_weights_by_name(text, sampler, places)
         whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)  # a window of one would weigh 1 wherever it lies
@@ -377,12 +391,19 @@ class Method(_Objective):
         return IterationCounts(*(math.fsum(share * getattr(each[i], part.name) for i, share in shares.items())
                                  for part in fields(IterationCounts)))
 
+    def trained_per_image(
+        self,
+        chunks: Chunks | None,  # None: they are not known before a run
+    ) -> float:
+        """Return the mean number of transitions of an image that are trained."""
+        return transitions_per_image(self.s, chunks and chunks.sizes)[1]
+
     def _counts_of_iteration(self, iteration: int) -> IterationCounts:
         """Count what one iteration computes."""
         s, sampler, images = self.s, self.sampler(iteration), self.s.prompts_per_iteration * self.s.images_per_prompt
         places = self.places(sampler)
         chunks = self.chunks(torch.ones(len(places))) if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
-        trained = images * transitions_per_image(s, chunks and chunks.sizes)[1]
+        trained = images * self.trained_per_image(chunks)
 
         # A later update asks once more for what was before the first one. Where items need each other's means, or do
         # not fit into a batch, a pass over all of them comes before the one with gradients.
@@ -440,7 +461,9 @@ class Method(_Objective):
                 raise InputError(f"`shared_noise` must be false with the ODE of {self.s.method}, or all images of a "
                                  "prompt are the same")
             if self.s.chunk_rule.kind == "fixed":
-                self.chunks(torch.ones(len(places)))
+                made = self.chunks(torch.ones(len(places)))
+                if type(self).draw is Method.draw:
+                    parse_chunk_numbers(self.s.train_chunks, len(made))
             self.weights(sampler)
 
 # %% ../../nbs/07_training/02_methods.ipynb #hook-checks
