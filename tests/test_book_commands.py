@@ -19,6 +19,7 @@ from chunk_grpo.studies import design
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DEMO = "\n".join(cell.source for cell in nbformat.read(ROOT / "nbs/findings/demo.ipynb", as_version=4).cells)
 
 
 def prose() -> list[str]:
@@ -75,7 +76,7 @@ def test_the_python_of_the_readme_prints_what_stands_below_it(tmp_path):
 
 SMALL = ["iterations=1", "prompts_per_iteration=2", "images_per_prompt=2", "eval_prompts=few.txt", "eval_every=0",
          "eval_count=1", "eval_steps=2", "hybrid_split=1", "threads=1"]
-DAY = {  # commands of README, in the order of a day -> words that make them shorter
+DAY = {  # commands of README and of the page on the demo, in the order of a day -> words that make them shorter
     "plan": [], "train pocket/demo seed=0": [*SMALL, "--no-report"], "train pocket/demo seed=1": SMALL,
     "evaluate runs/seed-0": [], "evaluate runs/one": [], "sample": [], "compare": [],
     "profile": ["--prompts", "1", "--images", "1"],
@@ -89,7 +90,7 @@ ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu
 def test_the_commands_of_the_readme_run(tmp_path):
     "As they stand there, in one folder, and those that its comments name on what they left."
     (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
-    lines = [line.removeprefix("chunk-grpo ") for line in commands_in(README)]
+    lines = [line.removeprefix("chunk-grpo ") for line in commands_in(f"{README}\n{DEMO}")]
     assert not [line for line in lines if not line.startswith((*DAY, *ELSEWHERE))], "a command that no test runs"
     for start, less in DAY.items():
         (line,) = [line for line in lines if line.startswith(start)]

@@ -15,7 +15,7 @@ CHAPTERS = {  # name: what it holds, column (of 12, its left edge), floor from b
     "method": ("schedule, sampler, chunks, objective", 1, 0, "#cfe3f5"),
     "pocket": ("a world of shapes, its small FLUX", 7, 0, "#e4e4e4"),
     "core": ("files, statistics, settings", 0, 1, "#f5e6b8"),
-    "models": ("a pipeline as a policy, six families", 4, 1, "#d5ead0"),
+    "models": ("a pipeline as a policy, five families", 4, 1, "#d5ead0"),
     "rewards": ("images and prompts to scores", 8, 1, "#f6d3c6"),
     "reward_serving": ("rewards in other processes", 8, 2, "#eeeeee"),
     "planning": ("memory and time before a start", 2, 2, "#eeeeee"),

@@ -4,6 +4,9 @@
                                                 evaluation, no weights, no images, in runs/results/NAME/RUN
     python tools/keep.py study NAME [...]       the rows of runs/studies/NAME in runs/results/studies/NAME.jsonl, beside
                                                 rows of other arms and seeds that were kept before
+    python tools/keep.py images NAME RUN        the images that a run kept while it trained, one row per image and one
+                                                column per iteration, in runs/results/images/NAME.png, and their scores
+                                                in NAME.json
 
 A kept run can be read as a run folder: chunk-grpo compare runs/results/NAME/*. Kept rows let a study go on elsewhere:
 chunk-grpo study NAME --known runs/results/studies/NAME.jsonl.
@@ -13,6 +16,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
+
+from PIL import Image
 
 RESULTS = Path(__file__).parents[1] / "runs" / "results"
 FILES = ("run.json", "metrics.jsonl", "profile.json", "evaluation/summary.json")
@@ -34,9 +39,54 @@ def keep_study(name: str) -> int:
     return 0
 
 
+def keep_images(name: str, run: Path) -> int:
+    """Write the images that a run kept while it trained, and their scores; 2 if it kept none."""
+    from chunk_grpo.core.settings import reward_weights
+    from chunk_grpo.rewards.rewards import load_reward
+    from chunk_grpo.runs.run_folder import read_run_info, read_run_settings
+
+    folders = sorted(run.glob("samples/[0-9]*"))
+    if not folders:
+        print(f"{run} has no samples: a run that was evaluated while it trained is needed", file=sys.stderr)
+        return 2
+    lines = [json.loads(line) for line in (folders[0] / "manifest.jsonl").read_text().splitlines()]
+    tiles = [[Image.open(folder / line["file"]).convert("RGB") for folder in folders] for line in lines]
+    settings = read_run_settings(run)
+    rewards = {reward: load_reward(reward) for reward in reward_weights(settings)}
+    rows = []
+    for line, images in zip(lines, tiles, strict=True):
+        prompts = [line["prompt"]] * len(images)
+        scores = {name: [round(x, 4) for x in reward(images, prompts).tolist()] for name, reward in rewards.items()}
+        rows.append({"prompt": line["prompt"], "image_index": line["image_index"], "scores": scores})
+
+    side = settings.eval_resolution
+    sheet = Image.new("RGB", (side * len(folders), side * len(lines)))
+    for down, images in enumerate(tiles):
+        for across, image in enumerate(images):
+            sheet.paste(image, (side * across, side * down))
+    info = read_run_info(run)
+    about = {
+        "run": settings.model_dump(mode="json", exclude_defaults=True),
+        "git_commit": info["git_commit"],
+        "processes": info["processes"],
+        "processor": info["machine"]["processor"],
+        "side": side,
+        "iterations": [int(folder.name) for folder in folders],
+        "rows": rows,
+    }
+    home = RESULTS / "images"
+    home.mkdir(parents=True, exist_ok=True)
+    sheet.save(home / f"{name}.png", optimize=True)
+    (home / f"{name}.json").write_text(json.dumps(about, indent=1) + "\n")
+    print(f"kept {len(lines)} images of {len(folders)} iterations in {home / name}.png")
+    return 0
+
+
 def main() -> int:
     "Copy the files; 2 where a run lacks one."
     name, *runs = sys.argv[1:]
+    if name == "images":
+        return keep_images(runs[0], Path(runs[1]))
     if name == "study":
         return max(keep_study(run) for run in runs)
     for run in map(Path, runs):

@@ -1,10 +1,12 @@
 """Write README.md from nbs/index.ipynb: markdown, code as fenced blocks, and the text, tables and errors kept below it.
 
 A code cell with `#| hide` is left out; one with `#| echo: false` shows its output only. Images stay files: markdown
-links them by their path in the repository. `python tools/readme.py --check` writes nothing and exits with 1 when
-README.md differs.
+links them by their path in the repository. The README's pictures are figures that pages of the book keep: a code cell
+that begins with `# The README shows this figure: images/NAME.png` gives that file. `python tools/readme.py --check`
+writes nothing and exits with 1 when README.md or one of its pictures differs.
 """
 
+import base64
 import re
 import sys
 from pathlib import Path
@@ -49,12 +51,27 @@ def readme(path: Path = ROOT / "nbs/index.ipynb") -> str:
     return "\n\n".join([NOTE, *(block for block in blocks if block)]) + "\n"
 
 
+def pictures() -> dict[Path, bytes]:  # by file
+    """Collect the figures of the book that the README shows."""
+    found = {}
+    for page in sorted((ROOT / "nbs").glob("*/*.ipynb")):
+        for cell in nbformat.read(page, as_version=4).cells:
+            named = re.match(r"# The README shows this figure: (images/\w+\.png)\n", cell.source)
+            if cell.cell_type == "code" and named:
+                figures = [out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})]
+                if len(figures) != 1:
+                    raise SystemExit(f"{page.name} must keep one figure for {named[1]}; got {len(figures)}")
+                found[ROOT / "nbs" / named[1]] = base64.b64decode(figures[0])
+    return found
+
+
 def main() -> int:
-    "Write README.md, or compare it."
-    file, text = ROOT / "README.md", readme()
+    "Write README.md and its pictures, or compare them."
+    files = {ROOT / "README.md": readme().encode(), **pictures()}
     if "--check" in sys.argv[1:]:
-        return int(file.read_text(encoding="utf-8") != text)
-    file.write_text(text, encoding="utf-8")
+        return int(any(not file.is_file() or file.read_bytes() != content for file, content in files.items()))
+    for file, content in files.items():
+        file.write_bytes(content)
     return 0
 
 
