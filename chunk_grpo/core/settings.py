@@ -559,6 +559,8 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
         _must(self, "train_chunks", rule.kind != "adaptive", "be all with adaptive chunks, whose number varies",
               repr(self.train_chunks))
         count = len(rule.chunks) if rule.chunks else min(dynamics.DEFAULT_CHUNKS, self.transitions)
+        if self.method != "chunk" and self.chunks == "steps":  # a class may train the last level too; it checks that
+            count = self.steps
         return tuple(chunks.parse_chunk_numbers(self.train_chunks, count))
 
     @model_validator(mode="after")
