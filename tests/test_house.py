@@ -13,7 +13,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 
+import chunk_grpo
 from chunk_grpo.core import settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,3 +298,14 @@ def test_whose_code_is_meant_is_said():
     "DanceGRPO's, Flow-GRPO's and the paper's own differ, so that none of them is `the public code`."
     files = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "runs").rglob("*.yaml")]
     assert not [str(file.relative_to(ROOT)) for file in files if "public code" in file.read_text(encoding="utf-8")]
+
+
+def test_what_a_contributor_finds_beside_the_code_is_sound():
+    "The citation has the package's version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."
+    files = ["CITATION.cff", ".github/workflows/ci.yaml", ".pre-commit-config.yaml", ".github/ISSUE_TEMPLATE/bug.yaml"]
+    citation, workflow, hooks, form = (yaml.safe_load((ROOT / name).read_text()) for name in files)
+    assert citation["version"] == chunk_grpo.__version__
+    assert [step["run"] for step in workflow["jobs"]["run"]["steps"] if "run" in step] == [".ci/run"]
+    for hook in hooks["repos"][0]["hooks"]:
+        assert (Path(sys.executable).parent / hook["entry"].split()[0]).is_file()
+    assert "doctor" in next(part for part in form["body"] if part["id"] == "doctor")["attributes"]["label"]
