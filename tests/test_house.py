@@ -301,7 +301,7 @@ def test_whose_code_is_meant_is_said():
 
 
 def test_what_a_contributor_finds_beside_the_code_is_sound():
-    "The citation has the package's version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."
+    "The citation has the version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."
     files = ["CITATION.cff", ".github/workflows/ci.yaml", ".pre-commit-config.yaml", ".github/ISSUE_TEMPLATE/bug.yaml"]
     citation, workflow, hooks, form = (yaml.safe_load((ROOT / name).read_text()) for name in files)
     assert citation["version"] == chunk_grpo.__version__
