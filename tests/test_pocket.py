@@ -102,7 +102,7 @@ def test_prompt_lists_are_disjoint_and_balanced():
         assert [sum(parse_caption(p).category == c for p in prompts) for c in POCKET_CATEGORIES] == [count] * 6
     said = [{parse_caption(p) for p in prompts if parse_caption(p).category != "single_object"} for prompts in lists]
     assert not said[0] & said[1] and not said[0] & said[2] and not said[1] & said[2]
-    with pytest.raises(InputError, match="train, validation or test"):
+    with pytest.raises(InputError, match="train, validation, test or test192"):
         pocket.read_pocket_prompts("heldout")
 
 

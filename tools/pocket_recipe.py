@@ -38,6 +38,7 @@ from chunk_grpo.pocket.world import (
     COUNT_WORDS,
     POCKET_CATEGORIES,
     POCKET_COLOURS,
+    PROMPT_WORDS,
     RELATIONS,
     SHAPE_PLURALS,
     SHAPES,
@@ -103,6 +104,54 @@ def split_prompts(
     found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
     train, validation, test = ([p for lists in found for p in lists[i][:train_per_category]] for i in range(3))
     return train, validation, test
+
+
+def _one_sentence_per_meaning(
+    sentences: list[str],  # in the order in which they are preferred
+    count: int,
+) -> list[str]:
+    """Take `count` sentences, meaning after meaning in turn, so that every meaning has about as many."""
+    waiting: dict[object, list[str]] = {}
+    for sentence in sentences:
+        waiting.setdefault(parse_caption(sentence), []).append(sentence)
+    longest = max(map(len, waiting.values()), default=0)
+    in_turn = [rest[turn] for turn in range(longest) for rest in waiting.values() if turn < len(rest)]
+    return in_turn[:count]
+
+
+def second_test_prompts(
+    per_category: int = 32,  # an even number; half of them as far from training as the category allows
+    seed: int = 0,
+) -> list[str]:
+    """Return a second list of test prompts, category after category, none of which is in another list.
+
+    Half of a category's prompts have a combination of words that was kept back from every training. The other half has
+    one that no list of prompts holds, or where training prompts use up all combinations, one that they hold in other
+    phrases. Where the eight phrases are used up, two of them stand in a row.
+    """
+    lists = split_prompts(seed=seed)
+    used = {prompt for prompts in lists for prompt in prompts}
+    learned = {parse_caption(prompt) for prompt in lists[0]}
+    chosen = {parse_caption(prompt) for prompt in lists[1]}
+    phrases = [a + b for a in CAPTION_PREFIXES for b in CAPTION_PREFIXES if a and b and a != b]
+    out = []
+    for category in POCKET_CATEGORIES:
+        rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category), 192])
+        bodies = caption_bodies(category)
+        trained_on = {parse_caption(caption) for caption in split_category_captions(category, seed)[0]}
+        old = [phrase + body for body in bodies for phrase in CAPTION_PREFIXES]
+        double = [phrase + body for body in bodies for phrase in phrases]
+        short = [prompt for prompt in double if len(prompt.split()) <= PROMPT_WORDS]
+        # Phrases that every model knows come first.
+        free = [str(p) for part in (old, short) for p in rng.permutation(part) if p not in used]
+        tuned = chosen if category != "single_object" else set()
+        free = [prompt for prompt in free if parse_caption(prompt) not in tuned]
+        kept_back = [prompt for prompt in free if parse_caption(prompt) not in trained_on]
+        half = _one_sentence_per_meaning(kept_back, per_category // 2)
+        rest = [prompt for prompt in free if parse_caption(prompt) in trained_on]
+        unlisted = [prompt for prompt in rest if parse_caption(prompt) not in learned]
+        out += half + _one_sentence_per_meaning(unlisted or rest, per_category - len(half))
+    return out
 
 
 def hard_negatives(

@@ -35,6 +35,7 @@ from pocket_recipe import (
     new_vae,
     pack_flow_latents,
     sample_flow_images,
+    second_test_prompts,
     split_category_captions,
     split_prompts,
     vae_loss,
@@ -339,6 +340,7 @@ def train_flow(
     wrong: float = 0.0, # share of the captions with one word wrong
     start: PocketFlow | None = None, # whose weights training begins with; None: random ones
     name: str = "flow", # of state and snapshots
+    schedule: int | None = None, # steps that the learning rate is planned for, where training stops before
     log: Callable[[str], None] = print,
 ) -> PocketFlow: # with averaged weights
     "Train the flow; a call on the same folder goes on where the last one stopped."
@@ -359,7 +361,8 @@ def train_flow(
 
     train_resumable(name, steps, work / f"{name}-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
                     lambda step: flow_step(model, ema, optimizers, data, batch,
-                                           scheduled_learning_rate(step, steps, rate), seed * 10_000_019 + step),
+                                           scheduled_learning_rate(step, schedule or steps, rate),
+                                           seed * 10_000_019 + step),
                     keep)
     ema.copy_to(model.parameters())
     return model.eval()
@@ -627,7 +630,7 @@ def build_pocket(
     recipe, out, work = recipe or RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
-    for name, captions in zip(pocket.PROMPT_SPLITS, split_prompts(), strict=True):
+    for name, captions in zip(pocket.PROMPT_FILES, (*split_prompts(), second_test_prompts()), strict=True):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
     made, seconds = train_pocket_parts(work, recipe, compiled, log)
     _save_pipeline(made["misled"], made["vae"], out / "base")

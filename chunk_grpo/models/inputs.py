@@ -485,7 +485,7 @@ def read_prompt_records(
 
         path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
     if not path.is_file():
-        names = f"pocket:train, pocket:validation, pocket:test, or a file: {', '.join(_PROMPT_FILES)}"
+        names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(f"{field}: {source!r} is no file; allowed are {names}. {_how_to_get(path.stem)}")
     kind = path.suffix.lower()
     try:

@@ -25,13 +25,13 @@ def pocket_model_path() -> str:
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #b64419dd
 PROMPT_SPLITS = ("train", "validation", "test")
-PROMPT_FILES = {split: POCKET_DIR / "prompts" / f"{split}.txt" for split in PROMPT_SPLITS}
+PROMPT_FILES = {split: POCKET_DIR / "prompts" / f"{split}.txt" for split in (*PROMPT_SPLITS, "test192")}
 
 
-def read_pocket_prompts(split: str = "train") -> list[str]:  # split: one of PROMPT_SPLITS
-    "The shipped prompts of a split; raises InputError for any other split."
-    if split not in PROMPT_SPLITS:
-        raise InputError(f"`split` must be train, validation or test; got {split!r}")
+def read_pocket_prompts(split: str = "train") -> list[str]:  # split: one of PROMPT_FILES
+    "The shipped prompts of a list; raises InputError for any other name."
+    if split not in PROMPT_FILES:
+        raise InputError(f"`split` must be train, validation, test or test192; got {split!r}")
     return PROMPT_FILES[split].read_text().splitlines()
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['POCKET_COLOURS', 'SHAPE_PLURALS', 'SHAPES', 'COUNT_WORDS', 'RELATIONS', 'CAPTION_PREFIXES', 'POCKET_CATEGORIES',
-           'CaptionSpec', 'parse_caption', 'SceneObject', 'Scene', 'render_scene', 'spatial_relations',
+           'PROMPT_WORDS', 'CaptionSpec', 'parse_caption', 'SceneObject', 'Scene', 'render_scene', 'spatial_relations',
            'matches_caption', 'sample_scene', 'sample_scene_image']
 
 # %% ../../nbs/01_pocket/01_world.ipynb #64df9a4b
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from .. import InputError
-from . import IMAGE_SIZE
+from . import IMAGE_SIZE, MAX_TOKENS
 
 POCKET_COLOURS = {
     "red": (222, 40, 40), "yellow": (240, 205, 30), "green": (40, 165, 60),
@@ -43,7 +43,8 @@ _CAPTION_PATTERNS = {
     "position": re.compile(f"a ({_S}) ({'|'.join(RELATIONS)}) a ({_S})"),
     "color_attr": re.compile(f"a ({_C}) ({_S}) and a ({_C}) ({_S})"),
 }
-_PREFIX = re.compile("|".join(sorted(CAPTION_PREFIXES, key=len, reverse=True)))
+PROMPT_WORDS = MAX_TOKENS - 2  # that fit beside the marks at both ends
+_PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class CaptionSpec:
 
 def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the grammar
     "The meaning of a caption; raises InputError for one outside the grammar."
+    if len(caption.split()) > PROMPT_WORDS:
+        raise InputError(f"`caption` must have at most {PROMPT_WORDS} words, all that the model reads; got {caption!r}")
     body = caption[_PREFIX.match(caption).end():]
     for category, pattern in _CAPTION_PATTERNS.items():
         found = pattern.fullmatch(body)
