@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pandas as pd
-from statsmodels.stats.power import TTestPower
+from scipy import stats
 
 from .. import InputError
 from ..core import settings as setting
@@ -178,10 +178,17 @@ def tuned_rows(source: str | Path) -> list[dict]:  # a row an arm; none where no
     return out
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #57b087a2
-def paired_power(effect: float, seeds: int, level: float = 0.05) -> float:  # 0 ... 1
-    # effect: true difference, in standard deviations of the paired differences; level: two-sided
-    "The chance that a paired t test of so many seeds sees the difference; 0 with one seed."
-    return float(TTestPower().power(abs(effect), seeds, level)) if seeds > 1 else 0.0
+def paired_power(
+    effect: float,  # true difference, in standard deviations of the paired differences
+    seeds: int,
+    level: float = 0.05,  # two-sided
+) -> float:  # 0 ... 1
+    """Return the chance that a paired t test of so many seeds sees the difference; 0 with one seed."""
+    if seeds < 2:
+        return 0.0
+    free, shift = seeds - 1, abs(effect) * seeds**0.5
+    critical = stats.t.ppf(1 - level / 2, free)
+    return float(stats.nct.sf(critical, free, shift) + stats.nct.cdf(-critical, free, shift))
 
 
 def seeds_needed(
