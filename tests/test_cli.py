@@ -215,6 +215,7 @@ def test_the_examples_of_the_help_run(tmp_path):
         if " ".join(words) in skipped:
             continue
         (tmp_path / "FILE").write_text("a blue ring\n")
+        (tmp_path / "mine.tsv").write_text("Prompt\tkind\na blue ring\tshape\n")
         if words[0] == "compare":
             shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
         done = call(*words, cwd=tmp_path)
