@@ -143,7 +143,10 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
     ("chunk", ["clip_range", "sampler", "eta", "kl", "credit", "step_weights"]),
     ("nft", ["kl", "anchor", "credit", "eta"]),
     ("tree", ["credit", "statistic", "sharing"]), ("tmpo", ["surrogate", "sampler"]),
-    ("elbo-par", ["credit", "solver"])])
+    ("elbo-par", ["credit", "solver"]),
+    ("elbo-chunk", ["chunks", "train_chunks", "chunk_fraction", "chunk_weighting", "step_weights"]),
+    ("elbo-clip-chunk", ["chunks", "clip_range", "eta"]),
+    ("chunk-mixture", ["sampler", "train_chunks", "statistic", "surrogate", "window"])])
 def test_pairs_of_the_sweep_are_trained_or_rejected(method, pairs):
     torch.set_num_threads(1)
     runs = sweep.Runs()
