@@ -1,13 +1,20 @@
 """The second list of test prompts, the other bases and the tastes of the pocket world."""
 
 import re
+import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
+from commands import call
 from pocket_recipe import new_tokenizer, second_test_prompts, split_category_captions
 
 from chunk_grpo import InputError, pocket
-from chunk_grpo.models.inputs import read_prompts, unknown_words
+from chunk_grpo.core.files import read_json
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.models.inputs import absolute_inputs, locate_model, read_prompts, unknown_words
+from chunk_grpo.models.policy import load_policy
 from chunk_grpo.pocket.world import CAPTION_PREFIXES, POCKET_CATEGORIES, parse_caption
 
 SECOND = pocket.read_pocket_prompts("test192")
@@ -86,3 +93,69 @@ def test_caption_with_too_many_words_or_phrases_is_rejected(caption):
     with pytest.raises(InputError, match="`caption` must") as error:
         parse_caption(caption)
     assert repr(caption) in str(error.value) and "\n" not in str(error.value)
+
+
+# The other bases
+
+BASES = [name for name in pocket.POCKET_MODELS if name != "pocket"]
+
+
+def test_files_of_the_other_bases_are_as_shipped_and_small():
+    folder = pocket.POCKET_DIR / "bases"
+    files = read_json(folder / "manifest.json")["sha256"]
+    assert pocket.verify_pocket_files(folder) == len(files)
+    there = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file() and f.parent.name != "vae"}
+    assert there == {*files, "manifest.json", "curve.json"}
+    assert sum((folder / name).stat().st_size for name in files) < 5e6
+
+
+def test_changed_file_of_another_base_is_found(tmp_path):
+    copy = Path(shutil.copytree(pocket.POCKET_DIR / "bases", tmp_path / "bases"))
+    (copy / "undertrained/model_index.json").write_text("{}")
+    with pytest.raises(InputError, match="undertrained/model_index.json"):
+        pocket.verify_pocket_files(copy)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_another_base_draws_with_weights_of_its_own_and_the_shipped_autoencoder(name):
+    torch.set_num_threads(1)
+    shipped, other = (load_policy(x, resolution=64, max_tokens=12) for x in ("pocket", name))
+    noise = torch.randn(2, *shipped.noise(torch.Generator()).shape, generator=torch.Generator().manual_seed(0))
+    levels = torch.full((2,), 0.9)
+    first, second = (
+        policy.velocity(noise, levels, policy.encode(["a star", "two rings"])) for policy in (shipped, other)
+    )
+    assert second.isfinite().all() and not torch.allclose(first, second, atol=1e-2)
+    torch.testing.assert_close(shipped.decode(noise), other.decode(noise), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_diffusers_alone_loads_another_base_in_float32(name):
+    from diffusers import FluxPipeline
+
+    pipeline = FluxPipeline.from_pretrained(pocket.pocket_model_path(name))
+    kinds = {p.dtype for part in (pipeline.transformer, pipeline.text_encoder, pipeline.vae) for p in part.parameters()}
+    assert kinds == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["pocket/untrained", "pocket/", "pocket/Undertrained"])
+def test_unknown_base_is_rejected_by_name_without_network(name, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("the hub was asked"))
+    with pytest.raises(InputError) as error:
+        locate_model(name)
+    assert repr(name) in str(error.value) and all(base in str(error.value) for base in BASES)
+
+
+def test_unknown_base_ends_training_in_one_sentence(tmp_path):
+    done = call("train", "pocket/tiny", "model=pocket/untrained", "--out", tmp_path / "run")
+    assert done.returncode == 2 and "pocket/undertrained" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_base_is_the_shipped_one_where_a_folder_has_its_name(tmp_path, monkeypatch):
+    (tmp_path / "pocket/undertrained").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    settings = absolute_inputs(load_settings("pocket/tiny", {"model": "pocket/undertrained"}))
+    assert settings.model == "pocket/undertrained"
+    assert locate_model(settings.model) == pocket.POCKET_DIR / "bases/undertrained"
