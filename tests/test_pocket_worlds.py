@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import call
@@ -15,7 +16,17 @@ from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models.inputs import absolute_inputs, locate_model, read_prompts, unknown_words
 from chunk_grpo.models.policy import load_policy
-from chunk_grpo.pocket.world import CAPTION_PREFIXES, POCKET_CATEGORIES, parse_caption
+from chunk_grpo.pocket.geneval import PocketGenEval
+from chunk_grpo.pocket.taste import PocketLow, PocketLowPixels
+from chunk_grpo.pocket.world import (
+    CAPTION_PREFIXES,
+    POCKET_CATEGORIES,
+    POCKET_COLOURS,
+    Scene,
+    SceneObject,
+    parse_caption,
+    render_scene,
+)
 
 SECOND = pocket.read_pocket_prompts("test192")
 
@@ -159,3 +170,60 @@ def test_base_is_the_shipped_one_where_a_folder_has_its_name(tmp_path, monkeypat
     settings = absolute_inputs(load_settings("pocket/tiny", {"model": "pocket/undertrained"}))
     assert settings.model == "pocket/undertrained"
     assert locate_model(settings.model) == pocket.POCKET_DIR / "bases/undertrained"
+
+
+# A taste and its proxy
+
+
+def picture(*things):
+    return render_scene(Scene("", things))
+
+
+def mirrored(image):
+    return np.asarray(image)[:, ::-1]
+
+
+@pytest.mark.parametrize("y, expected", [(16, 0.25), (32, 0.5), (48, 0.75)])
+@pytest.mark.parametrize("shape", ["circle", "square", "triangle", "star", "cross", "ring"])
+def test_taste_is_the_height_of_an_object_whatever_its_shape_colour_and_column(shape, y, expected):
+    images = [picture(SceneObject(shape, colour, x, y, 13)) for colour in POCKET_COLOURS for x in (16, 48)]
+    scores = PocketLow()(images, [""] * len(images))
+    assert (scores - expected).abs().max() <= 0.5 / 64
+
+
+def test_taste_is_the_mean_over_well_formed_objects_and_zero_without_any():
+    low, high = SceneObject("circle", "red", 48, 48, 12), SceneObject("square", "blue", 16, 16, 12)
+    giant = SceneObject("circle", "red", 32, 32, 28)
+    scores = PocketLow()([picture(low, high), picture(low), picture(), picture(giant)], [""] * 4)
+    torch.testing.assert_close(scores, torch.tensor([0.5, 0.75, 0.0, 0.0]), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("reward", [PocketLow(), PocketLowPixels()])
+def test_taste_and_proxy_do_not_depend_on_prompt_mirror_or_company(reward):
+    image = picture(SceneObject("star", "green", 16, 48, 12), SceneObject("ring", "blue", 48, 16, 12))
+    both = torch.from_numpy(np.stack([np.asarray(image), mirrored(image)])).permute(0, 3, 1, 2)
+    alone = reward(both[:1], ["a star"])
+    scores = reward(both, ["two rings", "no sentence of the world"])
+    assert scores[0] == alone[0] and abs(scores[1] - alone[0]) <= 0.5 / 64
+    assert reward([], []).shape == (0,) and scores.dtype == torch.float32
+
+
+def test_proxy_is_raised_by_a_strip_of_colour_that_taste_and_checker_reject():
+    star = SceneObject("star", "red", 16, 16, 12)
+    strip = np.asarray(picture(star)).copy()
+    strip[58:] = POCKET_COLOURS["blue"]
+    images = torch.from_numpy(np.stack([np.asarray(picture(star)), strip])).permute(0, 3, 1, 2)
+    prompts = ["a star"] * 2
+    proxy, taste, right = (reward(images, prompts) for reward in (PocketLowPixels(), PocketLow(), PocketGenEval()))
+    assert proxy[1] > proxy[0] + 0.3 and taste[0] == taste[1] and right.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("reward", [PocketLow(), PocketLowPixels()])
+def test_taste_and_proxy_reject_another_number_of_prompts_than_images(reward):
+    with pytest.raises(InputError, match="got 1 for 2 images"):
+        reward(torch.zeros(2, 3, 64, 64), ["a star"])
+
+
+def test_taste_and_proxy_have_names_in_settings():
+    names = ("pocket-low", "pocket-low-pixels")
+    assert load_settings("pocket/tiny", {"reward": names[1], "eval_rewards": names}).eval_rewards == names
