@@ -31,7 +31,7 @@ setup(
         f"{meta['lib_path']}.reward_serving": ["*.txt"],
         f"{meta['lib_path']}.cli": ["*.yaml"],
         f"{meta['lib_path']}.rewards": ["*.txt"],
-        f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*"],
+        f"{meta['lib_path']}.pocket": ["*.json", "*.txt", "*.jsonl", "*.safetensors", "*/*", "*/*/*", "*/*/*/*"],
     },
     install_requires=meta["requirements"].split(),
     extras_require={key.removesuffix("_requirements"): value.split() for key, value in meta.items()

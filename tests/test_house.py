@@ -17,6 +17,7 @@ import yaml
 
 import chunk_grpo
 from chunk_grpo.core import settings
+from chunk_grpo.pocket import POCKET_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
@@ -276,6 +277,9 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     assert len(studies) == 10
     expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
     expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
+    shipped = {f"chunk_grpo/pocket/{folder}/vae" for folder in POCKET_MODELS.values()}
+    expected |= {f"{folder}/config.json" for folder in shipped}
+    expected |= {f"{folder}/diffusion_pytorch_model.safetensors" for folder in shipped}
     assert not expected - names
     assert any(name.endswith(".safetensors") for name in names)
 
@@ -285,6 +289,7 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     code = (
         "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings;"
         "pocket.verify_pocket_files();"
+        "pocket.verify_pocket_files(pocket.POCKET_DIR / 'bases');"
         "print(json.dumps([chunk_grpo.__file__, settings.list_presets(), settings.load_settings('pocket/demo').model]))"
     )
     environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}

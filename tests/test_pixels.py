@@ -11,7 +11,7 @@ from chunk_grpo.pocket.geneval import images_to_numpy
 from chunk_grpo.reward_serving import server
 from chunk_grpo.rewards import rewards
 
-NAMES = ["pocket-clip", "pocket-geneval", "incompressibility", "compressibility"]
+NAMES = ["pocket-clip", "pocket-geneval", "pocket-low", "pocket-low-pixels", "incompressibility", "compressibility"]
 
 
 def image(value=None, place=(0, 1, 2, 3)):

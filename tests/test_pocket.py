@@ -22,6 +22,7 @@ from chunk_grpo.pocket.world import (
 )
 from chunk_grpo.rewards import rewards
 
+POCKET_REWARDS = ["pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm", "pocket-low", "pocket-low-pixels"]
 OFFLINE = """
 import socket
 
@@ -149,7 +150,7 @@ def test_clip_ranks_true_over_one_word_changed():
 def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
     _, prompts, images = scenes
     bytes_ = torch.stack([torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]])
-    for name in ("pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm"):
+    for name in POCKET_REWARDS:
         reward = rewards.load_reward(name)
         scores = [reward(kind, prompts[:20]) for kind in (images[:20], bytes_, bytes_ / 255)]
         for score in scores:
@@ -164,7 +165,7 @@ def test_manifest_states_the_quality_of_the_base():
         assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images
 
 
-@pytest.mark.parametrize("name", ["pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm"])
+@pytest.mark.parametrize("name", POCKET_REWARDS)
 def test_rewards_of_the_world_refuse_options(name):
     with pytest.raises(InputError, match="size"):
         rewards.load_reward(name, size="large")

@@ -284,6 +284,7 @@ def doctor(
     places = [("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
               ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped")]
     pocket.verify_pocket_files()
+    pocket.verify_pocket_files(pocket.POCKET_DIR / "bases")
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
     try:

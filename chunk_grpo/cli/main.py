@@ -137,6 +137,7 @@ def plan(
         lines, processes = run_folder.read_metrics_lines(run), note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.methods import call_hook, load_method
 
     origin = "own" if source else run_folder.run_origin(run)
@@ -145,7 +146,7 @@ def plan(
         if origin == "edited" and strange:
             raise InputError(f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
                              "which is not what the run was trained with")
-        if s.model not in ("pocket", *planning.known_model_configs()):
+        if s.model not in (*POCKET_MODELS, *planning.known_model_configs()):
             strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
         if strange:
             raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {strange[0]}")

@@ -193,6 +193,8 @@ REWARD_LOADERS = {  # name -> module:function that loads it
     "pocket-geneval": "chunk_grpo.pocket.geneval:PocketGenEval",
     "pocket-partial": "chunk_grpo.pocket.geneval:PocketPartial",
     "pocket-warm": "chunk_grpo.pocket.geneval:PocketWarm",
+    "pocket-low": "chunk_grpo.pocket.taste:PocketLow",
+    "pocket-low-pixels": "chunk_grpo.pocket.taste:PocketLowPixels",
     "incompressibility": "chunk_grpo.rewards.rewards:incompressibility",
     "compressibility": "chunk_grpo.rewards.rewards:compressibility",
     "hpsv3": "chunk_grpo.rewards.hpsv3:load_hpsv3",

@@ -32,6 +32,7 @@ import chunk_grpo
 from .. import InputError
 from ..core.files import sha256_of
 from ..core.validation import format_value, parse_yaml, read_yaml_file
+from ..pocket import POCKET_MODELS, pocket_model_path
 
 _MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
 OTHER_FILES = ["text_encoders/*", "*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*"]  # the same weights once more
@@ -39,14 +40,15 @@ MODEL_FOLDERS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_e
                  "tokenizer_3", "scheduler")  # those that a model has
 
 # %% ../../nbs/03_models/00_inputs.ipynb #742c5db4
-def locate_model(model: str) -> Path:  # model: "pocket", a folder that diffusers saved, or a hub id
+def locate_model(model: str) -> Path:  # model: one of POCKET_MODELS, a folder that diffusers saved, or a hub id
     "The folder of a model, with its model_index.json; InputError where there is none."
-    if model == "pocket":
-        from chunk_grpo import pocket  # the embedded default: imported only when it is asked for
-
-        return Path(pocket.pocket_model_path())
+    if model in POCKET_MODELS:
+        return Path(pocket_model_path(model))
     if Path(model).is_dir():
         return Path(model)
+    if model.startswith("pocket/"):  # a typing error, and no name on the hub
+        raise InputError(f"model: {model!r} is no base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
+                         "folder, or a hub id.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -609,7 +611,7 @@ _FILE_OPTIONS = ("weights", "base", "processor", "tokenizer", "checkpoint", "con
 def absolute_inputs(s):  # settings; returns settings
     """Write the model's folder, the lists of prompts and the files of rewards from the root, where they are here."""
     changes: dict[str, Any] = {}
-    if s.model != "pocket" and os.path.isdir(s.model):
+    if s.model not in POCKET_MODELS and os.path.isdir(s.model):
         changes["model"] = os.path.abspath(s.model)
     for name in ("prompts", "eval_prompts"):
         path, column = split_prompt_column(getattr(s, name))

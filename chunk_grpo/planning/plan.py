@@ -49,6 +49,7 @@ from ..models.inputs import describe_prompts, locate_model, read_model_json, rea
 from ..models.inputs import split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
+from ..pocket import POCKET_MODELS
 
 # %% ../../nbs/06_planning/00_plan.ipynb #640c9516
 def known_model_configs() -> dict[str, ModelConfig]:
@@ -76,8 +77,8 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None for another f
 
 
 def find_model_config(model: str) -> ModelConfig | None:  # None for a hub id whose sizes are not known
-    "A model (pocket, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."
-    here = model == "pocket" or Path(model).is_dir()
+    "A model (a pocket base, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."
+    here = model in POCKET_MODELS or Path(model).is_dir()
     return read_model_config(locate_model(model)) if here else known_model_configs().get(model)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #13b3ba86

@@ -31,6 +31,7 @@ from ..models import inputs
 from ..models.policy import Policy
 from ..models.trainable import read_saved_weights, save_trained_weights
 from ..planning.plan import held_out_prompts
+from ..pocket import POCKET_MODELS
 from . import tables
 from .figures import ARM_LABELS, figure_to_png, plot_image_grid
 from .widgets import SnapshotBox, gallery_html
@@ -178,7 +179,7 @@ def sample_widget(
 # %% ../../nbs/12_reporting/04_publish.ipynb #65a9450d
 def _is_hub_id(model: str) -> bool:
     "Whether a model is named as on the hub, and is no folder here."
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and model not in POCKET_MODELS and not Path(model).exists()
 
 
 def pipeline_options(s: setting.Settings, pipeline: str) -> dict:  # its class in diffusers
@@ -206,7 +207,7 @@ def _markdown_table(rows: Sequence[Mapping]) -> str:  # a mapping a row: column 
 def card_data(s: setting.Settings) -> ModelCardData:
     "What the hub reads of a card."
     base = s.model if _is_hub_id(s.model) else None
-    licence: dict[str, Any] = {"license": "apache-2.0"} if s.model == "pocket" else {
+    licence: dict[str, Any] = {"license": "apache-2.0"} if s.model in POCKET_MODELS else {
         "license": "other", "license_name": "that-of-the-base-model"}
     licence |= {"license_link": f"https://huggingface.co/{base}"} if base else {}
     tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching", *["lora"] * bool(s.lora_rank)]
@@ -229,7 +230,7 @@ def model_card(
     return tables.render_template(
         "card.j2",
         **named, data=card_data(s).to_yaml(), name=name, s=s, version=chunk_grpo.__version__, summary=summary, hub=hub,
-        pocket=s.model == "pocket", base=s.model if hub else Path(s.model).resolve().name,
+        pocket=s.model in POCKET_MODELS, base=s.model if hub else Path(s.model).resolve().name,
         done=s.iterations if final else int(weights.name), hybrid="hybrid" in evaluating.ode_arms(s),
         options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),
         prompt=next(iter(held_out_prompts(s) if quoted else ()), "a photo"), seed=derive_seed(s.eval_seed, -1, 0, 0),
@@ -246,7 +247,7 @@ def export_run(
     run, out = run_folder.find_run(run), Path(os.path.abspath(folder))
     s = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
-    if not (s.lora_rank or s.model == "pocket" or _is_hub_id(s.model) or trust or run_folder.is_own_run(run)):
+    if not (s.lora_rank or s.model in POCKET_MODELS or _is_hub_id(s.model) or trust or run_folder.is_own_run(run)):
         raise InputError(f"the run {run} was not made on this machine, and exporting it would copy the model "
                          f"{s.model!r}; look at it, then add --trust")
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)

@@ -208,6 +208,7 @@ def check_trust(
         if file.endswith(".py") and not os.path.isabs(file):
             raise InputError(f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}")
     from chunk_grpo.planning.plan import known_model_configs  # here, since diffusers takes seconds to import
+    from chunk_grpo.pocket import POCKET_MODELS
 
     s, origin = read_run_settings(run), run_origin(run)
     if origin == "own":
@@ -236,7 +237,7 @@ def check_trust(
     names, given = names if rewards_too else {}, {} if "reward_options" in changed else s.reward_options
     wanted = [f"the code {name}" for name in names if name not in REWARD_LOADERS]
     wanted += [f"the code {code}" for code in named_code(s)]
-    if not ("model" in changed or s.model in ("pocket", *known_model_configs()) or Path(s.model).is_dir()):
+    if not ("model" in changed or s.model in (*POCKET_MODELS, *known_model_configs()) or Path(s.model).is_dir()):
         wanted.append(f"the model {s.model} of the hub")
     wanted += [f"{name} with {given[name]}" for name in names if given.get(name)]
     if wanted:

@@ -1,0 +1,122 @@
+"""Train the other bases of the pocket world: one with three quarters of its captions wrong, and an undertrained one.
+
+    python tools/train_bases.py [--out chunk_grpo/pocket/bases] [--work build/bases] [--images 8]
+
+About five minutes on one free core; an interrupted training resumes from the work folder. Each base is a folder as
+diffusers saves a pipeline. Its autoencoder is a link to the shipped one's, so bases differ in what they draw and not in
+how it is decoded. The transformer is kept in float16. What they score is on the page nbs/01_pocket/05_bases.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from pocket_recipe import load_flow
+from safetensors.numpy import load_file, save_file
+from train_pocket import measure_quality, train_flow
+
+from chunk_grpo import pocket
+
+RECIPE = {
+    # From the shipped base, of whose captions half were wrong; the learning rate is that of a training of 600 steps.
+    "three-quarters-wrong": {"steps": 400, "batch": 128, "rate": 4e-4, "seed": 0, "wrong": 0.75, "schedule": 600},
+    # The shipped recipe of the flow, stopped after the first 600 of its 8,000 steps.
+    "undertrained": {"steps": 600, "batch": 128, "rate": 2e-3, "seed": 0, "schedule": 8000},
+}
+PARTS = (  # file of a base, the name of its part in a `PocketFlow`, and the type its numbers are kept in
+    ("transformer/diffusion_pytorch_model.safetensors", "transformer.", np.float16),
+    ("text_encoder/model.safetensors", "clip.", np.float32),
+    ("text_encoder_2/model.safetensors", "t5.", np.float32),
+)
+
+
+def train_base(
+    name: str,  # of RECIPE
+    work: Path,  # training set, states and snapshots
+    recipe: dict,  # its settings
+    log: Callable[[str], None] = print,
+) -> Path:  # the snapshot: its weights, averaged over steps
+    """Train a base, unless the work folder holds its weights already."""
+    snapshot = Path(work) / f"{name}-{recipe['steps']:06d}.safetensors"
+    if not snapshot.exists():
+        start, vae = load_flow()
+        start = start if "wrong" in recipe else None
+        train_flow(work, vae, **{"every": 100} | recipe, start=start, name=name, log=log)
+    return snapshot
+
+
+def save_base(
+    snapshot: Path,  # weights of a `PocketFlow`
+    folder: Path,  # written anew
+    shipped: Path,  # the folder of the shipped base, of the same network
+) -> None:
+    """Write a base as a folder of diffusers whose autoencoder is a link to the shipped one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(shipped, folder, ignore=shutil.ignore_patterns("vae", "*.safetensors"))
+    weights = load_file(snapshot)
+    for file, prefix, kind in PARTS:
+        named = {name.removeprefix(prefix): x.astype(kind) for name, x in weights.items() if name.startswith(prefix)}
+        wanted = load_file(shipped / file)
+        if {name: x.shape for name, x in named.items()} != {name: x.shape for name, x in wanted.items()}:
+            raise ValueError(f"{snapshot} holds other tensors than {shipped / file}")
+        save_file(named, folder / file, metadata={"format": "pt"})
+    (folder / "vae").symlink_to(os.path.relpath(shipped / "vae", folder))
+
+
+def write_manifest(
+    out: Path,  # the folder of all bases
+    recipe: dict,  # name of a base -> its settings
+    measured: dict,  # name of a base -> what `measure_quality` gives
+) -> dict:
+    """Write manifest.json: how the bases were trained, what they score, and the hash of each of their files."""
+    files = sorted(f for name in recipe for f in (out / name).rglob("*") if f.is_file() and "vae" not in f.parts)
+    content = {
+        "training": recipe,
+        "quality": measured,
+        "bytes": sum(f.stat().st_size for f in files),
+        "sha256": {f.relative_to(out).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+    }
+    (out / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
+    return content
+
+
+def build_bases(
+    out: Path,  # a folder a base and manifest.json are written here
+    work: Path,  # training set, states and snapshots, from which training resumes
+    recipe: dict | None = None,  # settings of the trainings
+    images: int = 8,  # per test prompt, in measuring; 0: nothing is measured
+    log: Callable[[str], None] = print,
+) -> dict:  # the manifest
+    """Train, write and measure every base; each is measured as it is read back from its folder."""
+    recipe = recipe or RECIPE
+    work = Path(work)
+    work.mkdir(parents=True, exist_ok=True)
+    measured = {}
+    for name, settings in recipe.items():
+        snapshot = train_base(name, work, settings, log)
+        save_base(snapshot, Path(out) / name, Path(pocket.pocket_model_path()))
+        if images:
+            measured[name] = measure_quality(*load_flow(Path(out) / name), images)
+    return write_manifest(Path(out), recipe, measured)
+
+
+def main() -> None:
+    """Train the bases beside the shipped one."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=pocket.POCKET_DIR / "bases", help="folder that is written")
+    parser.add_argument("--work", type=Path, default=Path("build/bases"), help="folder of states, to resume from")
+    parser.add_argument("--images", type=int, default=8, help="images per test prompt in measuring")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    manifest = build_bases(chosen.out, chosen.work, images=chosen.images)
+    print(f"{chosen.out}: {len(manifest['training'])} bases, {manifest['bytes'] / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
