@@ -266,7 +266,7 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
     for name, value, words in (("prompts", "empty.txt", "holds no prompt"), ("model", "model", "model_index.json")):
         (tmp_path / "a.txt").write_text("a red star\ntwo dogs\n")
         values = {"prompts": str(tmp_path / "a.txt"), "eval_prompts": str(tmp_path / "a.txt"),
-                  "model": str(tmp_path / "model"), name: str(tmp_path / value)}
+                  name: str(tmp_path / value)}
         with pytest.raises(InputError, match=words):
             run_folder.create_run(setting.load_settings("pocket/tiny", values), tmp_path / "run")
         assert not (tmp_path / "run").exists()

@@ -238,7 +238,7 @@ def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
                                   f"capability {p.major}.{p.minor}"))
     if torch.cuda.device_count():
         return rows
-    return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu()}")]
+    return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu(torch.version.cuda)}")]
 
 
 def _reward_note(needs: dict[str, str]) -> str:

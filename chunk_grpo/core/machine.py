@@ -200,16 +200,16 @@ def nvidia_driver() -> str | None:
     return known[1] if known else None
 
 
-def why_no_gpu() -> str:
+def why_no_gpu(
+    built_for: str | None,  # the CUDA that torch was built for, `torch.version.cuda`
+) -> str:
     """Say in words why torch sees no GPU."""
-    import torch
-
     driver = nvidia_driver()
-    if not torch.version.cuda:
+    if not built_for:
         return "this build of torch has no CUDA"
     if driver is None:
         return "there is no NVIDIA driver"
-    return f"driver {driver} may be too old for CUDA {torch.version.cuda}, or CUDA_VISIBLE_DEVICES hides the GPUs"
+    return f"driver {driver} may be too old for CUDA {built_for}, or CUDA_VISIBLE_DEVICES hides the GPUs"
 
 
 def choose_device(
@@ -226,5 +226,6 @@ def choose_device(
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
-        raise InputError(f"`device` must be auto or cpu where torch sees no GPU ({why_no_gpu()}); got cuda")
+        why = why_no_gpu(torch.version.cuda)
+        raise InputError(f"`device` must be auto or cpu where torch sees no GPU ({why}); got cuda")
     return "cpu"

@@ -185,7 +185,8 @@ def _large_model_on_cpu(s: Settings) -> str:
     size = model_sizes(config)["transformer"]
     if size <= LARGEST_ON_CPU:
         return ""
-    return f"{s.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({machine.why_no_gpu()})"
+    why = machine.why_no_gpu(torch.version.cuda)
+    return f"{s.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({why})"
 
 
 def check_device(s: Settings) -> str:
