@@ -3,7 +3,8 @@
     python tools/keep.py NAME RUN [RUN ...]     each run's settings, commit, machine, metrics, profile and table of the
                                                 evaluation, no weights, no images, in runs/results/NAME/RUN
     python tools/keep.py study NAME [...]       the rows of runs/studies/NAME in runs/results/studies/NAME.jsonl, beside
-                                                rows of other arms and seeds that were kept before
+                                                rows of other arms and seeds that were kept before; NAME-tuning is
+                                                what `chunk-grpo study NAME --tune` tried
     python tools/keep.py images NAME RUN        the images that a run kept while it trained, one row per image and one
                                                 column per iteration, in runs/results/images/NAME.png, and their scores
                                                 in NAME.json
@@ -25,7 +26,8 @@ FILES = ("run.json", "metrics.jsonl", "profile.json", "evaluation/summary.json")
 
 def keep_study(name: str) -> int:
     "Merge a study's rows into those kept; 2 where it has none."
-    new, old = Path("runs") / "studies" / name / "results.jsonl", RESULTS / "studies" / f"{name}.jsonl"
+    folder, old = Path("runs") / "studies" / name, RESULTS / "studies" / f"{name}.jsonl"
+    new = (folder / "trials" if (folder / "trials").is_dir() else folder) / "results.jsonl"
     if not new.is_file():
         print(f"there is no {new}: a study that was begun here is needed", file=sys.stderr)
         return 2
