@@ -24,7 +24,8 @@ from chunk_grpo.planning import plan
 from chunk_grpo.runs import launch
 
 ROOT = Path(__file__).resolve().parents[1]
-OTHERS = ("methods.yaml", "study.yaml", "base.yaml", "tuned.yaml")  # parts of studies; machines stand in runs/hosts
+# what studies and papers state; machines stand in runs/hosts
+OTHERS = ("methods.yaml", "published_tables.yaml", "study.yaml", "base.yaml", "tuned.yaml")
 FILES = sorted(f for f in (ROOT / "runs").rglob("*.yaml") if f.name not in OTHERS and f.parent.name != "hosts")
 DEMO = ROOT / "runs/results/demo/seed-0"
 SIDE, TOKENS = 64, 16
