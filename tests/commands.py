@@ -13,7 +13,9 @@ import warm
 def environment(**more) -> dict[str, str]:
     "The environment of a child."
     tests = Path(__file__).parent
-    path = os.pathsep.join(map(str, (tests.parent, tests)))  # this checkout's package, whatever is installed
+    path = os.pathsep.join(
+        map(str, (tests.parent, tests))
+    )  # this checkout's package, whatever is installed
     keep = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return os.environ | keep | {k: str(v) for k, v in more.items()}
 
@@ -35,13 +37,22 @@ def start(*words, **more) -> warm.Started:
     return warm.Started(server(), [*map(str, words)], environment(**more), os.getcwd(), files)
 
 
-def call(*words, cwd=None, module: str = "chunk_grpo.cli.main", **more) -> subprocess.CompletedProcess:
+def call(
+    *words, cwd=None, module: str = "chunk_grpo.cli.main", **more
+) -> subprocess.CompletedProcess:
     "Run the command line, or another module or file, to its end, in a process that begins with the imports done."
     words = [*map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
-        code = warm.call(server(), words, environment(**more), str(cwd or os.getcwd()),
-                         tuple(map(str, files)), timeout=300, module=module)
+        code = warm.call(
+            server(),
+            words,
+            environment(**more),
+            str(cwd or os.getcwd()),
+            tuple(map(str, files)),
+            timeout=300,
+            module=module,
+        )
         said, error = (file.read_text() for file in files)
     return subprocess.CompletedProcess(words, code, said, error)
 

@@ -6,10 +6,40 @@ import pytest
 from commands import run
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-LONGEST = ("faults", "power", "evaluation", "strangers", "widgets", "plan", "cli", "training", "study", "installed",
-           "cuda_rules", "processes", "own_code", "reading", "judge", "benchmark", "runs", "speed", "rewards_elsewhere",
-           "orphans", "corpus", "methods", "reward_serving", "browser", "pocket", "recipes", "ddp_families", "baseline",
-           "model_files", "families", "studies", "hosts")  # first, so that no core waits for one at the end
+LONGEST = (
+    "faults",
+    "power",
+    "evaluation",
+    "strangers",
+    "widgets",
+    "plan",
+    "cli",
+    "training",
+    "study",
+    "installed",
+    "cuda_rules",
+    "processes",
+    "own_code",
+    "reading",
+    "judge",
+    "benchmark",
+    "runs",
+    "speed",
+    "rewards_elsewhere",
+    "orphans",
+    "corpus",
+    "methods",
+    "reward_serving",
+    "browser",
+    "pocket",
+    "recipes",
+    "ddp_families",
+    "baseline",
+    "model_files",
+    "families",
+    "studies",
+    "hosts",
+)  # first, so that no core waits for one at the end
 
 
 def pytest_collection_modifyitems(items):
@@ -21,7 +51,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     "A folder with the model, prompts, and a settings file."
-    from small_runs import write  # brings torch, which the tests of pages and house need not wait for
+    # brings torch, which the tests of pages and house need not wait for
+    from small_runs import write
 
     return write(tmp_path_factory.mktemp("world"))
 

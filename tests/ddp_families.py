@@ -38,8 +38,13 @@ def updates(model, accelerator):
     for _ in range(2):
         model.transformer.zero_grad()
         accumulate_gradients(
-            context, work, torch.tensor([1.0, -1.0]), Method(Settings(clip_range=1.0)), backward=accelerator.backward,
-            sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module))
+            context,
+            work,
+            torch.tensor([1.0, -1.0]),
+            Method(Settings(clip_range=1.0)),
+            backward=accelerator.backward,
+            sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module),
+        )
         refuse_silent_weights(model, accelerator.num_processes)
         found.append(torch.cat([p.grad.flatten() for p in model.trained]))
     return found
@@ -53,13 +58,17 @@ def main(folders):
             words = {"resolution": SIDE, "max_tokens": TOKENS}
             if way == "lora":
                 net = policy.load_policy(folder, **words).transformer
-                every = tuple(name for name, layer in net.named_modules() if isinstance(layer, nn.Linear))
+                every = tuple(
+                    name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)
+                )
                 words |= {"lora_rank": 2, "lora_targets": every}
             try:
                 one, two = updates(trainable.load_trainable_policy(folder, **words), accelerator)
                 every = accelerator.gather(one[None])
                 same = torch.equal(every[0], every[1]) and torch.allclose(one, two, atol=1e-6)
-                said[f"{name} {way}"] = "trains" if same and one.abs().max() > 0 else "gradients differ"
+                said[f"{name} {way}"] = (
+                    "trains" if same and one.abs().max() > 0 else "gradients differ"
+                )
             except Exception as error:  # all of them are told together
                 said[f"{name} {way}"] = str(error).strip().splitlines()[0]
     if accelerator.is_main_process:

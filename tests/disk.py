@@ -51,7 +51,9 @@ class Disk:
     def do(self, step: Step) -> None:
         "One operation."
         folder, name = self.parent(step.path)
-        if step.op == "open" and (step.path in ("", ".") or name in folder.now and folder.now[name].folder):
+        if step.op == "open" and (
+            step.path in ("", ".") or name in folder.now and folder.now[name].folder
+        ):
             return  # a file without a name in that folder: it is gone with its process
         if step.op in ("open", "mkdir") and name not in folder.now:
             folder.now[name] = Node(step.op == "mkdir")
@@ -59,8 +61,11 @@ class Disk:
             folder.now[name].now = b""
         elif step.op == "write":
             file = folder.now[name]
-            file.now = file.now[: step.offset].ljust(step.offset, b"\0") + step.data + \
-                file.now[step.offset + len(step.data):]
+            file.now = (
+                file.now[: step.offset].ljust(step.offset, b"\0")
+                + step.data
+                + file.now[step.offset + len(step.data) :]
+            )
         elif step.op == "truncate":
             folder.now[name].now = folder.now[name].now[: step.offset].ljust(step.offset, b"\0")
         elif step.op == "fsync":
@@ -105,10 +110,16 @@ def every_state(steps: list[Step], disk: Disk):
     "The states before and after each fsync and rename and at the end, each with its name."
     for i, step in enumerate([*steps, None]):
         last = steps[i - 1] if i else None
-        if step is None or step.op in ("fsync", "rename") or (last and last.op in ("fsync", "rename")):
+        if (
+            step is None
+            or step.op in ("fsync", "rename")
+            or (last and last.op in ("fsync", "rename"))
+        ):
             for kind in KINDS:
-                yield (f"{kind} at step {i}, {step.op + ' ' + (step.to or step.path) if step else 'the end'}",
-                       disk.state(kind))
+                yield (
+                    f"{kind} at step {i}, {step.op + ' ' + (step.to or step.path) if step else 'the end'}",
+                    disk.state(kind),
+                )
         if step:
             disk.do(step)
 

@@ -23,8 +23,20 @@ from pathlib import Path
 import warm
 
 NEEDS_ROOM = ("open", "write", "mkdir")
-REAL = {name: getattr(os, name) for name in ("open", "fsync", "rename", "replace", "mkdir", "unlink", "remove", "rmdir",
-                                              "truncate")}
+REAL = {
+    name: getattr(os, name)
+    for name in (
+        "open",
+        "fsync",
+        "rename",
+        "replace",
+        "mkdir",
+        "unlink",
+        "remove",
+        "rmdir",
+        "truncate",
+    )
+}
 REAL_OPEN = io.open
 
 
@@ -82,9 +94,11 @@ class Watch:
         if path == self.plan.root:
             return "."
         inside = path.startswith(self.plan.root + os.sep) and not path.endswith(".log")
-        return path[len(self.plan.root) + 1:] if inside else ""
+        return path[len(self.plan.root) + 1 :] if inside else ""
 
-    def step(self, op: str, path: str, to: str = "", data: bytes = b"", offset: int = 0, half=None) -> None:
+    def step(
+        self, op: str, path: str, to: str = "", data: bytes = b"", offset: int = 0, half=None
+    ) -> None:
         "Strike, or keep the step."
         if not path:
             return
@@ -125,14 +139,21 @@ class Raw(io.FileIO):
     def __init__(self, watch: Watch, path, mode: str):
         self.watch, self.place = watch, watch.relative(path)
         made = not os.path.lexists(path)
-        watch.step("open", self.place, to="", data=b"new" if made else b"cut" if "w" in mode else b"")
+        watch.step(
+            "open", self.place, to="", data=b"new" if made else b"cut" if "w" in mode else b""
+        )
         super().__init__(path, mode)
 
     def write(self, data):
         data = bytes(data)
         at = os.fstat(self.fileno()).st_size if "a" in self.mode else self.tell()
-        self.watch.step("write", self.place, data=data, offset=at,
-                        half=lambda: super(Raw, self).write(data[: len(data) // 2]))
+        self.watch.step(
+            "write",
+            self.place,
+            data=data,
+            offset=at,
+            half=lambda: super(Raw, self).write(data[: len(data) // 2]),
+        )
         return super().write(data)
 
     def truncate(self, size=None):
@@ -144,14 +165,32 @@ def install(plan: Plan) -> None:
     "Replace the file functions of this process."
     watch = Watch(plan)
 
-    def opened(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
-        if isinstance(file, int) or opener or not set("wax+") & set(mode) or not watch.relative(file):
+    def opened(
+        file,
+        mode="r",
+        buffering=-1,
+        encoding=None,
+        errors=None,
+        newline=None,
+        closefd=True,
+        opener=None,
+    ):
+        if (
+            isinstance(file, int)
+            or opener
+            or not set("wax+") & set(mode)
+            or not watch.relative(file)
+        ):
             return REAL_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
         raw = Raw(watch, file, mode.replace("b", "").replace("t", ""))
         if buffering == 0:
             return raw
         buffer = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
-        return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, errors, newline, buffering == 1)
+        return (
+            buffer
+            if "b" in mode
+            else io.TextIOWrapper(buffer, encoding, errors, newline, buffering == 1)
+        )
 
     def os_open(path, flags, mode=0o777, *, dir_fd=None):
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -165,12 +204,17 @@ def install(plan: Plan) -> None:
 
     def moved(name):
         def move(source, target, *, src_dir_fd=None, dst_dir_fd=None):
-            watch.step("rename", watch.relative(source, src_dir_fd), to=watch.relative(target, dst_dir_fd))
+            watch.step(
+                "rename", watch.relative(source, src_dir_fd), to=watch.relative(target, dst_dir_fd)
+            )
             REAL[name](source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
         return move
 
     def mkdir(path, mode=0o777, *, dir_fd=None):
-        if not os.path.lexists(path) and os.path.isdir(os.path.dirname(os.path.abspath(os.fspath(path)))):
+        if not os.path.lexists(path) and os.path.isdir(
+            os.path.dirname(os.path.abspath(os.fspath(path)))
+        ):
             watch.step("mkdir", watch.relative(path, dir_fd))
         REAL["mkdir"](path, mode, dir_fd=dir_fd)
 
@@ -179,6 +223,7 @@ def install(plan: Plan) -> None:
             if dir_fd is not None or os.path.lexists(path):
                 watch.step("rmdir" if name == "rmdir" else "unlink", watch.relative(path, dir_fd))
             REAL[name](path, dir_fd=dir_fd)
+
         return remove
 
     builtins.open = io.open = opened
@@ -200,7 +245,9 @@ def watch_safetensors() -> None:
             with open(filename, "wb") as file:
                 file.write(safetensors.serialize(tensors, metadata))
         except OSError as error:
-            raise safetensors.SafetensorError(f"Error while serializing: I/O error: {error.strerror}") from None
+            raise safetensors.SafetensorError(
+                f"Error while serializing: I/O error: {error.strerror}"
+            ) from None
 
     safetensors.torch.serialize_file = serialize_file
 
@@ -215,7 +262,9 @@ def leave_out() -> None:
     papermill.execute_notebook = lambda source, out, **rest: shutil.copyfile(source, out)
 
 
-def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], plan: Plan) -> None:
+def program(
+    words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], plan: Plan
+) -> None:
     "What a process of the server does: the command line with a plan, its output in two files."
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
@@ -233,6 +282,6 @@ def read_steps(log: Path) -> list[Step]:
     out, content, at = [], Path(log).read_bytes(), 0
     while at < len(content):
         (size,) = struct.unpack_from("<Q", content, at)
-        out.append(pickle.loads(content[at + 8: at + 8 + size]))
+        out.append(pickle.loads(content[at + 8 : at + 8 + size]))
         at += 8 + size
     return out

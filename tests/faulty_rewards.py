@@ -16,20 +16,25 @@ def strikes(file) -> bool:
 
 def red(images):
     "How red each of some PIL images is, 0 to 1."
-    return [sum(image.getchannel(0).tobytes()) / (255 * image.width * image.height) for image in images]
+    return [
+        sum(image.getchannel(0).tobytes()) / (255 * image.width * image.height) for image in images
+    ]
 
 
 def dying(file):
     "Killed in the middle of a call, as by a system without memory."
+
     def reward(images, prompts):
         if strikes(file):
             os.kill(os.getpid(), signal.SIGKILL)
         return red(images)
+
     return reward
 
 
 def hanging(file):
     "Does not come back, and leaves a child of its own."
+
     def reward(images, prompts):
         if strikes(file):
             child = os.fork()
@@ -37,16 +42,19 @@ def hanging(file):
                 Path(file).with_suffix(".pids").write_text(f"{os.getpid()} {child}")
             time.sleep(600)
         return red(images)
+
     return reward
 
 
 def noisy():
     "Prints what looks like an answer, from Python and past it, and reads what is not its own."
+
     def reward(images, prompts):
         print('{"scores": [7.0]}', flush=True)
         os.write(1, b'{"scores": []}\n')
         assert sys.stdin.read() == ""
         return red(images)
+
     return reward
 
 
@@ -61,6 +69,7 @@ def short():
 def raising():
     def reward(images, prompts):
         raise RuntimeError("the model is\nnot well")
+
     return reward
 
 
@@ -69,4 +78,3 @@ def late(file):
     if strikes(file):
         os._exit(9)
     return lambda images, prompts: red(images)
-

@@ -15,12 +15,39 @@ from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 MOVES = {"to", "cuda", "cpu", "type_as"}
-ANYWHERE = {"copy_", "_foreach_copy_", "__set__", "_has_compatible_shallow_copy_type"}  # from one device to another
+ANYWHERE = {
+    "copy_",
+    "_foreach_copy_",
+    "__set__",
+    "_has_compatible_shallow_copy_type",
+}  # from one device to another
 HOST_ONLY = {"numpy", "__array__"}
 # a tensor of no dimensions on the CPU may stand beside CUDA's in arithmetic, but not in these
-WITHOUT_SCALARS = {"cat", "concat", "stack", "segment_reduce", "index_select", "gather", "take_along_dim", "scatter",
-                   "scatter_add", "embedding", "linear", "matmul", "__matmul__", "mm", "bmm", "einsum", "index_fill",
-                   "scaled_dot_product_attention", "layer_norm", "group_norm", "conv2d", "conv3d", "repeat_interleave"}
+WITHOUT_SCALARS = {
+    "cat",
+    "concat",
+    "stack",
+    "segment_reduce",
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "scatter",
+    "scatter_add",
+    "embedding",
+    "linear",
+    "matmul",
+    "__matmul__",
+    "mm",
+    "bmm",
+    "einsum",
+    "index_fill",
+    "scaled_dot_product_attention",
+    "layer_norm",
+    "group_norm",
+    "conv2d",
+    "conv3d",
+    "repeat_interleave",
+}
 
 
 class Devices(threading.local):
@@ -60,7 +87,9 @@ class PretendedCUDA(TorchFunctionMode):
         if self.named(kwargs.get("device")) is not None:
             kwargs["device"] = CPU
         if isinstance(kwargs.get("generator"), torch.Generator) and where.type == "cuda":
-            raise RuntimeError(f"Expected a 'cuda' device type for generator but found 'cpu' ({name} on {where})")
+            raise RuntimeError(
+                f"Expected a 'cuda' device type for generator but found 'cpu' ({name} on {where})"
+            )
         out = func(*args, **kwargs)
         if name in ("as_tensor", "asarray") and given and device_of(args[0]) != where:
             out = out.clone()
@@ -138,14 +167,18 @@ def tensors_in(x) -> list[torch.Tensor]:
 
 def common_device(given: list[torch.Tensor]) -> torch.device:
     "Where an operation computes: the device of the first tensor that is no number of the CPU."
-    places = [device_of(tensor) for tensor in given if tensor.dim() or device_of(tensor).type == "cuda"]
+    places = [
+        device_of(tensor) for tensor in given if tensor.dim() or device_of(tensor).type == "cuda"
+    ]
     return places[0] if places else device_of(given[0]) if given else CPU
 
 
 def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
     "RuntimeError or TypeError for what CUDA would not do."
     if name in HOST_ONLY and device_of(args[0]).type == "cuda":
-        raise TypeError(f"can't convert {device_of(args[0])} device type tensor to numpy. Use Tensor.cpu() first.")
+        raise TypeError(
+            f"can't convert {device_of(args[0])} device type tensor to numpy. Use Tensor.cpu() first."
+        )
     if name in ("__getitem__", "__setitem__", "index_put_"):
         return refuse_index(*args[:3])
     if name in ANYWHERE:
@@ -155,8 +188,10 @@ def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
         number = tensor.dim() == 0 and device_of(tensor) == CPU and name not in WITHOUT_SCALARS
         if device_of(tensor) != place and not number:
             found = ", ".join(sorted({str(device_of(one)) for one in given}))
-            raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices: "
-                               f"{found} (in {name})")
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices: "
+                f"{found} (in {name})"
+            )
 
 
 def refuse_index(tensor: torch.Tensor, index, value=None) -> None:
@@ -164,10 +199,14 @@ def refuse_index(tensor: torch.Tensor, index, value=None) -> None:
     place, found = device_of(tensor), tensors_in(index)
     for one in found:
         if device_of(one) not in (CPU, place):
-            raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({place})")
+            raise RuntimeError(
+                f"indices should be either on cpu or on the same device as the indexed tensor ({place})"
+            )
     if found and isinstance(value, torch.Tensor) and value.dim() and device_of(value) != place:
-        raise RuntimeError(f"Expected all tensors to be on the same device: the values are on {device_of(value)}, the "
-                           f"indexed tensor is on {place}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device: the values are on {device_of(value)}, the "
+            f"indexed tensor is on {place}"
+        )
 
 
 @contextlib.contextmanager
@@ -179,7 +218,9 @@ def pretended_cuda(
     devices, autocast, checkpoint = Devices(), torch.autocast, torch.utils.checkpoint.checkpoint
     devices.current = current
 
-    def again(function, *args, **more):  # what a backward computes again leaves the mode, and comes back to it here
+    def again(
+        function, *args, **more
+    ):  # what a backward computes again leaves the mode, and comes back to it here
         def under_rules(*given, **named):
             with PretendedCUDA(devices):
                 return function(*given, **named)
@@ -189,14 +230,24 @@ def pretended_cuda(
     def set_device(x):
         devices.current = x if isinstance(x, int) else torch.device(x).index
 
-    answers = {"is_available": lambda: True, "device_count": lambda: count, "current_device": lambda: devices.current,
-               "set_device": set_device, "is_initialized": lambda: True, "is_bf16_supported": lambda *_: True,
-               "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *_: None,
-               "synchronize": lambda *_: None, "empty_cache": lambda: None}
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: count,
+        "current_device": lambda: devices.current,
+        "set_device": set_device,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_: True,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+    }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(torch.utils.checkpoint, "checkpoint", again))
-        on_cpu = mock.patch.object(torch, "autocast", lambda kind, *rest, **more: autocast("cpu", *rest, **more))
+        on_cpu = mock.patch.object(
+            torch, "autocast", lambda kind, *rest, **more: autocast("cpu", *rest, **more)
+        )
         stack.enter_context(on_cpu)
         yield stack.enter_context(PretendedCUDA(devices))

@@ -9,6 +9,10 @@ from chunk_grpo.reporting.reports import find_report_notebook
 
 def functions_of_report(name: str) -> SimpleNamespace:
     "What the two code cells after a report's parameters define: its imports, and its figures."
-    cells = [cell.source for cell in nbformat.read(find_report_notebook(name), 4).cells if cell.cell_type == "code"]
+    cells = [
+        cell.source
+        for cell in nbformat.read(find_report_notebook(name), 4).cells
+        if cell.cell_type == "code"
+    ]
     exec("\n".join(cells[1:3]), found := {})
     return SimpleNamespace(**found)

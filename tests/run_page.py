@@ -8,9 +8,19 @@ from pathlib import Path
 
 import warm
 
-PRELOADED = ["diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft",
-             "accelerate", "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "pandas",
-             "scipy.stats", "matplotlib.pyplot", "pydantic", "nbdev.test"]
+PRELOADED = [
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.models.transformers.transformer_flux",
+    "peft",
+    "accelerate",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "pandas",
+    "scipy.stats",
+    "matplotlib.pyplot",
+    "pydantic",
+    "nbdev.test",
+]
 
 
 class Forked(warm.Forked):
@@ -24,7 +34,11 @@ class Popen(warm.Popen):
 
     def __new__(cls, args, *given, **more):
         threads = os.listdir("/proc/self/task") if sys.platform == "linux" else []
-        return super().__new__(cls, args, *given, **more) if 1 <= len(threads) <= 2 else object.__new__(cls)
+        return (
+            super().__new__(cls, args, *given, **more)
+            if 1 <= len(threads) <= 2
+            else object.__new__(cls)
+        )
 
 
 def run_page(

@@ -35,9 +35,13 @@ SMALL = {
 def write(folder, **more):
     "Put a model, prompts and a settings file into the folder; the same folder."
     build(folder / "model")
-    (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n")
+    (folder / "prompts.txt").write_text(
+        "a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n"
+    )
     names = {"model": str(folder / "model"), "prompts": str(folder / "prompts.txt")}
-    (folder / "s.yaml").write_text(json.dumps(SMALL | names | {"eval_prompts": names["prompts"]} | more))
+    (folder / "s.yaml").write_text(
+        json.dumps(SMALL | names | {"eval_prompts": names["prompts"]} | more)
+    )
     return folder
 
 
@@ -56,7 +60,9 @@ def wait_for(folder, iteration, child):
     "Wait until the metrics of an iteration are there."
     log = folder / "metrics.jsonl"
     for _ in range(12_000):  # ten minutes: two machines on a busy one are slow to meet
-        if log.exists() and any(f'"iteration": {iteration},' in line for line in log.read_text().splitlines()):
+        if log.exists() and any(
+            f'"iteration": {iteration},' in line for line in log.read_text().splitlines()
+        ):
             return
         assert child.poll() is None, "training ended before it could be killed"
         time.sleep(0.05)
@@ -75,6 +81,8 @@ def alike(one, other):
     drawn = sorted(file.relative_to(other) for file in (other / "samples").rglob("*.png"))
     assert drawn == sorted(file.relative_to(one) for file in (one / "samples").rglob("*.png"))
     for name in drawn:
-        mine, theirs = (np.asarray(Image.open(folder / name)).astype(int) for folder in (one, other))
+        mine, theirs = (
+            np.asarray(Image.open(folder / name)).astype(int) for folder in (one, other)
+        )
         assert abs(mine - theirs).max() <= 1, name
     return True

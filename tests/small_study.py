@@ -25,8 +25,16 @@ def write(folder):
     folder.mkdir()
     (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
     base = settings.read_settings_file("pocket/tiny") | {
-        "steps": 6, "chunks": "steps", "threads": 1, "checkpoint_every": 1, "eval_every": 0, "eval_count": 1,
-        "eval_steps": 2, "hybrid_split": 2, "eval_prompts": str(folder / "prompts.txt")}
+        "steps": 6,
+        "chunks": "steps",
+        "threads": 1,
+        "checkpoint_every": 1,
+        "eval_every": 0,
+        "eval_count": 1,
+        "eval_steps": 2,
+        "hybrid_split": 2,
+        "eval_prompts": str(folder / "prompts.txt"),
+    }
     (folder / "base.yaml").write_text(json.dumps(base))
     (folder / "study.yaml").write_text(STUDY)
     commit(folder)
@@ -35,21 +43,37 @@ def write(folder):
 
 def commit(folder):
     "The folder's files in version control, as a plan must be."
-    who = ("-c", "user.name=a test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
-    for words in (("init", "-q"), ("add", "--all"), (*who, "commit", "-q", "--allow-empty", "-m", "a plan")):
+    who = (
+        "-c",
+        "user.name=a test",
+        "-c",
+        "user.email=test@localhost",
+        "-c",
+        "commit.gpgsign=false",
+    )
+    for words in (
+        ("init", "-q"),
+        ("add", "--all"),
+        (*who, "commit", "-q", "--allow-empty", "-m", "a plan"),
+    ):
         subprocess.run(["git", "-C", folder, *words], check=True)
 
 
 def rows(out):
     "The rows of a study without what the clock and the version control say."
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")} for row in lines]
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")}
+        for row in lines
+    ]
 
 
 def begin(home, out, *words):
     "The command as a process of its own."
     words = command("study", home, "--out", out, *words)
-    return subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def wait_for(path, lines, child):
@@ -63,5 +87,9 @@ def wait_for(path, lines, child):
 
 def trainers(out):
     "Processes that work on a trial of the study."
-    found = [p for p in psutil.process_iter(["cmdline"]) if "chunk_grpo.studies.study" in (p.info["cmdline"] or [])]
+    found = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "chunk_grpo.studies.study" in (p.info["cmdline"] or [])
+    ]
     return [p for p in found if str(out) in p.info["cmdline"][-1]]

@@ -38,24 +38,46 @@ pathlib.Path(__file__).with_name("ran").touch()
 def f(images, prompts):
     return [0.0] * len(prompts)
 """
-COMMAND_LINE = "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
+COMMAND_LINE = (
+    "import sys; from chunk_grpo.cli.main import main; sys.argv[0] = 'chunk-grpo'; main()"
+)
 
 
 def write_stranger(folder: Path) -> Path:
     "Code in the run's folder, an environment, an address with a secret, and files beside it; the run."
     run = synthetic.write(folder / "run")
     note = read_json(run / "run.json")
-    options = {"evil:f": {"environment": str(run / "env")},
-               "pocket-clip": {"url": "http://203.0.113.7:9", "token_variable": "A_SECRET", "retries": 0, "timeout": 1}}
-    note["settings"] |= {"reward": {"pocket-clip": 1.0, "evil:f": 1.0}, "eval_rewards": [], "reward_options": options,
-                         "model": str(folder / "outside"), "prompts": str(folder / "outside" / "secret.txt"),
-                         "eval_prompts": str(folder / "outside" / "secret.txt")}
+    options = {
+        "evil:f": {"environment": str(run / "env")},
+        "pocket-clip": {
+            "url": "http://203.0.113.7:9",
+            "token_variable": "A_SECRET",
+            "retries": 0,
+            "timeout": 1,
+        },
+    }
+    note["settings"] |= {
+        "reward": {"pocket-clip": 1.0, "evil:f": 1.0},
+        "eval_rewards": [],
+        "reward_options": options,
+        "model": str(folder / "outside"),
+        "prompts": str(folder / "outside" / "secret.txt"),
+        "eval_prompts": str(folder / "outside" / "secret.txt"),
+    }
     write_json(run / "run.json", note)
     (run / "env" / "bin").mkdir(parents=True)
     for name in ("python", "python3"):
         (run / "env" / "bin" / name).write_text(f"#!/bin/sh\ntouch {run}/ran\n")
         (run / "env" / "bin" / name).chmod(0o755)
-    for name in ("evil", "pandas", "ipykernel_launcher", "papermill", "matplotlib", "sitecustomize", "chunk_grpo"):
+    for name in (
+        "evil",
+        "pandas",
+        "ipykernel_launcher",
+        "papermill",
+        "matplotlib",
+        "sitecustomize",
+        "chunk_grpo",
+    ):
         (run / f"{name}.py").write_text(EVIL)
     (run / "final").mkdir(exist_ok=True)
     (folder / "outside").mkdir()
@@ -74,6 +96,12 @@ def watched(folder: Path, *words, cwd: Path, program: str = COMMAND_LINE, **more
     log.write_text("")
     path = os.pathsep.join(map(str, (watch, Path(__file__).parents[1], Path(__file__).parent)))
     own = {"A_SECRET": "s3cret", "WATCH_LOG": log, "CHUNK_GRPO_CACHE": folder / "cache", **more}
-    done = subprocess.run([sys.executable, "-P", "-c", program, *map(str, words)], cwd=cwd, capture_output=True,
-                          env=environment(**own) | {"PYTHONPATH": path}, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        env=environment(**own) | {"PYTHONPATH": path},
+        text=True,
+        timeout=600,
+    )
     return done, [ast.literal_eval(line) for line in log.read_text().splitlines()]

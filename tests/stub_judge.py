@@ -19,9 +19,15 @@ NAME = "judge-of-the-tests-2026"  # what the server calls itself, whatever it wa
 class Stub:
     "What the judge was asked, and what it does."
 
-    def __init__(self, answer: Callable[[str, int], str], fault: Callable[[str, int], str | None], key: str | None):
+    def __init__(
+        self,
+        answer: Callable[[str, int], str],
+        fault: Callable[[str, int], str | None],
+        key: str | None,
+    ):
         self.answer = answer  # (text, grey of the image) -> words
-        self.fault = fault  # (text with grey, how often it came before) -> a name of `FAULTS`, or None
+        # (text with grey, how often it came before) -> a name of `FAULTS`, or None
+        self.fault = fault
         self.key = key  # the only one that is let in; None: all are
         self.slow = 0.0  # seconds before each answer
         self.came = Counter()  # requests by text with grey
@@ -35,8 +41,15 @@ class Stub:
 def reply(words: str | None) -> bytes:
     "A body of the protocol."
     message = {"role": "assistant", "content": words}
-    return json.dumps({"id": "x", "object": "chat.completion", "model": NAME, "usage": {"total_tokens": 9},
-                       "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
+    return json.dumps(
+        {
+            "id": "x",
+            "object": "chat.completion",
+            "model": NAME,
+            "usage": {"total_tokens": 9},
+            "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+        }
+    ).encode()
 
 
 FAULTS = {  # name -> status, headers, body
@@ -46,7 +59,7 @@ FAULTS = {  # name -> status, headers, body
     "html": (200, {}, b"<html>a proxy's page</html>"),
     "cut": (200, {}, reply("Score: 1")[:40]),
     "other": (200, {}, b'{"choices": []}'),
-    "list": (200, {}, b'[1, 2]'),
+    "list": (200, {}, b"[1, 2]"),
     "mumble": (200, {}, reply("Hard to say.")),
     "empty": (200, {}, reply(None)),
     "filter": (400, {}, b'{"error": {"code": "content_filter", "message": "not this image"}}'),
@@ -89,7 +102,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status: int, headers: dict, body: bytes):
         self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": len(body),
+            **headers,
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(body)
@@ -132,4 +149,6 @@ def three_scores(text: str, grey: int) -> str:
 
 def yes_or_no(text: str, grey: int) -> str:
     "DPG: an answer by the prompt's number, the question's and the image's grey."
-    return "yes" if (number(text) * 7 + int(re.search(r"part (\d)", text)[1]) * 3 + grey) % 4 else "no"
+    return (
+        "yes" if (number(text) * 7 + int(re.search(r"part (\d)", text)[1]) * 3 + grey) % 4 else "no"
+    )

@@ -22,7 +22,9 @@ def picture(rng: np.random.Generator, side: int) -> Image.Image:
     image = Image.new("RGB", (side, side), "#f0f0ea")
     x, y = rng.integers(side // 8, side // 2, 2)
     size = side // 3
-    ImageDraw.Draw(image).ellipse((x, y, x + size, y + size), fill=COLOURS[rng.integers(len(COLOURS))])
+    ImageDraw.Draw(image).ellipse(
+        (x, y, x + size, y + size), fill=COLOURS[rng.integers(len(COLOURS))]
+    )
     return image
 
 
@@ -36,12 +38,22 @@ def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: i
     if s.baseline_images:
         gained = {"mean": mean - 0.5, **dict.fromkeys(setting.reward_weights(s), mean - 0.5)}
         out |= {f"above_base_{name}": gain for name, gain in gained.items()}
-        out |= {"above_base_se" if name == "mean" else f"above_base_{name}_se": 0.01 for name in gained}
-    out |= {"advantage_std_zero_groups": 0, "ratio_mean": 1.0, "ratio_max_dev": float(10 ** rng.normal(-2.8, 0.1)),
-            "clip_fraction": np.where(drawn, rng.beta(2, 8, count), None).tolist(),
-            "ratio_dev": np.where(drawn, 10 ** rng.normal(-3.3, 0.2, count), None).tolist(),
-            "grad_norm": float(np.exp(rng.normal(-0.5, 0.3))), "lr": s.learning_rate, "images": 144,
-            "transitions_trained": 1152, "skipped_updates": 0, "kl": 0.0}
+        out |= {
+            "above_base_se" if name == "mean" else f"above_base_{name}_se": 0.01 for name in gained
+        }
+    out |= {
+        "advantage_std_zero_groups": 0,
+        "ratio_mean": 1.0,
+        "ratio_max_dev": float(10 ** rng.normal(-2.8, 0.1)),
+        "clip_fraction": np.where(drawn, rng.beta(2, 8, count), None).tolist(),
+        "ratio_dev": np.where(drawn, 10 ** rng.normal(-3.3, 0.2, count), None).tolist(),
+        "grad_norm": float(np.exp(rng.normal(-0.5, 0.3))),
+        "lr": s.learning_rate,
+        "images": 144,
+        "transitions_trained": 1152,
+        "skipped_updates": 0,
+        "kl": 0.0,
+    }
     if iteration == 1:
         out |= {"ratio_floor": 3.1e-6, "ratio_floor_rollout": 2.2e-5}
     if iteration % s.eval_every == 0 or iteration == s.iterations:
@@ -59,8 +71,15 @@ def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
     return out
 
 
-def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prompts: int, gain: float,
-               arms: Sequence[str] = ("hybrid",), objects: bool = False) -> None:
+def evaluation(
+    rng: np.random.Generator,
+    s: setting.Settings,
+    folder: Path,
+    prompts: int,
+    gain: float,
+    arms: Sequence[str] = ("hybrid",),
+    objects: bool = False,
+) -> None:
     "Images, scores and summary of an evaluation; without objects, as they were written before rewards knew any."
     records, lifts = [], {"base": 0.0, "plain": gain, **{arm: 0.8 * gain for arm in arms}}
     for arm, lift in lifts.items():
@@ -68,11 +87,22 @@ def evaluation(rng: np.random.Generator, s: setting.Settings, folder: Path, prom
         for p in range(prompts):
             name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
             picture(rng, s.eval_resolution).save(folder / name)
-            scores = {reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
-                      for reward in setting.evaluated_rewards(s)}
-            records.append({"arm": arm, "prompt_index": p, "image_index": 0, "seed": s.eval_seed, "file": name,
-                            "prompt": f"a {COLOURS[p % 6]} circle to the left of a {COLOURS[(p + 1) % 6]} square",
-                            "scores": scores, "category": {k: kind for k in scores if k == "pocket-geneval"}})
+            scores = {
+                reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
+                for reward in setting.evaluated_rewards(s)
+            }
+            records.append(
+                {
+                    "arm": arm,
+                    "prompt_index": p,
+                    "image_index": 0,
+                    "seed": s.eval_seed,
+                    "file": name,
+                    "prompt": f"a {COLOURS[p % 6]} circle to the left of a {COLOURS[(p + 1) % 6]} square",
+                    "scores": scores,
+                    "category": {k: kind for k in scores if k == "pocket-geneval"},
+                }
+            )
             if objects:
                 there = {k: rng.integers(0, 2, 2).tolist() for k in scores if k == "pocket-geneval"}
                 records[-1]["objects"] = there
@@ -100,8 +130,17 @@ def inputs_of(s: setting.Settings) -> dict[str, str]:
         return {}
 
 
-def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: float = 0.1,
-          evaluated: bool = True, status: str = "finished", upto: int | None = None, **drawn) -> Path:
+def write(
+    folder: Path,
+    overrides=(),
+    seed: int = 0,
+    prompts: int = 24,
+    gain: float = 0.1,
+    evaluated: bool = True,
+    status: str = "finished",
+    upto: int | None = None,
+    **drawn,
+) -> Path:
     "Write a whole run folder and return it; what was drawn in the evaluation may be said."
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
     s, rng = setting.load_settings("pocket/demo", whole), np.random.default_rng(seed)
@@ -111,14 +150,45 @@ def write(folder: Path, overrides=(), seed: int = 0, prompts: int = 24, gain: fl
     for iteration in range(1, (upto or s.iterations) + 1):
         append_json_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))
     steps = np.arange(s.steps)
-    write_json(folder / "profile.json", {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps,
-        "sigmas": np.linspace(1, 0, s.steps + 1).tolist(), "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),
-        "std": [0.04] * s.steps, "chunks": ",".join(map(str, sizes)), "trajectories": 144, "latent_numel": 128})
-    write_json(folder / "run.json", {"settings": s.model_dump(mode="json"), "status": status, "error": None,
-        "versions": {"python": "3.11.0", "torch": "2.13.0"}, "git_commit": "0" * 40,
-        "machine": {"system": "Linux x86_64", "processor": "an invented one", "cores": 2, "memory_gb": 8.0, "gpus": []},
-        "processes": 1, "model_sha256": "a" * 64, "prompts_sha256": "b" * 64, "inputs": inputs_of(s),
-        "seconds": 240.0, "started": 1.0, "finished": 241.0})
+    write_json(
+        folder / "profile.json",
+        {
+            "kind": "l1",
+            "sampler": s.sampler,
+            "eta": s.eta,
+            "steps": s.steps,
+            "sigmas": np.linspace(1, 0, s.steps + 1).tolist(),
+            "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),
+            "std": [0.04] * s.steps,
+            "chunks": ",".join(map(str, sizes)),
+            "trajectories": 144,
+            "latent_numel": 128,
+        },
+    )
+    write_json(
+        folder / "run.json",
+        {
+            "settings": s.model_dump(mode="json"),
+            "status": status,
+            "error": None,
+            "versions": {"python": "3.11.0", "torch": "2.13.0"},
+            "git_commit": "0" * 40,
+            "machine": {
+                "system": "Linux x86_64",
+                "processor": "an invented one",
+                "cores": 2,
+                "memory_gb": 8.0,
+                "gpus": [],
+            },
+            "processes": 1,
+            "model_sha256": "a" * 64,
+            "prompts_sha256": "b" * 64,
+            "inputs": inputs_of(s),
+            "seconds": 240.0,
+            "started": 1.0,
+            "finished": 241.0,
+        },
+    )
     if status == "finished":
         (folder / "final").mkdir()
     if evaluated:

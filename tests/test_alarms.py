@@ -11,14 +11,21 @@ GROWN = [1 + 0.01 * (i % 2) + (0.7 if i > 5 else 0) for i in range(12)]
 def told(lines, s=S) -> list:
     "The alarms of metrics after the base's line, as (iteration, name)."
     lines = [{"iteration": i, "reward_mean": 0.5} | line for i, line in enumerate(lines, 1)]
-    return [(row["iteration"], row["alarm"]) for row in alarm_history([{"iteration": 0}, *lines], s)]
+    return [
+        (row["iteration"], row["alarm"]) for row in alarm_history([{"iteration": 0}, *lines], s)
+    ]
 
 
 def run_of(rewards, held_out=(0.5, 0.5), **more):
     "Metrics with these rewards, and the held-out score x of the base and of the end."
-    lines = [{"iteration": i, "reward_mean": x, **{k: v[i - 1] for k, v in more.items()}}
-             for i, x in enumerate(rewards, 1)]
-    ends = [{"eval_x": score, "eval_x_se": 0.01, "eval_x_hybrid": 0, "eval_x_hybrid_se": 0} for score in held_out]
+    lines = [
+        {"iteration": i, "reward_mean": x, **{k: v[i - 1] for k, v in more.items()}}
+        for i, x in enumerate(rewards, 1)
+    ]
+    ends = [
+        {"eval_x": score, "eval_x_se": 0.01, "eval_x_hybrid": 0, "eval_x_hybrid_se": 0}
+        for score in held_out
+    ]
     return [{"iteration": 0} | ends[0], *lines[:-1], lines[-1] | ends[1]]
 
 
@@ -29,16 +36,25 @@ def names(lines) -> list[str]:
 def test_what_holds_in_three_iterations_is_said_once():
     clipped, flat = {"clip_fraction": [0.5, 0.4, None]}, {"advantage_std_zero_groups": 4}
     assert told([clipped] * 2) == told([flat] * 2) == []
-    assert told([clipped] * 6) == [(3, "clip_fraction")] and told([flat] * 6) == [(3, "flat_groups")]
+    assert told([clipped] * 6) == [(3, "clip_fraction")] and told([flat] * 6) == [
+        (3, "flat_groups")
+    ]
     assert told([clipped] * 6, S.model_copy(update={"updates_per_iteration": 1})) == []
     assert told([flat, flat, {"advantage_std_zero_groups": 3}]) == []
-    assert told([{"ratio_floor": 2e-5}]) == [(1, "ratio_floor")] and told([{"ratio_floor": 9e-6}]) == []
+    assert (
+        told([{"ratio_floor": 2e-5}]) == [(1, "ratio_floor")]
+        and told([{"ratio_floor": 9e-6}]) == []
+    )
 
 
 def test_a_gradient_explodes_only_where_it_jumps_and_stays():
     norms = [{"grad_norm": x} for x in (1, 2, 1, 2, 1, 1, 30, 40, 50)]
     assert told(norms) == [(9, "gradient_norm")]
-    assert told([*norms[:-1], {"grad_norm": 2}]) == told([{"grad_norm": 1.2**i} for i in range(60)]) == []
+    assert (
+        told([*norms[:-1], {"grad_norm": 2}])
+        == told([{"grad_norm": 1.2**i} for i in range(60)])
+        == []
+    )
 
 
 def test_hacking_needs_a_rise_and_a_fall():
@@ -53,4 +69,7 @@ def test_images_may_change_a_little_and_a_grid_may_fade():
     assert names(run_of(RISING, image_grid=GROWN[::-1])) == []
     assert names(run_of(STILL, image_high_frequency=[1 + i / 60 for i in range(12)])) == []
     both = run_of(RISING, (0.5, 0.4), image_grid=GROWN)
-    assert names(both) == ["grid", "hacking"] and raised_alarms([*both, both[-2] | {"iteration": 13}], S) == {}
+    assert (
+        names(both) == ["grid", "hacking"]
+        and raised_alarms([*both, both[-2] | {"iteration": 13}], S) == {}
+    )

@@ -20,7 +20,11 @@ def above(line):
 
 def seconds(folder):
     "The phases that the metrics of a run name."
-    return {name for line in map(json.loads, open(folder / "metrics.jsonl")) for name in line.get("seconds", {})}
+    return {
+        name
+        for line in map(json.loads, open(folder / "metrics.jsonl"))
+        for name in line.get("seconds", {})
+    }
 
 
 def test_it_only_looks(world, whole):
@@ -29,13 +33,26 @@ def test_it_only_looks(world, whole):
     run("train", world / "s.yaml", "baseline_images=4", "--out", out, "--no-report")
     assert trained(out) == trained(whole)
     lines = metrics(out)
-    assert [{k: v for k, v in line.items() if k not in above(line)} for line in lines] == metrics(whole)
-    assert not any(map(above, metrics(whole))) and "baseline" not in seconds(whole) and "baseline" in seconds(out)
-    names = ["above_base_mean", "above_base_se", "above_base_tiny_rewards:red", "above_base_tiny_rewards:red_se"]
+    assert [{k: v for k, v in line.items() if k not in above(line)} for line in lines] == metrics(
+        whole
+    )
+    assert (
+        not any(map(above, metrics(whole)))
+        and "baseline" not in seconds(whole)
+        and "baseline" in seconds(out)
+    )
+    names = [
+        "above_base_mean",
+        "above_base_se",
+        "above_base_tiny_rewards:red",
+        "above_base_tiny_rewards:red_se",
+    ]
     assert not above(lines[0]) and all(list(above(line)) == names for line in lines[1:])
     assert set(above(lines[1]).values()) == {0.0}, "the same weights and the same noise"
     assert all(line["above_base_se"] > 0 for line in lines[2:]) and lines[-1]["above_base_mean"] > 0
-    assert {"train/above_base_mean", "train/above_base_tiny_rewards:red"} <= tracker_values(lines[2]).keys()
+    assert {"train/above_base_mean", "train/above_base_tiny_rewards:red"} <= tracker_values(
+        lines[2]
+    ).keys()
 
 
 def test_an_adapter_is_off_for_the_base(world):
@@ -44,7 +61,9 @@ def test_an_adapter_is_off_for_the_base(world):
     words = ["baseline_images=1", "lora_rank=4", "kl=0.01", "ema=0.5", "shared_noise=false"]
     run("train", world / "s.yaml", *words, *SHORT, "--out", out)
     _, first, second = metrics(out)
-    assert abs(first["above_base_mean"]) < 1e-5 and abs(second["above_base_mean"]) > 1e-5  # batches of another size
+    assert (
+        abs(first["above_base_mean"]) < 1e-5 and abs(second["above_base_mean"]) > 1e-5
+    )  # batches of another size
 
 
 def test_it_goes_on_after_an_interruption(world):
@@ -66,7 +85,11 @@ def test_more_than_a_group_is_refused(world, tmp_path):
 @pytest.mark.parametrize("images", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_report_shows_it_where_it_is(tmp_path, images):
     "The figure above the base with what it says of the last iterations; nothing of it in other runs."
-    out = synthetic.write(tmp_path / "run", {"iterations": 12, "baseline_images": images}, prompts=6)
+    out = synthetic.write(
+        tmp_path / "run", {"iterations": 12, "baseline_images": images}, prompts=6
+    )
     page = write_run_report(out).read_text()
-    said = [words in page for words in ("on the same prompts, from the same noise", "2 by 2; the bands")]
+    said = [
+        words in page for words in ("on the same prompts, from the same noise", "2 by 2; the bands")
+    ]
     assert said == [images > 0] * 2

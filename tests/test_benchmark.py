@@ -17,22 +17,48 @@ from chunk_grpo.evaluation import benchmarks, evaluate, judged
 def trained(tmp_path_factory):
     "A finished small run and a list of six prompts."
     folder = tmp_path_factory.mktemp("benchmark")
-    prompts = ("a red circle", "a blue square", "two stars", "a green star", "three circles", "a red square")
+    prompts = (
+        "a red circle",
+        "a blue square",
+        "two stars",
+        "a green star",
+        "three circles",
+        "a red square",
+    )
     (folder / "six.txt").write_text("\n".join(prompts))
-    run("train", "pocket/tiny", "iterations=1", "eval_every=0", "threads=1", "rollout_batch=1", "--out", folder / "run",
-        "--no-report")
+    run(
+        "train",
+        "pocket/tiny",
+        "iterations=1",
+        "eval_every=0",
+        "threads=1",
+        "rollout_batch=1",
+        "--out",
+        folder / "run",
+        "--no-report",
+    )
     return folder
 
 
 def images(folder):
     "Every image of a benchmark, byte for byte."
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))}
+    return {
+        str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))
+    }
 
 
 def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder = trained / "run" / "benchmarks" / "six"
-    words = ("evaluate", trained / "run", "--benchmark", trained / "six.txt", "--samples", "2", "--rewards",
-             "pocket-clip")
+    words = (
+        "evaluate",
+        trained / "run",
+        "--benchmark",
+        trained / "six.txt",
+        "--samples",
+        "2",
+        "--rewards",
+        "pocket-clip",
+    )
     said = run(*words)
     whole = images(folder)
     assert len(whole) == 3 * 6 * 2 and "report:" in said and "pocket-clip" in said
@@ -56,7 +82,8 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     run(*words, "--processes", "2", "--no-report")
     assert images(folder) == whole
     assert [r["scores"] for r in read_json_lines(folder / "scores.jsonl")] == [
-        json.loads(line)["scores"] for line in table.splitlines()]
+        json.loads(line)["scores"] for line in table.splitlines()
+    ]
     assert read_json(folder / "summary.json")["rewards"] == summary["rewards"]
     said = run(*words, "eval_seed=3", code=2)
     assert "seed 1000, not 3" in said and images(folder) == whole
@@ -65,12 +92,26 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
 def test_the_papers_tables_take_the_run_in(trained):
     "The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured."
     out = trained / "tables.html"
-    run("tables", trained / "run", "--name", "HPSv3=pocket-clip", "--name", "hpsv3=pocket-clip", "--prompts", "six",
-        "--show", "two stars", "--out", out)
+    run(
+        "tables",
+        trained / "run",
+        "--name",
+        "HPSv3=pocket-clip",
+        "--name",
+        "hpsv3=pocket-clip",
+        "--prompts",
+        "six",
+        "--show",
+        "two stars",
+        "--out",
+        out,
+    )
     text = out.read_text()
-    rewards = read_json(trained / "run" / "benchmarks" / "six" / "summary.json")["rewards"]["pocket-clip"]
+    rewards = read_json(trained / "run" / "benchmarks" / "six" / "summary.json")["rewards"][
+        "pocket-clip"
+    ]
     for arm in ("base", "hybrid"):
-        assert f"here, 1 run</td><td class=\"number\">{rewards[arm]['mean']:.3f}" in text, arm
+        assert f'here, 1 run</td><td class="number">{rewards[arm]["mean"]:.3f}' in text, arm
     assert "15.236" in text and "Nobody measured here: Dance-GRPO; Chunk-GRPO +ws" in text
     assert text.count("<img") == 1 and "six: 1 prompt, one image" in text
 
@@ -78,24 +119,49 @@ def test_the_papers_tables_take_the_run_in(trained):
 def test_images_of_another_origin(trained):
     folders = {arm: trained / "again" / arm for arm in ("base", "plain")}
     pairs = [word for arm, folder in folders.items() for word in ("--images", f"{arm}={folder}")]
-    words = ("evaluate", "--benchmark", trained / "six.txt", "--samples", "2", "--rewards", "pocket-clip")
+    words = (
+        "evaluate",
+        "--benchmark",
+        trained / "six.txt",
+        "--samples",
+        "2",
+        "--rewards",
+        "pocket-clip",
+    )
     out = trained / "elsewhere"
     assert "scores:" in run(*words, *pairs, "--out", out, "--no-report")
-    mine, theirs = (read_json(f / "summary.json")["rewards"]["pocket-clip"] for f in (out, trained / "again"))
+    mine, theirs = (
+        read_json(f / "summary.json")["rewards"]["pocket-clip"] for f in (out, trained / "again")
+    )
     assert mine["plain-base"] == theirs["plain-base"]
     victim = folders["plain"] / "00004_1.png"
     kept = victim.read_bytes()
     victim.unlink()
     said = run(*words, *pairs, "--out", trained / "third", code=2)
     victim.write_bytes(kept)
-    assert "lacks 1 of 12 images of plain, first 00004_1.png" in said and not (trained / "third").exists()
+    assert (
+        "lacks 1 of 12 images of plain, first 00004_1.png" in said
+        and not (trained / "third").exists()
+    )
 
 
 def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
-    record = {"tag": "counting", "include": [{"class": "bench", "count": 2}],
-              "exclude": [{"class": "bench", "count": 3}], "prompt": "a photo of two benches"}
+    record = {
+        "tag": "counting",
+        "include": [{"class": "bench", "count": 2}],
+        "exclude": [{"class": "bench", "count": 3}],
+        "prompt": "a photo of two benches",
+    }
     (tmp_path / "few.jsonl").write_text(json.dumps(record) + "\n")
-    said = run("evaluate", trained / "run", "--benchmark", "geneval", "--source", tmp_path / "few.jsonl", code=2)
+    said = run(
+        "evaluate",
+        trained / "run",
+        "--benchmark",
+        "geneval",
+        "--source",
+        tmp_path / "few.jsonl",
+        code=2,
+    )
     folder = trained / "run" / "benchmarks" / "geneval"
     assert "detector" in said and "convert_detector" in said
     nowhere = ("--source", tmp_path / "few.jsonl", "--detector", tmp_path / "nowhere")
@@ -113,7 +179,10 @@ def test_arms_are_the_evaluations(trained):
     assert arms == evaluate.ode_arms(s)
     with pytest.raises(Exception, match="learning_rate"):
         benchmarks.prepare_benchmark(
-            where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ["learning_rate=1"]
+            where,
+            benchmarks.load_benchmark_task("pocket:test"),
+            trained / "held",
+            ["learning_rate=1"],
         )
     assert benchmarks._paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 
@@ -130,7 +199,10 @@ def test_dpg_asks_a_judge_about_a_runs_images(trained):
         words += ["--judge-url", stub.url, "--judge-model", "stub"]
         first = run(*words)
         asked = sum(stub.came.values())
-        assert run(*words).splitlines()[-8:] == first.splitlines()[-8:] and sum(stub.came.values()) == asked == 3 * 2
+        assert (
+            run(*words).splitlines()[-8:] == first.splitlines()[-8:]
+            and sum(stub.came.values()) == asked == 3 * 2
+        )
     summary = read_json(trained / "run" / "benchmarks" / "dpg" / "summary.json")
     assert [summary["overall"][arm]["mean"] for arm in ("base", "plain", "hybrid")] == [0.5] * 3
     assert summary["overall"]["plain-base"]["mean"] == 0 and "not comparable" in summary["label"]

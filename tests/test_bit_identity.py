@@ -13,8 +13,14 @@ from chunk_grpo.core import settings
 from chunk_grpo.training import trainer
 from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
 
-FEW = {"images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 5, "chunks": "2,2", "eval_count": 1,
-       "eval_every": 0}
+FEW = {
+    "images_per_prompt": 2,
+    "prompts_per_iteration": 2,
+    "steps": 5,
+    "chunks": "2,2",
+    "eval_count": 1,
+    "eval_every": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,34 +61,51 @@ def test_the_place_of_weights_in_their_files_changes_nothing(home, wanted, tmp_p
     assert set(differences(wanted, found).values()) == {0.0}
 
 
-@pytest.mark.parametrize("changes", [{}, {"threads": 2}, {"rollout_batch": 3}, {"update_batch": 3}], ids=str)
-def test_threads_and_batches_repeat_themselves_and_never_move_the_noise(home, wanted, tmp_path, changes):
+@pytest.mark.parametrize(
+    "changes", [{}, {"threads": 2}, {"rollout_batch": 3}, {"update_batch": 3}], ids=str
+)
+def test_threads_and_batches_repeat_themselves_and_never_move_the_noise(
+    home, wanted, tmp_path, changes
+):
     found, again = (iteration_tensors(fresh(home, tmp_path / "run", **changes)) for _ in range(2))
     assert set(differences(found, again).values()) == {0.0}
     apart = differences(wanted, found)
-    assert apart["initial noise"] == 0 and max(apart[name] for name in ("latents", "log-probabilities")) < 1e-3
+    assert (
+        apart["initial noise"] == 0
+        and max(apart[name] for name in ("latents", "log-probabilities")) < 1e-3
+    )
     if not changes:
         assert set(apart.values()) == {0.0}
 
 
-@pytest.mark.parametrize("more", [{}, {"ema": 0.5, "updates_per_iteration": 2, "chunk_weighting": "dynamics"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": 0.5, "updates_per_iteration": 2, "chunk_weighting": "dynamics"}], ids=str
+)
 def test_a_resumed_run_asks_nothing_of_torchs_random_state(home, tmp_path, more):
     whole, cut = (fresh(home, tmp_path / name, **more) for name in ("whole", "cut"))
     for state in (whole, cut):
         trainer.train_iteration(state)
     trainer.save_checkpoint(cut)
     stored = {file.name for file in (tmp_path / "cut/checkpoints/000001").glob("*.safetensors")}
-    assert stored == {"weights.safetensors", "optimizer.safetensors"} | ({"ema.safetensors"} if more else set())
+    assert stored == {"weights.safetensors", "optimizer.safetensors"} | (
+        {"ema.safetensors"} if more else set()
+    )
     before = torch.get_rng_state()
     wanted = trainer.train_iteration(whole)
-    assert torch.equal(torch.get_rng_state(), before), "something drew from torch's own random numbers"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "something drew from torch's own random numbers"
+    )
     resumed = fresh(home, tmp_path / "cut", **more)
     torch.manual_seed(4711)
     trainer.resume(resumed)
     found = trainer.train_iteration(resumed)
     clock = {name for name in wanted if name.startswith("seconds")}
-    assert {k: v for k, v in found.items() if k not in clock} == {k: v for k, v in wanted.items() if k not in clock}
-    assert all(torch.equal(a, b) for a, b in zip(whole.policy.trained, resumed.policy.trained, strict=True))
+    assert {k: v for k, v in found.items() if k not in clock} == {
+        k: v for k, v in wanted.items() if k not in clock
+    }
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.policy.trained, resumed.policy.trained, strict=True)
+    )
 
 
 def test_the_same_checkpoint_is_written_after_a_resume_as_without(home, tmp_path):
@@ -97,8 +120,10 @@ def test_the_same_checkpoint_is_written_after_a_resume_as_without(home, tmp_path
     trainer.train_iteration(resumed)
     for state in (whole, resumed):
         trainer.save_checkpoint(state)
-    sums = [json.loads((tmp_path / name / "checkpoints/000002/manifest.json").read_text())["files"]
-            for name in ("whole", "cut")]
+    sums = [
+        json.loads((tmp_path / name / "checkpoints/000002/manifest.json").read_text())["files"]
+        for name in ("whole", "cut")
+    ]
     for files in sums:
         files.pop("state.json")  # it holds seconds
     assert sums[0] == sums[1]

@@ -7,15 +7,23 @@ import synthetic
 
 from chunk_grpo.reporting.reports import write_run_report
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.browser,
-              pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def page():
     "A browser page that cannot reach the network, with lists of what it asked for and complained about."
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra dev)"
+    )
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         context = browser.new_context(viewport={"width": 1200, "height": 900})
@@ -38,9 +46,13 @@ def report(tmp_path_factory):
 
 def test_report_opens_offline_with_all_figures(page, report):
     page.goto(report.as_uri())
-    pictures = page.eval_on_selector_all("img", "found => found.map(i => [i.naturalWidth, i.alt.length, i.width])")
+    pictures = page.eval_on_selector_all(
+        "img", "found => found.map(i => [i.naturalWidth, i.alt.length, i.width])"
+    )
     assert len(pictures) >= 8
-    assert all(natural > 0 and words > 20 and 0 < shown <= natural for natural, words, shown in pictures)
+    assert all(
+        natural > 0 and words > 20 and 0 < shown <= natural for natural, words, shown in pictures
+    )
     assert [url for url in page.asked if not url.startswith(("file:", "data:"))] == []
     assert page.failed == [] and page.said == []
 
@@ -49,9 +61,18 @@ def test_report_is_a_page_for_people(page, report):
     page.goto(report.as_uri())
     headings = page.eval_on_selector_all("h2", "found => found.map(h => h.textContent.trim())")
     assert headings == [
-        "Along the training", "Before and after", "Scores on held-out prompts", "The reward while training",
-        "Clip fraction and ratio, chunk by chunk", "Norm of the gradient", "Alarms",
-        "How far the base's latents move", "Time by phase", "Settings", "Where it ran"]
+        "Along the training",
+        "Before and after",
+        "Scores on held-out prompts",
+        "The reward while training",
+        "Clip fraction and ratio, chunk by chunk",
+        "Norm of the gradient",
+        "Alarms",
+        "How far the base's latents move",
+        "Time by phase",
+        "Settings",
+        "Where it ran",
+    ]
     assert "45 iterations" in page.inner_text("p.lead >> nth=0")
     assert page.query_selector("script, iframe, link[href^=http], div.input, pre") is None
     page.click("summary")
@@ -65,6 +86,8 @@ def test_report_fits_a_narrow_screen(page, report):
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(report.as_uri())
     width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    shown = page.eval_on_selector_all("img", "found => found.map(i => [i.width, i.parentElement.clientWidth])")
+    shown = page.eval_on_selector_all(
+        "img", "found => found.map(i => [i.width, i.parentElement.clientWidth])"
+    )
     page.set_viewport_size({"width": 1200, "height": 900})
     assert width[0] <= width[1] and all(box <= 390 and 600 <= picture for picture, box in shown)

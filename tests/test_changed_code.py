@@ -16,9 +16,22 @@ from chunk_grpo.reporting.publish import sample_widget
 from chunk_grpo.runs import run_folder, run_images
 from chunk_grpo.runs.verify import verify_run
 
-FEW = ["iterations=1", "eval_every=0", "eval_count=1", "eval_images=1", "prompts_per_iteration=1", "steps=3",
-       "images_per_prompt=2", "updates_per_iteration=1", "eval_steps=2", "hybrid_split=1", "chunks=steps",
-       "train_chunks=all", "checkpoint_every=1", "threads=1"]
+FEW = [
+    "iterations=1",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_images=1",
+    "prompts_per_iteration=1",
+    "steps=3",
+    "images_per_prompt=2",
+    "updates_per_iteration=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+    "chunks=steps",
+    "train_chunks=all",
+    "checkpoint_every=1",
+    "threads=1",
+]
 METHOD = """from chunk_grpo.training.methods import Method
 import mine_helper
 
@@ -29,16 +42,33 @@ class Rank(Method):
 CHUNKER = "def ones(profile):\n    return [1] * len(profile)\n"
 CLIP = "import torch\n\ndef clip(ratio, advantage, clip_range):\n    return ratio * advantage\n"
 RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
-FILES = {"mine_method.py": METHOD, "mine_helper.py": "SIGN = 1\n", "mine_chunks.py": CHUNKER, "mine_clip.py": CLIP,
-         "mine_reward.py": RED, "mine_scorer.py": RED}
-FILE_OF = {"method": "mine_method.py", "module mine_helper": "mine_helper.py", "chunks": "mine_chunks.py",
-           "surrogate": "mine_clip.py", "reward": "mine_reward.py", "eval_rewards": "mine_scorer.py"}
+FILES = {
+    "mine_method.py": METHOD,
+    "mine_helper.py": "SIGN = 1\n",
+    "mine_chunks.py": CHUNKER,
+    "mine_clip.py": CLIP,
+    "mine_reward.py": RED,
+    "mine_scorer.py": RED,
+}
+FILE_OF = {
+    "method": "mine_method.py",
+    "module mine_helper": "mine_helper.py",
+    "chunks": "mine_chunks.py",
+    "surrogate": "mine_clip.py",
+    "reward": "mine_reward.py",
+    "eval_rewards": "mine_scorer.py",
+}
 
 
 def words(ending: str) -> list[str]:
     "Settings on the command line that name every kind of code, as files (.py) or as modules."
-    return [f"method=mine_method{ending}:Rank", f"chunks=mine_chunks{ending}:ones", f"surrogate=mine_clip{ending}:clip",
-            f"reward=mine_reward{ending}:red", f"eval_rewards=[mine_scorer{ending}:red]"]
+    return [
+        f"method=mine_method{ending}:Rank",
+        f"chunks=mine_chunks{ending}:ones",
+        f"surrogate=mine_clip{ending}:clip",
+        f"reward=mine_reward{ending}:red",
+        f"eval_rewards=[mine_scorer{ending}:red]",
+    ]
 
 
 def write_code(folder: Path) -> None:
@@ -77,37 +107,77 @@ def test_a_run_is_not_resumed_with_edited_code(stopped, what):
     folder, more = stopped
     mark(folder, FILE_OF[what])
     before = (folder / "run/run.json").read_bytes()
-    done = call("train", "pocket/tiny", *more, "iterations=2", "--out", "run", "--resume", "--no-report", cwd=folder)
+    done = call(
+        "train",
+        "pocket/tiny",
+        *more,
+        "iterations=2",
+        "--out",
+        "run",
+        "--resume",
+        "--no-report",
+        cwd=folder,
+    )
     write_code(folder)  # as it was
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     setting = "method" if what.startswith("module") else what
     assert f"`{setting}` must be the same code when a run is resumed" in done.stderr, done.stderr
-    assert f"{FILE_OF[what]} has changed since the run began" in done.stderr and "run/code" in done.stderr
+    assert (
+        f"{FILE_OF[what]} has changed since the run began" in done.stderr
+        and "run/code" in done.stderr
+    )
     assert not (folder / "ran").exists() and (folder / "run/run.json").read_bytes() == before
 
 
 def test_a_run_is_resumed_with_the_code_that_it_began_with(stopped):
     folder, more = stopped
-    run("train", "pocket/tiny", *more, "iterations=2", "--out", "run", "--resume", "--no-report", cwd=folder)
+    run(
+        "train",
+        "pocket/tiny",
+        *more,
+        "iterations=2",
+        "--out",
+        "run",
+        "--resume",
+        "--no-report",
+        cwd=folder,
+    )
 
 
-def test_code_of_a_package_counts_with_what_lies_around_it_and_what_it_imports(tmp_path, monkeypatch):
+def test_code_of_a_package_counts_with_what_lies_around_it_and_what_it_imports(
+    tmp_path, monkeypatch
+):
     inside = tmp_path / "lab_q" / "deep"
     inside.mkdir(parents=True)
     (tmp_path / "lab_q/__init__.py").write_text("raise RuntimeError('imported')\n")
     (inside / "__init__.py").write_text("")
-    (inside / "rank.py").write_text("from . import scale\nfrom ..base import f\nimport json, torch, chunk_grpo\n")
+    (inside / "rank.py").write_text(
+        "from . import scale\nfrom ..base import f\nimport json, torch, chunk_grpo\n"
+    )
     (inside / "scale.py").write_text("import lab_r\n")
     (tmp_path / "lab_q/base.py").write_text("f = 1\n")
     (tmp_path / "lab_r.py").write_text("import lab_q.deep.scale\n")  # a circle
     monkeypatch.chdir(tmp_path)
     found = code_files("lab_q.deep.rank:f")
     assert {name: file.name for name, file in found.items()} == {
-        "lab_q": "__init__.py", "lab_q.deep": "__init__.py", "lab_q.deep.rank:f": "rank.py",
-        "lab_q.deep.scale": "scale.py", "lab_q.base": "base.py", "lab_r": "lab_r.py"}
+        "lab_q": "__init__.py",
+        "lab_q.deep": "__init__.py",
+        "lab_q.deep.rank:f": "rank.py",
+        "lab_q.deep.scale": "scale.py",
+        "lab_q.base": "base.py",
+        "lab_r": "lab_r.py",
+    }
     assert "lab_q.deep.no_such:f" not in code_files("lab_q.deep.no_such:f")
-    assert [*code_files("torch.nn:Module")] == ["torch", "torch.nn:Module"]  # what is installed is not followed
-    assert code_files("no_such_module:f") == code_files("no_such.py:f") == code_files("math:floor") == {}
+    assert [*code_files("torch.nn:Module")] == [
+        "torch",
+        "torch.nn:Module",
+    ]  # what is installed is not followed
+    assert (
+        code_files("no_such_module:f")
+        == code_files("no_such.py:f")
+        == code_files("math:floor")
+        == {}
+    )
     assert code_files("chunk_grpo.method.chunk_search:paper_rule_chunks") == {}
 
 
@@ -138,7 +208,16 @@ def trained(tmp_path_factory):
     (folder / "few.txt").write_text("a red star\na blue ring\n")
     few = [*FEW, f"eval_prompts={folder / 'few.txt'}"]
     for out, reward in (("by-file", "mine_reward.py:red"), ("by-module", "mine_reward:red")):
-        run("train", "pocket/tiny", *few, f"reward={reward}", "--out", out, "--no-report", cwd=folder)
+        run(
+            "train",
+            "pocket/tiny",
+            *few,
+            f"reward={reward}",
+            "--out",
+            out,
+            "--no-report",
+            cwd=folder,
+        )
     return folder
 
 
@@ -150,10 +229,16 @@ def test_a_copy_of_ones_own_run_beside_other_code_runs_none_of_it(trained, tmp_p
     done = call("evaluate", "run", "--no-report", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "`reward` of run names code that is not what the run was trained with" in done.stderr
-    assert "mine_reward.py" in done.stderr and "--trust" in done.stderr and not (tmp_path / "ran").exists()
+    assert (
+        "mine_reward.py" in done.stderr
+        and "--trust" in done.stderr
+        and not (tmp_path / "ran").exists()
+    )
 
 
-def test_ones_own_run_is_evaluated_beside_its_code_and_after_a_look_beside_edited_code(trained, tmp_path):
+def test_ones_own_run_is_evaluated_beside_its_code_and_after_a_look_beside_edited_code(
+    trained, tmp_path
+):
     for name in ("by-file", "by-module"):
         run("evaluate", name, "eval_images=2", "--no-report", cwd=trained)
     copy = tmp_path / "copy"
@@ -165,13 +250,16 @@ def test_ones_own_run_is_evaluated_beside_its_code_and_after_a_look_beside_edite
 
 FUNCTIONS = {
     "evaluate": lambda run, **how: evaluate(run, **how),
-    "sample_run": lambda run, **how: sample_run(run, ["a red star"], ["as-trained", "base-as-trained"], **how),
+    "sample_run": lambda run, **how: sample_run(
+        run, ["a red star"], ["as-trained", "base-as-trained"], **how
+    ),
     "sample_widget": lambda run, **how: sample_widget(run, "a red star", **how),
     "verify_run": lambda run, **how: verify_run(run, **how),
     "run_benchmark": lambda run, **how: run_benchmark(run, "pocket:test", **how),
     "draw_benchmark": lambda run, **how: draw_benchmark(run, ["pocket:test"], run / "b", **how),
     "draw_share": lambda run, **how: run_images.draw_share(
-        run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how),
+        run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how
+    ),
 }
 
 
@@ -182,15 +270,22 @@ def test_a_function_imports_nothing_that_a_foreign_run_names(trained, tmp_path, 
         shutil.copy(trained / file, tmp_path)
         mark(tmp_path, file)
     note = read_json(tmp_path / "run/run.json")
-    note["settings"] |= {"method": f"{tmp_path}/mine_method.py:Rank", "reward": f"{tmp_path}/mine_reward.py:red"}
+    note["settings"] |= {
+        "method": f"{tmp_path}/mine_method.py:Rank",
+        "reward": f"{tmp_path}/mine_reward.py:red",
+    }
     (tmp_path / "run/run.json").write_text(json.dumps(note | {"run_id": "a stranger's"}))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="was not made on this machine, and .* the code .*trust=True"):
+    with pytest.raises(
+        InputError, match="was not made on this machine, and .* the code .*trust=True"
+    ):
         FUNCTIONS[name](Path("run"))
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_function_runs_what_a_foreign_run_names_when_it_is_trusted(trained, tmp_path, monkeypatch):
+def test_a_function_runs_what_a_foreign_run_names_when_it_is_trusted(
+    trained, tmp_path, monkeypatch
+):
     shutil.copytree(trained / "by-file", tmp_path / "run")
     for file in ("mine_method.py", "mine_helper.py", "mine_reward.py"):
         shutil.copy(trained / file, tmp_path)
@@ -212,16 +307,33 @@ def test_a_trusted_foreign_run_takes_no_method_from_the_working_folder(trained, 
     note = read_json(tmp_path / "run/run.json")
     note["settings"] |= {"method": name, "reward": "pocket-clip"}
     (tmp_path / "run/run.json").write_text(json.dumps(note | {"run_id": "a stranger's"}))
-    done = call("sample", "run", "a red star", "--arm", "as-trained,base-as-trained", "--trust", cwd=tmp_path)
+    done = call(
+        "sample",
+        "run",
+        "a red star",
+        "--arm",
+        "as-trained,base-as-trained",
+        "--trust",
+        cwd=tmp_path,
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "ran").exists()
 
 
 def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "far_reward.py").write_text("def score(images, prompts):\n    return [0.5] * len(prompts)\n")
+    (tmp_path / "code" / "far_reward.py").write_text(
+        "def score(images, prompts):\n    return [0.5] * len(prompts)\n"
+    )
     run = tmp_path / "run"
-    words = ["train", "pocket/tiny", "reward=far_reward:score", "eval_rewards=[]", "iterations=1", "eval_every=0"]
+    words = [
+        "train",
+        "pocket/tiny",
+        "reward=far_reward:score",
+        "eval_rewards=[]",
+        "iterations=1",
+        "eval_every=0",
+    ]
     done = call(*words, "--out", run, "--no-report", cwd=tmp_path / "code")
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)

@@ -15,9 +15,22 @@ from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import load_method
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
-SMALL = {"images_per_prompt": 4, "shared_noise": False, "clip_range": 0.1, "prompts_per_iteration": 2, "eval_every": 0,
-         "eval_count": 1, "threads": 1, "iterations": 4}
-ROWS = {"crd-chunk": "crd", "nft-chunk": "nft", "awm-chunk": "awm", "elbo-chunk": "elbo-clip"}  # and what each is of
+SMALL = {
+    "images_per_prompt": 4,
+    "shared_noise": False,
+    "clip_range": 0.1,
+    "prompts_per_iteration": 2,
+    "eval_every": 0,
+    "eval_count": 1,
+    "threads": 1,
+    "iterations": 4,
+}
+ROWS = {
+    "crd-chunk": "crd",
+    "nft-chunk": "nft",
+    "awm-chunk": "awm",
+    "elbo-chunk": "elbo-clip",
+}  # and what each is of
 SEVEN = {"steps": 7, "chunks": "2,2,3", "train_chunks": "2,3"}
 FITTED = {"awm-chunk": {**SEVEN, "chunks": "2,2,2"}}  # of nine tenths of the levels
 
@@ -42,7 +55,9 @@ def gradient(context, method, advantage=ADVANTAGE) -> torch.Tensor:
     """Return the gradient of a first update on what the method draws."""
     made, chosen = draw(method, context)
     sampler = context.trajectories.sampler
-    work = build_update_batch(torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler))
+    work = build_update_batch(
+        torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler)
+    )
     context.policy.transformer.zero_grad()
     accumulate_gradients(context, work, advantage, method)
     return torch.cat([p.grad.flatten() for p in context.policy.trained])
@@ -66,12 +81,21 @@ def unmoved(policy):
             p.copy_(before)
 
 
-@pytest.mark.parametrize("name, levels", [("crd-chunk", (5, 17)), ("nft-chunk", (5, 17)), ("elbo-chunk", (5, 17)),
-                                          ("awm-chunk", (5, 15))])
+@pytest.mark.parametrize(
+    "name, levels",
+    [
+        ("crd-chunk", (5, 17)),
+        ("nft-chunk", (5, 17)),
+        ("elbo-chunk", (5, 17)),
+        ("awm-chunk", (5, 15)),
+    ],
+)
 def test_chunks_3_and_4_are_levels_5_to_the_last(policy, name, levels):
     method = method_of(name, steps=17)
     made, chosen = draw(method, context_of(policy, method))
-    assert made == Chunks.steps(levels[1]) and torch.equal(chosen, torch.arange(*levels).expand(8, -1))
+    assert made == Chunks.steps(levels[1]) and torch.equal(
+        chosen, torch.arange(*levels).expand(8, -1)
+    )
     assert method.counts().trained == 8 * (levels[1] - levels[0])
 
 
@@ -92,6 +116,7 @@ def test_a_chunk_row_of_single_levels_is_the_published_row(policy, name, chunks)
 
 def worth_by_hand(name, v, copy, target, x, t, advantage):
     """Write the loss of each level out (m,), of images of two groups of four at one level after the other."""
+
     def error(off):
         return off.square().mean((1, 2)) / off.detach().abs().mean((1, 2))
 
@@ -106,9 +131,13 @@ def worth_by_hand(name, v, copy, target, x, t, advantage):
         near, far = error(x - at * v - clean), error(x - at * (2 * copy - v) - clean)
         good = advantage / 10 + 0.5
         return -5 * (good * near + (1 - good) * far)
-    implicit = (error(copy - target) - error(v - target)).reshape(-1, 4)  # of a level and prompt, its four images
+    implicit = (error(copy - target) - error(v - target)).reshape(
+        -1, 4
+    )  # of a level and prompt, its four images
     wanted = advantage.reshape(-1, 4) / 10
-    away = (implicit - implicit.mean(1, keepdim=True).detach()) - (wanted - wanted.mean(1, keepdim=True))
+    away = (implicit - implicit.mean(1, keepdim=True).detach()) - (
+        wanted - wanted.mean(1, keepdim=True)
+    )
     return (-5 * away.square()).flatten()
 
 
@@ -127,17 +156,23 @@ def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, na
     if method.copies:
         with context.weights(method.reads[0]):
             copy = policy.velocity(x, t, rows)
-    worth = worth_by_hand(name, policy.velocity(x, t, rows), copy, target, x, t, ADVANTAGE.repeat(len(levels)))
+    worth = worth_by_hand(
+        name, policy.velocity(x, t, rows), copy, target, x, t, ADVANTAGE.repeat(len(levels))
+    )
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth.mean(), policy.trained)])
     assert expected.norm() > 0
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name, fraction, count", [("crd", 0.71, 12), ("nft", 0.71, 12), ("elbo-clip", 0.71, 12),
-                                                   ("awm", 0.67, 10)])
+@pytest.mark.parametrize(
+    "name, fraction, count",
+    [("crd", 0.71, 12), ("nft", 0.71, 12), ("elbo-clip", 0.71, 12), ("awm", 0.67, 10)],
+)
 def test_the_control_draws_as_many_levels_at_random(policy, name, fraction, count):
-    control, row = method_of(name, steps=17, chunk_fraction=fraction), method_of({v: k for k, v in ROWS.items()}[name],
-                                                                                 steps=17)
+    control, row = (
+        method_of(name, steps=17, chunk_fraction=fraction),
+        method_of({v: k for k, v in ROWS.items()}[name], steps=17),
+    )
     context = context_of(policy, control)
     _, chosen = draw(control, context)
     assert chosen.shape == draw(row, context)[1].shape == (8, count)
@@ -147,18 +182,28 @@ def test_the_control_draws_as_many_levels_at_random(policy, name, fraction, coun
 
 
 @pytest.mark.parametrize("name", ["elbo-chunk", "crd-chunk"])
-@pytest.mark.parametrize("more", [
-    {"chunk_fraction": 0.5}, {"chunk_fraction": 0.5, "chunk_weighting": "dynamics"},
-    {"chunk_fraction": 0.5, "chunk_weighting": "profile"}, {"chunks": "profile", "chunk_fraction": 0.5},
-    {"chunks": "steps", "train_chunks": "5,17", "chunk_fraction": 1}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chunk_fraction": 0.5},
+        {"chunk_fraction": 0.5, "chunk_weighting": "dynamics"},
+        {"chunk_fraction": 0.5, "chunk_weighting": "profile"},
+        {"chunks": "profile", "chunk_fraction": 0.5},
+        {"chunks": "steps", "train_chunks": "5,17", "chunk_fraction": 1},
+    ],
+    ids=str,
+)
 def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(policy, name, more):
     method = method_of(name, steps=17, **more)
     context = context_of(policy, method)
     made, chosen = draw(method, context)
     profile = context.trajectories.distance.double().mean(0)
     chunks = method.chunks_of_levels(context.trajectories, profile)
-    allowed = [set(range(17)[part]) for k, part in enumerate(chunks.slices) if str(k + 1) in
-               method.s.train_chunks.split(",")]
+    allowed = [
+        set(range(17)[part])
+        for k, part in enumerate(chunks.slices)
+        if str(k + 1) in method.s.train_chunks.split(",")
+    ]
     for row in chosen.tolist():
         drawn = {level for level in row if level >= 0}
         assert drawn and drawn == set().union(*[part for part in allowed if part & drawn])
@@ -171,20 +216,28 @@ def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(poli
 def test_chunks_of_large_motion_are_drawn_more_often(policy):
     "By an image's own latents, of several seeds; for a group that shares its levels by the group's mean."
     for name in ("elbo-chunk", "crd-chunk"):
-        method = method_of(name, steps=17, train_chunks="all", chunk_fraction=0.25, chunk_weighting="dynamics")
+        method = method_of(
+            name, steps=17, train_chunks="all", chunk_fraction=0.25, chunk_weighting="dynamics"
+        )
         context = context_of(policy, method)
         distance = context.trajectories.distance.mean(0)
         assert distance[:2].mean() < distance[9:].mean() / 3
         counts = torch.zeros(2)
         for seed in range(60):
-            paths = replace(context.trajectories, keys=[(seed, *key[1:]) for key in context.trajectories.keys])
+            paths = replace(
+                context.trajectories, keys=[(seed, *key[1:]) for key in context.trajectories.keys]
+            )
             chosen = method.draw(paths, [], distance, 0)
-            counts += torch.tensor([float((chosen == 0).any(1).sum()), float((chosen == 16).any(1).sum())])
+            counts += torch.tensor(
+                [float((chosen == 0).any(1).sum()), float((chosen == 16).any(1).sum())]
+            )
         assert counts[1] > 3 * counts[0] > 0
 
 
 def test_adaptive_chunks_cut_the_levels_of_each_image(policy):
-    method = method_of("elbo-chunk", steps=17, chunks="adaptive:3", train_chunks="all", chunk_fraction=0.5)
+    method = method_of(
+        "elbo-chunk", steps=17, chunks="adaptive:3", train_chunks="all", chunk_fraction=0.5
+    )
     context = context_of(policy, method)
     made, chosen = draw(method, context)
     assert isinstance(made, list) and all(part == Chunks.steps(17) for part in made)
@@ -193,11 +246,16 @@ def test_adaptive_chunks_cut_the_levels_of_each_image(policy):
 
 @pytest.mark.parametrize("text", ["interval", "inverse-interval", "2,2,3"])
 def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
-    method, plain = (method_of("elbo-clip", steps=7, chunk_fraction=1, step_weights=x) for x in (text, "one"))
+    method, plain = (
+        method_of("elbo-clip", steps=7, chunk_fraction=1, step_weights=x) for x in (text, "one")
+    )
     context = context_of(policy, plain)
     length = -context.trajectories.sampler.sigmas.diff()
-    expected = {"interval": length, "inverse-interval": 1 / length,
-                "2,2,3": torch.tensor([7 / 6] * 4 + [7 / 9] * 3)}[text]
+    expected = {
+        "interval": length,
+        "inverse-interval": 1 / length,
+        "2,2,3": torch.tensor([7 / 6] * 4 + [7 / 9] * 3),
+    }[text]
     weights = method.weights(context.trajectories.sampler)
     torch.testing.assert_close(weights, expected / expected.mean())
     each = []
@@ -207,14 +265,23 @@ def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
     torch.testing.assert_close(gradient(context, method), sum(each), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name, more, field", [
-    ("crd", {"train_chunks": "8"}, "train_chunks"), ("crd-chunk", {"train_chunks": "4"}, "train_chunks"),
-    ("awm", {"train_chunks": "7"}, "train_chunks"), ("crd-chunk", {"chunks": "2,2,2"}, "chunks"),
-    ("awm-chunk", {"chunks": "2,2,3"}, "chunks"), ("nft", {"chunks": "equal:2"}, "chunks"),
-    ("crd", {"chunks": "adaptive"}, "chunks"), ("v-grpo", {"chunks": "2,2,3"}, "chunks"),
-    ("elbo-chunk", {"step_weights": "noise"}, "step_weights"), ("nft", {"step_weights": "2,3,4"}, "step_weights"),
-    ("elbo-chunk", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
-    ("chunk", {"chunks": "2,4", "train_chunks": "3"}, "train_chunks")])
+@pytest.mark.parametrize(
+    "name, more, field",
+    [
+        ("crd", {"train_chunks": "8"}, "train_chunks"),
+        ("crd-chunk", {"train_chunks": "4"}, "train_chunks"),
+        ("awm", {"train_chunks": "7"}, "train_chunks"),
+        ("crd-chunk", {"chunks": "2,2,2"}, "chunks"),
+        ("awm-chunk", {"chunks": "2,2,3"}, "chunks"),
+        ("nft", {"chunks": "equal:2"}, "chunks"),
+        ("crd", {"chunks": "adaptive"}, "chunks"),
+        ("v-grpo", {"chunks": "2,2,3"}, "chunks"),
+        ("elbo-chunk", {"step_weights": "noise"}, "step_weights"),
+        ("nft", {"step_weights": "2,3,4"}, "step_weights"),
+        ("elbo-chunk", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
+        ("chunk", {"chunks": "2,4", "train_chunks": "3"}, "train_chunks"),
+    ],
+)
 def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field):
     with pytest.raises(InputError, match=f"`{field}`") as rejected:
         method_of(name, **{"steps": 7} | (FITTED.get(name, SEVEN) if name in ROWS else {}) | more)
@@ -224,36 +291,51 @@ def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field
 def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_rejected(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from chunk_grpo.method.chunks import Chunks\nfrom chunk_grpo.training.methods import Method\n\n\n"
-        "class Mine(Method):\n    def chunks(self, profile):\n        return Chunks.whole(len(profile))\n")
-    with pytest.raises(InputError, match="`train_chunks` must be all, or different numbers from 1 to 1"):
+        "class Mine(Method):\n    def chunks(self, profile):\n        return Chunks.whole(len(profile))\n"
+    )
+    with pytest.raises(
+        InputError, match="`train_chunks` must be all, or different numbers from 1 to 1"
+    ):
         load_method(load_settings("pocket/demo", {"method": f"{tmp_path / 'mine.py'}:Mine"}))
 
 
 def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(policy, tmp_path):
-    (tmp_path / "mine.py").write_text("from chunk_grpo.methods.decoupled import Crd\n\n\n"
-                                      "class Mine(Crd):\n    item_is_chunk = True\n")
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.methods.decoupled import Crd\n\n\n"
+        "class Mine(Crd):\n    item_is_chunk = True\n"
+    )
     name = f"{tmp_path / 'mine.py'}:Mine"
     last = method_of(name, steps=7, chunks="steps", train_chunks="7", chunk_fraction=1)
     assert draw(last, context_of(policy, last))[1].tolist() == [[6]] * 8
     method = method_of(name, **SEVEN, chunk_fraction=1)
     made, chosen = draw(method, context_of(policy, method))
-    assert made == Chunks((2, 2, 3)) and chosen.tolist() == [[1, 2]] * 8 and isinstance(method, Decoupled)
+    assert (
+        made == Chunks((2, 2, 3))
+        and chosen.tolist() == [[1, 2]] * 8
+        and isinstance(method, Decoupled)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, of in METHODS.items() if of.get("contender")])
 def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
     assert METHODS[name]["source"] == "our choice"
-    s = load_settings("pocket/tiny", {**SMALL, "method": name, "learning_rate": 1e-3, "images_per_prompt": 8})
+    s = load_settings(
+        "pocket/tiny", {**SMALL, "method": name, "learning_rate": 1e-3, "images_per_prompt": 8}
+    )
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
-    assert all(0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines)
+    assert all(
+        0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines
+    )
 
 
 def moved_gradient(context, method, advantage=ADVANTAGE):
     """Return the gradient, its items and their evidence before, after the weights have moved."""
     made, chosen = draw(method, context)
     sampler = context.trajectories.sampler
-    work = build_update_batch(torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler))
+    work = build_update_batch(
+        torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler)
+    )
     old = all_evidence(context, work, method)
     moved(context)
     context.policy.transformer.zero_grad()
@@ -279,10 +361,17 @@ def test_an_elbo_by_chunks_clips_the_geometric_mean_of_its_levels_ratios(policy,
     method = method_of("elbo-clip-chunk", **SEVEN, chunk_fraction=1, clip_range=eps)
     context = context_of(policy, method)
     image = torch.arange(8)
-    before = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)).detach() for i in range(7)], 1)
+    before = torch.stack(
+        [bounds_by_hand(context, image, torch.full((8,), i)).detach() for i in range(7)], 1
+    )
     ours, work, _, stats = moved_gradient(context, method)
-    ratios = (torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(7)], 1) - before).exp()
-    chunk = torch.stack([(ratios[:, 2] * ratios[:, 3]) ** (1 / 2), ratios[:, 4:].prod(1) ** (1 / 3)], 1)
+    ratios = (
+        torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(7)], 1)
+        - before
+    ).exp()
+    chunk = torch.stack(
+        [(ratios[:, 2] * ratios[:, 3]) ** (1 / 2), ratios[:, 4:].prod(1) ** (1 / 3)], 1
+    )
     worth = clipped(chunk, ADVANTAGE[:, None], eps).mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
     assert len(work.chunk) == 16 and expected.norm() > 0
@@ -294,7 +383,14 @@ def test_an_elbo_by_chunks_clips_the_geometric_mean_of_its_levels_ratios(policy,
 def test_an_elbo_by_chunks_of_single_levels_is_the_published_clip(policy, unmoved):
     "The same items, ratios and gradient, after the weights have moved."
     published = method_of("elbo-clip", steps=7, chunk_fraction=1, clip_range=1e-3)
-    ours = method_of("elbo-clip-chunk", steps=7, chunks="steps", train_chunks="all", chunk_fraction=1, clip_range=1e-3)
+    ours = method_of(
+        "elbo-clip-chunk",
+        steps=7,
+        chunks="steps",
+        train_chunks="all",
+        chunk_fraction=1,
+        clip_range=1e-3,
+    )
     context, kept = context_of(policy, published), [p.detach().clone() for p in policy.trained]
     found = []
     for method in (published, ours):
@@ -305,10 +401,14 @@ def test_an_elbo_by_chunks_of_single_levels_is_the_published_clip(policy, unmove
     assert torch.equal(*found) and found[0].norm() > 0
 
 
-def test_before_an_update_one_ratio_a_chunk_and_one_a_level_have_one_gradient_where_chunks_are_equal(policy):
+def test_before_an_update_one_ratio_a_chunk_and_one_a_level_have_one_gradient_where_chunks_are_equal(
+    policy,
+):
     more = {"steps": 6, "chunks": "2,2,2", "train_chunks": "2,3", "chunk_fraction": 1}
     context = context_of(policy, method_of("elbo-chunk", **more))
-    level, chunk = (gradient(context, method_of(name, **more)) for name in ("elbo-chunk", "elbo-clip-chunk"))
+    level, chunk = (
+        gradient(context, method_of(name, **more)) for name in ("elbo-chunk", "elbo-clip-chunk")
+    )
     torch.testing.assert_close(level, chunk, rtol=1e-3, atol=1e-4 * float(level.abs().max()))
 
 
@@ -316,7 +416,9 @@ MIXED = {"steps": 7, "chunks": "1,2,4", "window": "frozen:3"}
 
 
 @pytest.mark.parametrize("statistic", ["ratio", "guard"])
-def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(policy, statistic, unmoved):
+def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
+    policy, statistic, unmoved
+):
     "Written out by hand, after the weights have moved and some ratios are clipped."
     method = method_of("chunk-mixture", **MIXED, statistic=statistic, clip_range=1e-4)
     context, image = context_of(policy, method), torch.arange(8)
@@ -333,16 +435,26 @@ def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
 
     with torch.no_grad():
         old = means()
-        before = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1)
+        before = torch.stack(
+            [bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1
+        )
     ours, work, _, stats = moved_gradient(context, method)
     logs = []
     for i, ((mean, std), (was, _)) in enumerate(zip(means(), old, strict=True)):
-        away = [((paths.latents[:, i + 1] - m).square().mean((1, 2)) / (2 * std.flatten() ** 2)) for m in (mean, was)]
+        away = [
+            ((paths.latents[:, i + 1] - m).square().mean((1, 2)) / (2 * std.flatten() ** 2))
+            for m in (mean, was)
+        ]
         log = away[1] - away[0]
         if statistic == "guard":
-            log = std.flatten() * (log + (mean - was).square().mean((1, 2)) / (2 * std.flatten() ** 2))
+            log = std.flatten() * (
+                log + (mean - was).square().mean((1, 2)) / (2 * std.flatten() ** 2)
+            )
         logs.append(log)
-    late = torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1) - before
+    late = (
+        torch.stack([bounds_by_hand(context, image, torch.full((8,), i)) for i in range(3, 7)], 1)
+        - before
+    )
     ratio = torch.stack([logs[0].exp(), ((logs[1] + logs[2]) / 2).exp(), late.mean(1).exp()], 1)
     worth = clipped(ratio, ADVANTAGE[:, None], 1e-4).mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
@@ -351,7 +463,9 @@ def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
     torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-3 * float(expected.abs().max()))
 
 
-def test_a_mixture_of_its_early_chunks_alone_is_guard_in_a_window_and_of_its_late_ones_the_elbo(policy):
+def test_a_mixture_of_its_early_chunks_alone_is_guard_in_a_window_and_of_its_late_ones_the_elbo(
+    policy,
+):
     mixed = method_of("chunk-mixture", **MIXED)
     context = context_of(policy, mixed)
     early = gradient(context, method_of("chunk-mixture", **MIXED, train_chunks="1,2"))
@@ -359,32 +473,65 @@ def test_a_mixture_of_its_early_chunks_alone_is_guard_in_a_window_and_of_its_lat
     assert torch.equal(guard.sampler(0).eta, mixed.sampler(0).eta)
     torch.testing.assert_close(early, gradient(context, guard), rtol=1e-4, atol=1e-6)
     late = gradient(context, method_of("chunk-mixture", **MIXED, train_chunks="3"))
-    elbo = gradient(context, method_of("elbo-clip-chunk", steps=7, chunks="1,2,4", train_chunks="3", chunk_fraction=1))
+    elbo = gradient(
+        context,
+        method_of("elbo-clip-chunk", steps=7, chunks="1,2,4", train_chunks="3", chunk_fraction=1),
+    )
     torch.testing.assert_close(late, elbo, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(gradient(context, mixed), (2 * early + late) / 3, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        gradient(context, mixed), (2 * early + late) / 3, rtol=1e-3, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("more, field", [
-    ({"window": "all"}, "window"), ({"window": "random:3"}, "window"), ({"window": "progressive:3:2"}, "window"),
-    ({"window": "frozen:2"}, "window"), ({"chunks": "whole"}, "window"), ({"chunks": "1,2,3"}, "chunks"),
-    ({"chunks": "profile"}, "chunks"), ({"chunks": "adaptive"}, "chunks"), ({"train_chunks": "4"}, "train_chunks"),
-    ({"credit_of": "all-gains"}, "credit_of"), ({"credit_of": "gain"}, "credit_of"),
-    ({"sharing": "group"}, "sharing"), ({"merge": "window"}, "merge"), ({"merge": "rest:0.5"}, "merge"),
-    ({"step_weights": "noise"}, "step_weights"), ({"step_weights": "interval"}, "step_weights"),
-    ({"step_weights": "1,2"}, "step_weights"), ({"surrogate": "dppo:1e-3"}, "surrogate"),
-    ({"kl": 0.1, "anchor": "transition"}, "anchor"), ({"completion_strides": "1,2"}, "completion_strides"),
-    ({"sampler": "cps", "statistic": "guard"}, "statistic")])
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        ({"window": "all"}, "window"),
+        ({"window": "random:3"}, "window"),
+        ({"window": "progressive:3:2"}, "window"),
+        ({"window": "frozen:2"}, "window"),
+        ({"chunks": "whole"}, "window"),
+        ({"chunks": "1,2,3"}, "chunks"),
+        ({"chunks": "profile"}, "chunks"),
+        ({"chunks": "adaptive"}, "chunks"),
+        ({"train_chunks": "4"}, "train_chunks"),
+        ({"credit_of": "all-gains"}, "credit_of"),
+        ({"credit_of": "gain"}, "credit_of"),
+        ({"sharing": "group"}, "sharing"),
+        ({"merge": "window"}, "merge"),
+        ({"merge": "rest:0.5"}, "merge"),
+        ({"step_weights": "noise"}, "step_weights"),
+        ({"step_weights": "interval"}, "step_weights"),
+        ({"step_weights": "1,2"}, "step_weights"),
+        ({"surrogate": "dppo:1e-3"}, "surrogate"),
+        ({"kl": 0.1, "anchor": "transition"}, "anchor"),
+        ({"completion_strides": "1,2"}, "completion_strides"),
+        ({"sampler": "cps", "statistic": "guard"}, "statistic"),
+    ],
+)
 def test_a_mixture_that_cannot_be_is_rejected_in_one_sentence(more, field):
     with pytest.raises(InputError, match=f"`{field}` must|`{field}` of equal") as rejected:
         method_of("chunk-mixture", **MIXED | more)
     assert len(str(rejected.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("more", [{"window": "frozen:1"}, {"chunks": "steps", "window": "frozen:2"},
-                                  {"step_weights": "3,4"}, {"kl": 0.1, "anchor": "velocity"}, {"solver": "dpm2"},
-                                  {"sampler": "dance", "eta": 0.3}, {"chunk_fraction": 0.67}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": "frozen:1"},
+        {"chunks": "steps", "window": "frozen:2"},
+        {"step_weights": "3,4"},
+        {"kl": 0.1, "anchor": "velocity"},
+        {"solver": "dpm2"},
+        {"sampler": "dance", "eta": 0.3},
+        {"chunk_fraction": 0.67},
+    ],
+    ids=str,
+)
 def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
-    s = load_settings("pocket/tiny", {**SMALL, **MIXED, "method": "chunk-mixture", "learning_rate": 1e-3} | more)
+    s = load_settings(
+        "pocket/tiny", {**SMALL, **MIXED, "method": "chunk-mixture", "learning_rate": 1e-3} | more
+    )
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(0 < line["grad_norm"] < float("inf") for line in lines)
@@ -393,7 +540,9 @@ def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
 def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
     "Guard by chunks, each with its gain: one mean and deviation for all chunks of a prompt's images."
     more = {"steps": 7, "chunks": "1,2,3", "method": "guard-chunk-gains"}
-    s = load_settings("pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}})
+    s = load_settings(
+        "pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}}
+    )
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     drawn = iteration.sample_groups(state)
     gains = iteration.chunk_gains(state, drawn.context, drawn.scores)
@@ -402,5 +551,10 @@ def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
     ours = drawn.advantage[:, [0, 1, 3]].reshape(2, 12)
     torch.testing.assert_close(ours, wanted.clamp(-5, 5).to(ours), rtol=1e-3, atol=1e-3)
     row = load_settings("pocket/tiny", {"method": "guard-chunk-gains"})
-    assert state.method.counts().scored == 8 * 4 and (row.clip_range, row.statistic) == (1e-4, "guard")
-    assert not torch.allclose(ours.reshape(2, 4, 3).mean(1), torch.zeros(2, 3), atol=1e-2)  # no chunk by itself
+    assert state.method.counts().scored == 8 * 4 and (row.clip_range, row.statistic) == (
+        1e-4,
+        "guard",
+    )
+    assert not torch.allclose(
+        ours.reshape(2, 4, 3).mean(1), torch.zeros(2, 3), atol=1e-2
+    )  # no chunk by itself

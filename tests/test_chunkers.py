@@ -23,8 +23,12 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 value_ = st.floats(1e-4, 10.0)
 drawn_ = st.lists(value_, min_size=1, max_size=60)
 level_ = st.builds(lambda value, n: [value] * n, value_, st.integers(1, 60))  # ties everywhere
-slope_ = st.builds(lambda ratio, n: [0.5 * ratio**i for i in range(n)], st.floats(0.8, 1.25), st.integers(1, 60))
-profile_ = st.one_of(drawn_, level_, slope_).map(lambda values: torch.tensor(values, dtype=torch.float64))
+slope_ = st.builds(
+    lambda ratio, n: [0.5 * ratio**i for i in range(n)], st.floats(0.8, 1.25), st.integers(1, 60)
+)
+profile_ = st.one_of(drawn_, level_, slope_).map(
+    lambda values: torch.tensor(values, dtype=torch.float64)
+)
 CHUNKERS = {
     "fixed steps": lambda p: chunks_from_setting("steps", len(p)),
     "fixed list": lambda p: chunks_from_setting(",".join("1" * len(p)), len(p)),
@@ -83,7 +87,9 @@ def test_no_cut_is_cheaper_than_the_penalised_one(values, penalty):
 @quick
 @given(profile_, st.floats(0.001, 0.4))
 def test_a_higher_penalty_makes_no_more_chunks(profile, penalty):
-    assert len(optimal_chunks(profile, penalty=2 * penalty)) <= len(optimal_chunks(profile, penalty=penalty))
+    assert len(optimal_chunks(profile, penalty=2 * penalty)) <= len(
+        optimal_chunks(profile, penalty=penalty)
+    )
 
 
 @quick
@@ -103,24 +109,36 @@ def test_a_trajectory_is_cut_by_its_own_distances_only(seed, n):
 
 def own_sizes(values, count):
     "Best cut by dynamic programming in plain Python, the oracle of the library's."
+
     def cost(run):
         return sum((value - sum(run) / len(run)) ** 2 for value in run)
 
     best = {(0, 0): (0.0, [])}  # (runs, end) -> (cost, sizes)
     for runs in range(1, count + 1):
         for end in range(runs, len(values) - (count - runs) + 1):
-            best[runs, end] = min((best[runs - 1, begin][0] + cost(values[begin:end]),
-                                   best[runs - 1, begin][1] + [end - begin])
-                                  for begin in range(runs - 1, end) if (runs - 1, begin) in best)
+            best[runs, end] = min(
+                (
+                    best[runs - 1, begin][0] + cost(values[begin:end]),
+                    best[runs - 1, begin][1] + [end - begin],
+                )
+                for begin in range(runs - 1, end)
+                if (runs - 1, begin) in best
+            )
     return best[count, len(values)][1]
 
 
 @quick
 @given(st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 8))
 def test_the_librarys_cut_is_the_best(seed, n, count):
-    profile = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.05
+    profile = (
+        torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.05
+    )
     expected = own_sizes(profile.log().tolist(), min(count, n))
-    assert list(chunks_from_profile(profile, count).sizes) == list(optimal_chunks(profile, count).sizes) == expected
+    assert (
+        list(chunks_from_profile(profile, count).sizes)
+        == list(optimal_chunks(profile, count).sizes)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,24 +154,54 @@ def test_the_librarys_cut_is_the_best(seed, n, count):
 def test_bad_profiles_are_refused(make, words, bad):
     with pytest.raises(InputError, match=words) as caught:
         make(torch.tensor(bad))
-    assert "allowed are finite values above 0" in str(caught.value) and "\n" not in str(caught.value)
+    assert "allowed are finite values above 0" in str(caught.value) and "\n" not in str(
+        caught.value
+    )
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda p: chunks_from_setting("2,3", len(p)), "`chunks` must add up to the 6 transitions"),
-    (lambda p: chunks_from_setting("2,x", len(p)), "`chunks` must be sizes"),
-    (lambda p: chunks_from_setting("profile", len(p)), "`chunks` can be profile only"),
-    (lambda p: paper_rule_chunks(p, p[:5]), "trained_profile: got 5 values, allowed are the base's 6"),
-    (lambda p: paper_rule_chunks(p, middle=0), "middle: got 0, allowed is a whole number of chunks from 1"),
-    (lambda p: paper_rule_chunks(p, half=0.0), "half: got 0.0, allowed is above 0 and at most 1"),
-    (lambda p: optimal_chunks(p), "max_chunks: got None with penalty None, allowed is one of the two"),
-    (lambda p: optimal_chunks(p, 2, 0.1), "max_chunks: got 2 with penalty 0.1, allowed is one of the two"),
-    (lambda p: optimal_chunks(p, 0), "must be a whole number from 1 or None; got 0"),
-    (lambda p: optimal_chunks(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
-    (lambda p: optimal_chunks(p, penalty=math.nan), "penalty: got nan, allowed is a number above 0"),
-    (lambda p: adaptive_chunks(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),
-    (lambda p: adaptive_chunks(p[None], 0), "min_size: got 0, allowed is a whole number from 1"),
-    (lambda p: adaptive_chunks(p[None], 1.5), "min_size: got 1.5, allowed is a whole number from 1")])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda p: chunks_from_setting("2,3", len(p)), "`chunks` must add up to the 6 transitions"),
+        (lambda p: chunks_from_setting("2,x", len(p)), "`chunks` must be sizes"),
+        (lambda p: chunks_from_setting("profile", len(p)), "`chunks` can be profile only"),
+        (
+            lambda p: paper_rule_chunks(p, p[:5]),
+            "trained_profile: got 5 values, allowed are the base's 6",
+        ),
+        (
+            lambda p: paper_rule_chunks(p, middle=0),
+            "middle: got 0, allowed is a whole number of chunks from 1",
+        ),
+        (
+            lambda p: paper_rule_chunks(p, half=0.0),
+            "half: got 0.0, allowed is above 0 and at most 1",
+        ),
+        (
+            lambda p: optimal_chunks(p),
+            "max_chunks: got None with penalty None, allowed is one of the two",
+        ),
+        (
+            lambda p: optimal_chunks(p, 2, 0.1),
+            "max_chunks: got 2 with penalty 0.1, allowed is one of the two",
+        ),
+        (lambda p: optimal_chunks(p, 0), "must be a whole number from 1 or None; got 0"),
+        (lambda p: optimal_chunks(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
+        (
+            lambda p: optimal_chunks(p, penalty=math.nan),
+            "penalty: got nan, allowed is a number above 0",
+        ),
+        (lambda p: adaptive_chunks(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),
+        (
+            lambda p: adaptive_chunks(p[None], 0),
+            "min_size: got 0, allowed is a whole number from 1",
+        ),
+        (
+            lambda p: adaptive_chunks(p[None], 1.5),
+            "min_size: got 1.5, allowed is a whole number from 1",
+        ),
+    ],
+)
 def test_bad_settings_are_refused(make, words):
     with pytest.raises(InputError, match=words):
         make(torch.tensor([0.7, 0.8, 0.5, 0.4, 0.3, 0.3]))
@@ -163,9 +211,18 @@ def test_bad_settings_are_refused(make, words):
 
 
 @quick
-@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 4), st.integers(2, 9), st.floats(0.01, 100))
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(2, 9),
+    st.floats(0.01, 100),
+)
 def test_shares_add_up_and_do_not_see_the_scale(seed, P, G, n, factor):
-    distance = torch.rand(P, G, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    distance = (
+        torch.rand(P, G, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        + 0.1
+    )
     shares = variance_shares(distance)
     assert shares["step"] + shares["prompt"] + shares["seed"] == pytest.approx(1)
     assert variance_shares(factor * distance) == pytest.approx(shares, nan_ok=True)
@@ -174,9 +231,13 @@ def test_shares_add_up_and_do_not_see_the_scale(seed, P, G, n, factor):
 
 
 def test_each_share_is_all_where_nothing_else_differs():
-    step, prompt, seed = (torch.ones(3, 2, 4) + torch.arange(size).reshape(place) for size, place in
-                          ((4, (1, 1, 4)), (3, (3, 1, 1)), (2, (1, 2, 1))))
-    assert [variance_shares(x)[name] for x, name in ((step, "step"), (prompt, "prompt"), (seed, "seed"))] == [1, 1, 1]
+    step, prompt, seed = (
+        torch.ones(3, 2, 4) + torch.arange(size).reshape(place)
+        for size, place in ((4, (1, 1, 4)), (3, (3, 1, 1)), (2, (1, 2, 1)))
+    )
+    assert [
+        variance_shares(x)[name] for x, name in ((step, "step"), (prompt, "prompt"), (seed, "seed"))
+    ] == [1, 1, 1]
     with pytest.raises(InputError, match="distance: got 1.0 everywhere"):
         variance_shares(torch.ones(3, 2, 4))
 
@@ -184,7 +245,10 @@ def test_each_share_is_all_where_nothing_else_differs():
 @quick
 @given(st.integers(0, 2**31), st.floats(0.2, 5.0))
 def test_a_common_factor_is_its_logarithm_everywhere(seed, factor):
-    base = torch.rand(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + 0.1
+    base = (
+        torch.rand(4, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        + 0.1
+    )
     mean, error = profile_departure(base, factor * base)
     torch.testing.assert_close(mean, torch.full((6,), math.log(factor), dtype=torch.float64))
     assert float(error.max()) < 1e-12

@@ -24,66 +24,80 @@ from chunk_grpo.core import settings
 from chunk_grpo.reporting import reports
 
 
-@pytest.mark.parametrize("arguments, parts", [
-    (["plan", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
-    (["plan", "nowhere.yaml"], ["'nowhere.yaml'", "presets"]),
-    (["plan", "pocket/tiny", "learnin_rate=1"], ["`learnin_rate`", "`learning_rate`"]),
-    (["plan", "pocket/tiny", "steps"], ["name=value", "'steps'"]),
-    (["train", "pocket/tiny", "--seed", "1"], ["`seed`", "seed=VALUE", "--seed"]),
-    (["plan", "pocket/tiny", "--learning-rate=1"], ["`learning_rate`", "learning_rate=VALUE"]),
-    (["train", "--config", "my.yaml"], ["`SETTINGS`", "chunk-grpo train my.yaml", "--config"]),
-    (["methods", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
-    (["plan", "pocket/tiny", "--processes", "3"], ["number of processes", "got 3"]),
-    (["plan", "pocket/tiny", "--rate", "-1"], ["`--rate`", "-1"]),
-    (["plan", "pocket/tiny", "--rate", "nan"], ["`--rate`", "nan"]),
-    (["plan", "pocket/tiny", "--rate", "inf"], ["`--rate`", "inf"]),
-    (["plan", "pocket/tiny", "--device", "h200", "--share", "nan"], ["`--share`", "nan"]),
-    (["plan", "x" * 300], ["xxx", "File name too long"]),
-    (["train", "pocket/tiny", "iterations=100000000000"], ["`iterations`", "at most 1000000"]),
-    (["train", "pocket/tiny", "steps=100000000000", "chunks=steps"], ["`steps`", "at most 10000"]),
-    (["train", "pocket/tiny", "--out", "x" * 300], ["xxx", "File name too long"]),
-    (["train", "pocket/tiny", "--out", "run", "model=" + "x" * 300], ["xxx", "too long"]),
-    (["train", "pocket/tiny", "--out", "run", "prompts=" + "x" * 300], ["xxx", "too long"]),
-    (["profile", "pocket/tiny", "--steps", "9" * 5000], ["`--steps`"]),
-    (["profile", "pocket/tiny", "--json", "x" * 300], ["File name too long"]),
-    (["study", "explain", "--seeds", "9" * 5000], ["`--seeds`"]),
-    (["study", "x" * 300], ["File name too long"]),
-    (["report", "x" * 300], ["File name too long"]),
-    (["evaluate", "x" * 300], ["File name too long"]),
-    (["serve-reward", "pocket-clip", "--port", "99999"], ["port", "99999", "65535"]),
-    (["serve-reward", "pocket-clip", "--host", "no such host"], ["host", "'no such host'"]),
-    (["serve-reward", "pocket-clip", "--host", "203.0.113.7", "--token", "HOME"], ["host", "203.0.113.7"]),
-    (["serve-reward", "pocket-clip", "--host", "0.0.0.0"], ["token"]),
-    (["serve-reward", "pocket-clip", "--max-bytes", "0"], ["max_bytes", "0"]),
-    (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
-    (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
-    (["train", "pocket/tiny", "reward=pocket-clp"], ["`reward`", "pocket-clip", "'pocket-clp'"]),
-    (["presets", "pocket/demmo"], ["'pocket/demmo'", "pocket/demo"]),
-    (["train", "pocket/tiny", "--processes", "0"], ["`processes`", "got 0"]),
-    (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
-    (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
-    (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),
-    (["profile"], ["settings", "`--run`"]),
-    (["profile", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
-    (["profile", "pocket/tiny", "--steps", "10,1"], ["`--steps`", "from 2", "'10,1'"]),
-    (["profile", "pocket/tiny", "--steps", "10,x"], ["`--steps`", "commas", "'10,x'"]),
-    (["profile", "pocket/tiny", "--json", "."], ["`--json`", "folder"]),
-    (["profile", "--run", "nowhere"], ["nowhere"]),
-    (["evaluate", "nowhere"], ["nowhere"]),
-    (["report", "nowhere"], ["nowhere"]),
-    (["study", "explane"], ["'explane'", "explain"]),
-    (["study", "explain", "--arms", "steps,stairs"], ["`arms`", "reweighted", "'stairs'"]),
-    (["study", "explain", "--seeds", "0,16"], ["`seeds`", "between 0 and 15", "16"]),
-    (["study", "explain", "--seeds", "x"], ["`--seeds`", "'x'"]),
-    (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
-    (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),
-    (["compare", "nowhere"], ["nowhere"]),
-    (["sample", "nowhere", "a star"], ["nowhere"]),
-    (["sample", "nowhere"], ["neither"]),
-    (["export", "nowhere", "mine"], ["nowhere"]),
-    (["evaluate", "nowhere", "--benchmark", "geneval", "--json"], ["`--json`", "summary.json"]),
-])
-def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capfd, arguments, parts):
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["plan", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
+        (["plan", "nowhere.yaml"], ["'nowhere.yaml'", "presets"]),
+        (["plan", "pocket/tiny", "learnin_rate=1"], ["`learnin_rate`", "`learning_rate`"]),
+        (["plan", "pocket/tiny", "steps"], ["name=value", "'steps'"]),
+        (["train", "pocket/tiny", "--seed", "1"], ["`seed`", "seed=VALUE", "--seed"]),
+        (["plan", "pocket/tiny", "--learning-rate=1"], ["`learning_rate`", "learning_rate=VALUE"]),
+        (["train", "--config", "my.yaml"], ["`SETTINGS`", "chunk-grpo train my.yaml", "--config"]),
+        (["methods", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
+        (["plan", "pocket/tiny", "--processes", "3"], ["number of processes", "got 3"]),
+        (["plan", "pocket/tiny", "--rate", "-1"], ["`--rate`", "-1"]),
+        (["plan", "pocket/tiny", "--rate", "nan"], ["`--rate`", "nan"]),
+        (["plan", "pocket/tiny", "--rate", "inf"], ["`--rate`", "inf"]),
+        (["plan", "pocket/tiny", "--device", "h200", "--share", "nan"], ["`--share`", "nan"]),
+        (["plan", "x" * 300], ["xxx", "File name too long"]),
+        (["train", "pocket/tiny", "iterations=100000000000"], ["`iterations`", "at most 1000000"]),
+        (
+            ["train", "pocket/tiny", "steps=100000000000", "chunks=steps"],
+            ["`steps`", "at most 10000"],
+        ),
+        (["train", "pocket/tiny", "--out", "x" * 300], ["xxx", "File name too long"]),
+        (["train", "pocket/tiny", "--out", "run", "model=" + "x" * 300], ["xxx", "too long"]),
+        (["train", "pocket/tiny", "--out", "run", "prompts=" + "x" * 300], ["xxx", "too long"]),
+        (["profile", "pocket/tiny", "--steps", "9" * 5000], ["`--steps`"]),
+        (["profile", "pocket/tiny", "--json", "x" * 300], ["File name too long"]),
+        (["study", "explain", "--seeds", "9" * 5000], ["`--seeds`"]),
+        (["study", "x" * 300], ["File name too long"]),
+        (["report", "x" * 300], ["File name too long"]),
+        (["evaluate", "x" * 300], ["File name too long"]),
+        (["serve-reward", "pocket-clip", "--port", "99999"], ["port", "99999", "65535"]),
+        (["serve-reward", "pocket-clip", "--host", "no such host"], ["host", "'no such host'"]),
+        (
+            ["serve-reward", "pocket-clip", "--host", "203.0.113.7", "--token", "HOME"],
+            ["host", "203.0.113.7"],
+        ),
+        (["serve-reward", "pocket-clip", "--host", "0.0.0.0"], ["token"]),
+        (["serve-reward", "pocket-clip", "--max-bytes", "0"], ["max_bytes", "0"]),
+        (["train", "pocket/tiny", "steps=18"], ["`chunks`", "17"]),
+        (["train", "pocket/tiny", "iterations=1.5"], ["`iterations`", "1.5"]),
+        (
+            ["train", "pocket/tiny", "reward=pocket-clp"],
+            ["`reward`", "pocket-clip", "'pocket-clp'"],
+        ),
+        (["presets", "pocket/demmo"], ["'pocket/demmo'", "pocket/demo"]),
+        (["train", "pocket/tiny", "--processes", "0"], ["`processes`", "got 0"]),
+        (["train", "pocket/tiny", "--resume"], ["`--resume`", "`--out`"]),
+        (["train", "pocket/tiny", "--out", "nowhere", "--resume"], ["nowhere"]),
+        (["profile", "pocket/tiny", "eta=0"], ["`eta`", "above 0"]),
+        (["profile"], ["settings", "`--run`"]),
+        (["profile", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
+        (["profile", "pocket/tiny", "--steps", "10,1"], ["`--steps`", "from 2", "'10,1'"]),
+        (["profile", "pocket/tiny", "--steps", "10,x"], ["`--steps`", "commas", "'10,x'"]),
+        (["profile", "pocket/tiny", "--json", "."], ["`--json`", "folder"]),
+        (["profile", "--run", "nowhere"], ["nowhere"]),
+        (["evaluate", "nowhere"], ["nowhere"]),
+        (["report", "nowhere"], ["nowhere"]),
+        (["study", "explane"], ["'explane'", "explain"]),
+        (["study", "explain", "--arms", "steps,stairs"], ["`arms`", "reweighted", "'stairs'"]),
+        (["study", "explain", "--seeds", "0,16"], ["`seeds`", "between 0 and 15", "16"]),
+        (["study", "explain", "--seeds", "x"], ["`--seeds`", "'x'"]),
+        (["study", "explain", "--known", "nowhere.jsonl"], ["`--known`", "nowhere.jsonl"]),
+        (["study", "explain", "--processes", "0"], ["`processes`", "got 0"]),
+        (["compare", "nowhere"], ["nowhere"]),
+        (["sample", "nowhere", "a star"], ["nowhere"]),
+        (["sample", "nowhere"], ["neither"]),
+        (["export", "nowhere", "mine"], ["nowhere"]),
+        (["evaluate", "nowhere", "--benchmark", "geneval", "--json"], ["`--json`", "summary.json"]),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(
+    tmp_path, monkeypatch, capfd, arguments, parts
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["chunk-grpo", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -95,11 +109,20 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capf
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [
-    ["train", "pocket/tiny", "--out", "loop"], ["train", "pocket/tiny", "--out", "loop/run"], ["report", "loop"],
-    ["train", "loop"], ["train", "pocket/tiny", "--out", "loop", "--resume"],
-    ["train", "pocket/tiny", "--out", "run", "model=./loop"], ["train", "pocket/tiny", "--out", "run", "prompts=loop"],
-    ["compare", "loop"], ["profile", "pocket/tiny", "--out", "loop/a.html"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "pocket/tiny", "--out", "loop"],
+        ["train", "pocket/tiny", "--out", "loop/run"],
+        ["report", "loop"],
+        ["train", "loop"],
+        ["train", "pocket/tiny", "--out", "loop", "--resume"],
+        ["train", "pocket/tiny", "--out", "run", "model=./loop"],
+        ["train", "pocket/tiny", "--out", "run", "prompts=loop"],
+        ["compare", "loop"],
+        ["profile", "pocket/tiny", "--out", "loop/a.html"],
+    ],
+)
 def test_a_loop_of_links_is_one_sentence(tmp_path, monkeypatch, capfd, words):
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
@@ -108,27 +131,42 @@ def test_a_loop_of_links_is_one_sentence(tmp_path, monkeypatch, capfd, words):
     with pytest.raises(SystemExit) as ended:
         main.main()
     said, error = capfd.readouterr()
-    assert ended.value.code == 2 and said == "" and "loop" in error and error.count("\n") == 1, error
+    assert ended.value.code == 2 and said == "" and "loop" in error and error.count("\n") == 1, (
+        error
+    )
     assert [one.name for one in tmp_path.iterdir()] == ["loop"]
 
 
-@pytest.mark.parametrize("command, name", [("speed", "d.json"), ("compare", "d.html"), ("tables", "d.html")])
+@pytest.mark.parametrize(
+    "command, name", [("speed", "d.json"), ("compare", "d.html"), ("tables", "d.html")]
+)
 def test_a_folder_is_never_replaced_by_a_file(tmp_path, monkeypatch, capfd, command, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("dear")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["chunk-grpo", command, "--out", name, *["nowhere"] * (command == "compare")])
+    monkeypatch.setattr(
+        sys, "argv", ["chunk-grpo", command, "--out", name, *["nowhere"] * (command == "compare")]
+    )
     with pytest.raises(SystemExit) as ended:
         main.main()
     error = capfd.readouterr().err
-    assert ended.value.code == 2 and "`--out`" in error and "folder" in error and error.count("\n") == 1
+    assert (
+        ended.value.code == 2
+        and "`--out`" in error
+        and "folder" in error
+        and error.count("\n") == 1
+    )
     assert (tmp_path / name / "thesis.tex").read_text() == "dear"
 
 
 def test_the_command_itself_ends_with_2(tmp_path):
     words = command("train", "pocket/tiny", "steps=18")
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("chunk-grpo: `chunks`") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and done.stderr.startswith("chunk-grpo: `chunks`")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def note(run):
@@ -140,11 +178,18 @@ def note(run):
 def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     note(tmp_path / "run")
-    monkeypatch.setattr(reports, "write_report", lambda *_, **__: pytest.fail("a report was started"))
-    for words, part in (([], "a finished run is needed"), (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
-                        (["eta=0"], "`eta`")):
+    monkeypatch.setattr(
+        reports, "write_report", lambda *_, **__: pytest.fail("a report was started")
+    )
+    for words, part in (
+        ([], "a finished run is needed"),
+        (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
+        (["eta=0"], "`eta`"),
+    ):
         answer = CliRunner().invoke(main.app, ["profile", *words, "--run", str(tmp_path / "run")])
-        assert isinstance(answer.exception, InputError) and part in str(answer.exception), answer.exception
+        assert isinstance(answer.exception, InputError) and part in str(answer.exception), (
+            answer.exception
+        )
 
 
 def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
@@ -152,23 +197,57 @@ def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
     note(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     given = []
-    monkeypatch.setattr(reports, "write_report", lambda name, out, /, **values: given.append((name, out, values)))
-    for words in (["pocket/tiny"], ["seed=4", "--run", "run", "--prompts", "3", "--images", "1", "--steps", "10,50",
-                                    "--json", "p.json", "--out", "p.html"]):
+    monkeypatch.setattr(
+        reports, "write_report", lambda name, out, /, **values: given.append((name, out, values))
+    )
+    for words in (
+        ["pocket/tiny"],
+        [
+            "seed=4",
+            "--run",
+            "run",
+            "--prompts",
+            "3",
+            "--images",
+            "1",
+            "--steps",
+            "10,50",
+            "--json",
+            "p.json",
+            "--out",
+            "p.html",
+        ],
+    ):
         answer = CliRunner().invoke(main.app, ["profile", *words], catch_exceptions=False)
         assert answer.exit_code == 0, answer.output
     (name, out, plain), (_, chosen, values) = given
     assert (name, str(out), str(chosen)) == ("profile", "profile.html", "p.html")
     known = reports.report_parameters("profile")
-    assert plain == {key: p["default"] for key, p in known.items()}  # without options the report's own defaults
-    assert values == {"settings": "", "overrides": ["seed=4"], "run": "run", "prompts": 3, "images": 1,
-                      "step_counts": [10, 50], "out": "p.json"}
+    assert plain == {
+        key: p["default"] for key, p in known.items()
+    }  # without options the report's own defaults
+    assert values == {
+        "settings": "",
+        "overrides": ["seed=4"],
+        "run": "run",
+        "prompts": 3,
+        "images": 1,
+        "step_counts": [10, 50],
+        "out": "p.json",
+    }
 
 
-@pytest.mark.parametrize("arguments", [
-    ["train"], ["fly"], ["plan", "pocket/tiny", "--processes", "two"], ["plan", "--fast"],
-    *(["profile", "pocket/tiny", "--prompts", text] for text in ("two", "0", "100000000000")),
-    ["profile", "pocket/tiny", "--images", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train"],
+        ["fly"],
+        ["plan", "pocket/tiny", "--processes", "two"],
+        ["plan", "--fast"],
+        *(["profile", "pocket/tiny", "--prompts", text] for text in ("two", "0", "100000000000")),
+        ["profile", "pocket/tiny", "--images", "0"],
+    ],
+)
 def test_wrong_usage_is_exit_code_2(arguments):
     answer = CliRunner().invoke(main.app, arguments)
     assert answer.exit_code == 2 and "Usage" in answer.output
@@ -185,7 +264,11 @@ def test_help_names_every_command():
 
 def command_examples() -> list[list[str]]:
     "The words of every example in the help of every command."
-    lines = [line for one in typer.main.get_command(main.app).commands.values() for line in one.epilog.splitlines()]
+    lines = [
+        line
+        for one in typer.main.get_command(main.app).commands.values()
+        for line in one.epilog.splitlines()
+    ]
     return [shlex.split(line)[1:] for line in lines if line.startswith("  chunk-grpo ")]
 
 
@@ -200,7 +283,9 @@ def test_the_examples_of_the_help_are_commands(words):
 
 
 def test_every_command_has_an_example():
-    assert {words[0] for words in command_examples()} == set(typer.main.get_command(main.app).commands)
+    assert {words[0] for words in command_examples()} == set(
+        typer.main.get_command(main.app).commands
+    )
 
 
 @pytest.mark.slow
@@ -208,10 +293,15 @@ def test_every_command_has_an_example():
 def test_the_examples_of_the_help_run(tmp_path):
     "In the order of a user's day, but for those that need a server, a download, a GPU's model or hours."
     day = "train speed plan evaluate sample export report compare tables profile presets doctor".split()
-    skipped = {"train pocket/demo iterations=200 --no-report", "evaluate runs/one --benchmark pocket:test",
-               "profile pocket/tiny --prompts 2"}
+    skipped = {
+        "train pocket/demo iterations=200 --no-report",
+        "evaluate runs/one --benchmark pocket:test",
+        "profile pocket/tiny --prompts 2",
+    }
     ran = set()
-    for words in sorted((w for w in command_examples() if w[0] in day), key=lambda w: day.index(w[0])):
+    for words in sorted(
+        (w for w in command_examples() if w[0] in day), key=lambda w: day.index(w[0])
+    ):
         if " ".join(words) in skipped:
             continue
         (tmp_path / "FILE").write_text("a blue ring\n")
@@ -222,7 +312,9 @@ def test_the_examples_of_the_help_run(tmp_path):
         assert done.returncode == 0, (words, done.stderr)
         ran.add(words[0])
     assert ran == set(day)
-    assert (tmp_path / "stars/contact-sheet.png").is_file() and (tmp_path / "my-model/README.md").is_file()
+    assert (tmp_path / "stars/contact-sheet.png").is_file() and (
+        tmp_path / "my-model/README.md"
+    ).is_file()
 
 
 def test_the_version_is_the_packages():
@@ -231,9 +323,16 @@ def test_the_version_is_the_packages():
 
 
 def test_the_shell_completes_commands_and_presets():
-    for words, wanted in (("chunk-grpo pres", "presets"), ("chunk-grpo train pocket/de", "pocket/demo"),
-                          ("chunk-grpo sample --reso", "--resolution")):
-        given = {"_CHUNK_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    for words, wanted in (
+        ("chunk-grpo pres", "presets"),
+        ("chunk-grpo train pocket/de", "pocket/demo"),
+        ("chunk-grpo sample --reso", "--resolution"),
+    ):
+        given = {
+            "_CHUNK_GRPO_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
         answer = CliRunner().invoke(main.app, [], env=given, prog_name="chunk-grpo")
         assert wanted in answer.output.split(), (words, answer.output)
 
@@ -242,9 +341,14 @@ def test_what_a_script_reads_is_json():
     said = CliRunner().invoke(main.app, ["plan", "pocket/demo", "--rate", "1", "--json"]).output
     numbers, s = json.loads(said)["numbers"], settings.load_settings("pocket/demo")
     assert numbers["iterations"] == s.iterations and numbers["least_seconds"]["run"] > 0
-    assert list(json.loads(CliRunner().invoke(main.app, ["presets", "--json"]).output)) == settings.list_presets()
+    assert (
+        list(json.loads(CliRunner().invoke(main.app, ["presets", "--json"]).output))
+        == settings.list_presets()
+    )
     found = json.loads(CliRunner().invoke(main.app, ["doctor", "--json"]).output)
-    assert found["versions"]["chunk-grpo"] == chunk_grpo.__version__ and "reward pocket-clip" in str(found)
+    assert found["versions"][
+        "chunk-grpo"
+    ] == chunk_grpo.__version__ and "reward pocket-clip" in str(found)
 
 
 def test_the_help_says_which_command_lists_the_settings():
@@ -256,7 +360,12 @@ def test_the_help_says_which_command_lists_the_settings():
     meanings = {text.split(":")[0]: text.split("  # ")[1] for text in said.splitlines()}
     assert meanings.keys() == settings.Settings.model_fields.keys()
     assert meanings["eval_steps"] == "Steps of the ODE in evaluation. Unit: transitions."
-    assert json.loads(CliRunner().invoke(main.app, ["presets", "pocket/tiny", "--json"]).output)["model"] == "pocket"
+    assert (
+        json.loads(CliRunner().invoke(main.app, ["presets", "pocket/tiny", "--json"]).output)[
+            "model"
+        ]
+        == "pocket"
+    )
 
 
 def test_every_preset_has_a_line():
@@ -285,28 +394,46 @@ def test_exit_codes_are_documented():
 
 @pytest.mark.parametrize("text", ["learnin_rate=1", "reward=pocket-clp"])
 def test_a_mistyped_name_is_said_without_importing_torch(tmp_path, text):
-    code = ("import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main\n"
-            f"try: main.settings.load_settings('pocket/demo', ['{text}'])\n"
-            "except InputError: sys.exit(3 + ('torch' in sys.modules))")
+    code = (
+        "import sys; from chunk_grpo import InputError; from chunk_grpo.cli import main\n"
+        f"try: main.settings.load_settings('pocket/demo', ['{text}'])\n"
+        "except InputError: sys.exit(3 + ('torch' in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 
 
-@pytest.mark.parametrize("preset", [  # adapters and other families take longer to count
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith("machines/") and "full-flux1" not in name else name
-    for name in settings.list_presets() if not name.startswith("authors/")])  # those of test_method_table
+@pytest.mark.parametrize(
+    "preset",
+    [  # adapters and other families take longer to count
+        pytest.param(name, marks=pytest.mark.slow)
+        if name.startswith("machines/") and "full-flux1" not in name
+        else name
+        for name in settings.list_presets()
+        if not name.startswith("authors/")
+    ],
+)  # those of test_method_table
 def test_plan_counts_every_preset(preset):
     answer = CliRunner().invoke(main.app, ["plan", preset, "--rate", "1"])
     assert answer.exit_code == 0, answer.output
     s = settings.load_settings(preset)
     images = s.prompts_per_iteration * s.images_per_prompt
-    assert f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images" in answer.output
+    assert (
+        f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
+        in answer.output
+    )
     assert f"{s.iterations:,} iterations, {images * s.iterations:,} images" in answer.output
-    assert "estimated, not measured" in answer.output and re.search(r"memory a process +\S+ [kMG]B", answer.output)
+    assert "estimated, not measured" in answer.output and re.search(
+        r"memory a process +\S+ [kMG]B", answer.output
+    )
 
 
 def test_plan_of_an_unknown_model_has_counts_only():
     answer = CliRunner().invoke(main.app, ["plan", "paper/chunk", "model=some/model"])
-    assert answer.exit_code == 0 and "images an iteration" in answer.output and "cannot be estimated" in answer.output
+    assert (
+        answer.exit_code == 0
+        and "images an iteration" in answer.output
+        and "cannot be estimated" in answer.output
+    )
 
 
 def test_plan_starts_nothing(tmp_path):
@@ -327,12 +454,30 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     build(folder / "model")
     (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\n")
-    (folder / "s.yaml").write_text(json.dumps({
-        "model": str(folder / "model"), "prompts": str(folder / "prompts.txt"),
-        "eval_prompts": str(folder / "prompts.txt"), "resolution": 64, "eval_resolution": 64,
-        "max_tokens": 8, "dtype": "float32", "gradient_checkpointing": False,
-        "iterations": 2, "prompts_per_iteration": 2, "images_per_prompt": 4, "update_batch": 32, "threads": 1,
-        "max_grad_norm": 1.0, "reward": "tiny_rewards:red", "eval_every": 1, "eval_steps": 4, "hybrid_split": 2}))
+    (folder / "s.yaml").write_text(
+        json.dumps(
+            {
+                "model": str(folder / "model"),
+                "prompts": str(folder / "prompts.txt"),
+                "eval_prompts": str(folder / "prompts.txt"),
+                "resolution": 64,
+                "eval_resolution": 64,
+                "max_tokens": 8,
+                "dtype": "float32",
+                "gradient_checkpointing": False,
+                "iterations": 2,
+                "prompts_per_iteration": 2,
+                "images_per_prompt": 4,
+                "update_batch": 32,
+                "threads": 1,
+                "max_grad_norm": 1.0,
+                "reward": "tiny_rewards:red",
+                "eval_every": 1,
+                "eval_steps": 4,
+                "hybrid_split": 2,
+            }
+        )
+    )
     return folder
 
 
@@ -347,7 +492,11 @@ def say(folder, *arguments):
 def trained(small):
     "A run in that folder, begun with another seed."
     said = say(small, "train", "s.yaml", "seed=3", "--no-report")
-    assert "run folder: runs/s-001" in said and re.search(r"iteration 2/2 +reward", said) and "report" not in said
+    assert (
+        "run folder: runs/s-001" in said
+        and re.search(r"iteration 2/2 +reward", said)
+        and "report" not in said
+    )
     return small / "runs/s-001"
 
 
@@ -359,9 +508,14 @@ def test_a_run_from_training_to_comparison(small, trained):
     summary = json.loads(say(small, "evaluate", run, "--json"))
     assert summary == json.loads((run / "evaluation/summary.json").read_text())
     assert "s-001" in say(small, "compare", run)
-    assert all(page.stat().st_size > 10_000 for page in (run / "evaluation/report.html", small / "compare.html"))
+    assert all(
+        page.stat().st_size > 10_000
+        for page in (run / "evaluation/report.html", small / "compare.html")
+    )
     before = (run / "metrics.jsonl").read_bytes()
-    assert "finished" in say(small, "train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report")
+    assert "finished" in say(
+        small, "train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report"
+    )
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -374,15 +528,32 @@ def test_a_run_is_reported_and_profiled(small, trained):
     say(small, "profile", "--run", "runs/s-001", *words)
     assert "intervals exclude 0" in both.read_text()
     measured = json.loads((small / "p.json").read_text())
-    assert len(measured["mean"]) == len(measured["trained_mean"]) == 17 and measured["trajectories"] == 6
-    assert measured["mean"] != measured["trained_mean"] and 0 <= measured["variance_shares"]["prompt"] < 1
-    assert all(page.stat().st_size > 10_000 for page in (trained / "report.html", small / "mine.html", both))
+    assert (
+        len(measured["mean"]) == len(measured["trained_mean"]) == 17
+        and measured["trajectories"] == 6
+    )
+    assert (
+        measured["mean"] != measured["trained_mean"]
+        and 0 <= measured["variance_shares"]["prompt"] < 1
+    )
+    assert all(
+        page.stat().st_size > 10_000
+        for page in (trained / "report.html", small / "mine.html", both)
+    )
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path):
-    words = command("train", small / "s.yaml", "iterations=500", "--processes", "1")  # else it depends on the cores
+    words = command(
+        "train", small / "s.yaml", "iterations=500", "--processes", "1"
+    )  # else it depends on the cores
     child = subprocess.Popen(
-        words, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment())
+        words,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    )
     metrics = tmp_path / "runs/s-001/metrics.jsonl"
     end = time.monotonic() + 300
     while not (metrics.is_file() and metrics.read_text().count("\n") > 2):
@@ -398,14 +569,29 @@ def test_an_interrupt_says_how_to_go_on(small, tmp_path):
 
 def test_doctor_brings_no_file_too_many(tmp_path):
     "HPSv3 needs a configuration and a tokenizer of a repository that has 16 GB of weights beside them."
-    said = call("doctor", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"), CHUNK_GRPO_CACHE=str(tmp_path / "cache")).stdout
+    said = call(
+        "doctor",
+        cwd=tmp_path,
+        HF_HOME=str(tmp_path / "hub"),
+        CHUNK_GRPO_CACHE=str(tmp_path / "cache"),
+    ).stdout
     line = next(line for line in said.splitlines() if line.startswith("reward hpsv3 "))
     assert "hf download MizzenAI/HPSv3 HPSv3.safetensors" in line and "base" in line
     base = "config.json tokenizer.json tokenizer_config.json vocab.json merges.txt"
     assert f"hf download Qwen/Qwen2-VL-7B-Instruct {base};" in line
     for name in ("clip", "pickscore", "imagereward"):
         line = next(line for line in said.splitlines() if line.startswith(f"reward {name} "))
-        assert all(re.search(r"\.(json|txt|pt|safetensors)\b", words) for words in line.split("hf download ")[1:])
-    licences = {"HPDv2": "Apache-2.0", "PartiPrompts": "Apache-2.0", "DrawBench": "no licence", "GenEval": "MIT"}
+        assert all(
+            re.search(r"\.(json|txt|pt|safetensors)\b", words)
+            for words in line.split("hf download ")[1:]
+        )
+    licences = {
+        "HPDv2": "Apache-2.0",
+        "PartiPrompts": "Apache-2.0",
+        "DrawBench": "no licence",
+        "GenEval": "MIT",
+    }
     for name, licence in licences.items():
-        assert any(line.startswith(f"prompts {name} ") and licence in line for line in said.splitlines()), name
+        assert any(
+            line.startswith(f"prompts {name} ") and licence in line for line in said.splitlines()
+        ), name

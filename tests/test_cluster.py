@@ -31,11 +31,22 @@ def through(home, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     "The address of a cluster of one node, which is told that it has GPUs."
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0",  # else they wait for all other tests
-                   "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else it is kept in our home
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # pytest's own is too long for Ray's sockets
-        begun = ray.init(address="local", num_cpus=2, num_gpus=torch.cuda.device_count() or 2, include_dashboard=False,
-                         log_to_driver=False, _temp_dir=folder)
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # else they wait for all other tests
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }  # else it is kept in our home
+    with tempfile.TemporaryDirectory(
+        prefix="ray"
+    ) as folder:  # pytest's own is too long for Ray's sockets
+        begun = ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=torch.cuda.device_count() or 2,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
         yield begun.address_info["gcs_address"]
         ray.shutdown()
 
@@ -54,15 +65,22 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     out = tmp_path / "small"
     child = begin(home, out, "--ray", cluster)  # once the command itself, without warning
     lent = {}
-    for arm in ("steps-0", "whole-0"):  # both at once, since the cluster has room; the first may end before the second
+    for arm in (
+        "steps-0",
+        "whole-0",
+    ):  # both at once, since the cluster has room; the first may end before the second
         wait_for(out / arm / "metrics.jsonl", 1, child)
-        lent |= {process.pid: process.environ()["CUDA_VISIBLE_DEVICES"] for process in trainers(out)}
+        lent |= {
+            process.pid: process.environ()["CUDA_VISIBLE_DEVICES"] for process in trainers(out)
+        }
     assert len(lent) == len(set(lent.values())) == 2 and not (out / "longer-0").exists()
     child.kill()
     child.communicate()
     until_gone(out)
     child = begin(home, out, "--ray", cluster)  # once a trial; the others go on
-    wait_for(out / "longer-0" / "metrics.jsonl", 5, child)  # whole-0, which it is a copy of, had four
+    wait_for(
+        out / "longer-0" / "metrics.jsonl", 5, child
+    )  # whole-0, which it is a copy of, had four
     trainers(out)[0].send_signal(signal.SIGKILL)
     said, _ = child.communicate(timeout=600)
     assert child.returncode == 1 and "longer-0 failed" in said and "killed by SIGKILL" in said, said
@@ -71,10 +89,14 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     wait_for(out / "longer-0" / "metrics.jsonl", 6, child)
     child.terminate()
     said, _ = child.communicate(timeout=600)
-    assert child.returncode == 143 and "the same command goes on" in said and not trainers(out), said
+    assert child.returncode == 143 and "the same command goes on" in said and not trainers(out), (
+        said
+    )
     said = run("study", home, "--ray", cluster, "--out", out)
     assert "3 of 3" in said and rows(out) == rows(through)
-    assert not [path for path in out.iterdir() if path.name.startswith(".")]  # what nodes were asked to see
+    assert not [
+        path for path in out.iterdir() if path.name.startswith(".")
+    ]  # what nodes were asked to see
 
 
 def test_a_wrong_address_is_one_sentence(home, tmp_path):
@@ -88,5 +110,9 @@ def test_ray_is_an_extra(home, tmp_path):
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('No module named ray', name='ray')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = call("study", home, "--ray", "auto", "--out", tmp_path / "small", PYTHONPATH=path)
-    assert done.returncode == 2 and "pip install 'chunk-grpo[ray]'" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "pip install 'chunk-grpo[ray]'" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
     assert not (tmp_path / "small").exists()

@@ -8,11 +8,24 @@ import torch
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.training import iteration, rollout
 
-BASE = {"steps": 9, "images_per_prompt": 4, "shared_noise": False, "prompts_per_iteration": 2, "eval_every": 0,
-        "eval_count": 1, "threads": 1, "chunk_fraction": 1}
-ROWS = {"g2-strides": {}, "self-opd": {}, "dense": {"window": "early:1"}, "stepwise": {"window": "early:1"},
-        "chunk-gain": {"window": "early:2", "chunks": "whole"}, "chunk": {"window": "early:1", "chunks": "steps",
-                                                                         "completion_strides": "1,2,3"}}
+BASE = {
+    "steps": 9,
+    "images_per_prompt": 4,
+    "shared_noise": False,
+    "prompts_per_iteration": 2,
+    "eval_every": 0,
+    "eval_count": 1,
+    "threads": 1,
+    "chunk_fraction": 1,
+}
+ROWS = {
+    "g2-strides": {},
+    "self-opd": {},
+    "dense": {"window": "early:1"},
+    "stepwise": {"window": "early:1"},
+    "chunk-gain": {"window": "early:2", "chunks": "whole"},
+    "chunk": {"window": "early:1", "chunks": "steps", "completion_strides": "1,2,3"},
+}
 
 
 def state_of(folder, name: str, **more):
@@ -32,13 +45,19 @@ def drawn_and_completed(state, monkeypatch) -> tuple:
         return made
 
     monkeypatch.setattr(iteration, "complete_states", watched)
-    monkeypatch.setattr(state.policy, "velocity", lambda x, t, rows: (told.append(t), velocity(x, t, rows))[1])
+    monkeypatch.setattr(
+        state.policy, "velocity", lambda x, t, rows: (told.append(t), velocity(x, t, rows))[1]
+    )
     return iteration.sample_groups(state), calls
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_completion_tells_the_network_truncated_levels_where_the_rollout_does(name, tmp_path, monkeypatch):
-    drawn, calls = drawn_and_completed(state_of(tmp_path, name, truncate_timesteps=True), monkeypatch)
+def test_a_completion_tells_the_network_truncated_levels_where_the_rollout_does(
+    name, tmp_path, monkeypatch
+):
+    drawn, calls = drawn_and_completed(
+        state_of(tmp_path, name, truncate_timesteps=True), monkeypatch
+    )
     assert calls
     for _, _, levels, told, _ in calls:
         grid = drawn.context.trajectories.sampler.sigmas[levels]
@@ -47,7 +66,9 @@ def test_a_completion_tells_the_network_truncated_levels_where_the_rollout_does(
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(name, tmp_path, monkeypatch):
+def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(
+    name, tmp_path, monkeypatch
+):
     state = state_of(tmp_path, name, solver="dpm2")
     drawn, calls = drawn_and_completed(state, monkeypatch)
     sampler, seconds = drawn.context.trajectories.sampler, 0
@@ -61,10 +82,17 @@ def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(name, tm
                 v = state.policy.velocity(x, grid[i].expand(len(x)), rows)
             image, step = x - grid[i] * v, half[i + 1] - half[i]
             x = x + (grid[i + 1] - grid[i]) * v
-            follows = i > 0 and not {int(levels[i]), int(levels[i]) - 1} & noisy  # the rollout's step is Euler's else
+            follows = (
+                i > 0 and not {int(levels[i]), int(levels[i]) - 1} & noisy
+            )  # the rollout's step is Euler's else
             if follows and step.isfinite() and (half[i] - half[i - 1]).isfinite():
                 seconds += 1
-                more = (1 - grid[i + 1]) * (1 - torch.exp(-step)) * step / (2 * (half[i] - half[i - 1]))
+                more = (
+                    (1 - grid[i + 1])
+                    * (1 - torch.exp(-step))
+                    * step
+                    / (2 * (half[i] - half[i - 1]))
+                )
                 x = x + more.float() * (image - before)
             before = image
         torch.testing.assert_close(made, x, rtol=1e-4, atol=1e-4)
@@ -72,13 +100,22 @@ def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(name, tm
 
 
 def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monkeypatch):
-    state = state_of(tmp_path, "g2-strides", solver="dpm2", latents_dtype="bfloat16", truncate_timesteps=True)
+    state = state_of(
+        tmp_path, "g2-strides", solver="dpm2", latents_dtype="bfloat16", truncate_timesteps=True
+    )
     drawn, _ = drawn_and_completed(state, monkeypatch)
     paths = drawn.context.trajectories
     start = int(paths.sampler.stochastic[-1]) + 1
     levels = torch.arange(start, len(paths.sampler) + 1)
-    made = iteration.complete_states(state.policy, drawn.context.rows(torch.arange(8)), paths.latents[:, start].float(),
-                                     paths.sampler, levels, 8, torch.bfloat16)
+    made = iteration.complete_states(
+        state.policy,
+        drawn.context.rows(torch.arange(8)),
+        paths.latents[:, start].float(),
+        paths.sampler,
+        levels,
+        8,
+        torch.bfloat16,
+    )
     assert torch.equal(made, paths.latents[:, -1])
 
 

@@ -29,8 +29,15 @@ def entries(folder: str):
 
 def snapshot(*folders: Path) -> dict[str, tuple]:
     "Every file and folder with what would change where it is touched."
-    found = [pair for folder in folders for pair in ((str(folder), folder.lstat()), *entries(str(folder)))]
-    return {name: (stat.st_mode, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found}
+    found = [
+        pair
+        for folder in folders
+        for pair in ((str(folder), folder.lstat()), *entries(str(folder)))
+    ]
+    return {
+        name: (stat.st_mode, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in found
+    }
 
 
 def is_plain(error: str) -> str:
@@ -52,19 +59,38 @@ def faults(case: corpus.Case, home: Path, work: Path) -> str:
     before = snapshot(home, work)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
-        own = {"HOME": home, "TMPDIR": home, "XDG_CACHE_HOME": "", "CHUNK_GRPO_CACHE": "", **case.env}
+        own = {
+            "HOME": home,
+            "TMPDIR": home,
+            "XDG_CACHE_HOME": "",
+            "CHUNK_GRPO_CACHE": "",
+            **case.env,
+        }
         try:
-            code = warm.call(server(), [*map(str, case.words)], environment(**own), str(work), (*map(str, files),), 120)
+            code = warm.call(
+                server(),
+                [*map(str, case.words)],
+                environment(**own),
+                str(work),
+                (*map(str, files),),
+                120,
+            )
         except subprocess.TimeoutExpired:
             return "no end"
         said, error = (file.read_text(errors="replace") for file in files)
     wrong = [f"exit code {code}"] * (code not in case.codes)
-    wrong += [why for why in [is_plain(error)] if why and code] + ["something on stdout"] * bool(said and code)
+    wrong += [why for why in [is_plain(error)] if why and code] + ["something on stdout"] * bool(
+        said and code
+    )
     after = snapshot(home, work)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    changed = {name for name in changed if "__pycache__" not in name and name != str(work / "code")}  # Python's own
+    changed = {
+        name for name in changed if "__pycache__" not in name and name != str(work / "code")
+    }  # Python's own
     if case.late:  # the store keeps the prompts' states, and the run stays noted as one's own
-        changed = {name for name in changed if not Path(name).is_relative_to(home) and name != str(work)}
+        changed = {
+            name for name in changed if not Path(name).is_relative_to(home) and name != str(work)
+        }
     wrong += [f"{os.path.relpath(name, work)} was changed" for name in sorted(changed)[-1:]]
     return f"{'; '.join(wrong)}: {(error or said)[-400:]!r}" if wrong else ""
 
@@ -76,9 +102,15 @@ def check(kind: str, folder: Path, count: int | None) -> int:
     work.mkdir()
     cases = corpus.KINDS[kind](work)
     wanted = os.environ.get("CASES", "")
-    chosen = corpus.sample(cases, count) if count else {k: v for k, v in cases.items() if re.search(wanted, k)}
+    chosen = (
+        corpus.sample(cases, count)
+        if count
+        else {k: v for k, v in cases.items() if re.search(wanted, k)}
+    )
     found = {name: wrong for name, case in chosen.items() if (wrong := faults(case, home, work))}
-    assert not found, f"{len(found)} of {len(chosen)}\n" + "\n".join(f"{k}: {v}" for k, v in found.items())
+    assert not found, f"{len(found)} of {len(chosen)}\n" + "\n".join(
+        f"{k}: {v}" for k, v in found.items()
+    )
     return len(chosen)
 
 

@@ -36,11 +36,20 @@ FITTED = {
     "gardo": {"eval_rewards": ("incompressibility", "compressibility")},
     "tempflow-seeds": {"sharing": "seeds:2"},
     "neighbor": {"shared_noise": True},
-    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk", "chunk-mixture"], {
-        "chunks": "2,3,4,4"}),
+    **dict.fromkeys(
+        ["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk", "chunk-mixture"],
+        {"chunks": "2,3,4,4"},
+    ),
     "awm-chunk": {"chunks": "2,3,4,2"},  # of the 11 levels that it trains
 }
-UNEVEN = ("chunk", "cps", "guard-chunk", "dppo-chunk", "chunk-recut", "chunk-gain")  # chunks of several sizes are drawn
+UNEVEN = (
+    "chunk",
+    "cps",
+    "guard-chunk",
+    "dppo-chunk",
+    "chunk-recut",
+    "chunk-gain",
+)  # chunks of several sizes are drawn
 
 
 def settings_of(name: str, **more):
@@ -59,6 +68,7 @@ def count_by_hook(s, folder) -> Counter:
 
     state.policy.transformer.register_forward_hook(note, with_kwargs=True)
     for name, reward in list(state.rewards.items()):
+
         def scoring(images, prompts, reward=reward, name=name):
             seen["scored"] += len(images) * (name in state.reward_weights)
             return reward(images, prompts)
@@ -91,19 +101,37 @@ def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
     assert counted["trained"] == near(planned.trained)
     assert counted["update"] - counted["trained"] == near(planned.extra)
     assert planned.extra / planned.trained == pytest.approx(
-        (counted["update"] - counted["trained"]) / counted["trained"], rel=0.1 if name in UNEVEN else 1e-6)
+        (counted["update"] - counted["trained"]) / counted["trained"],
+        rel=0.1 if name in UNEVEN else 1e-6,
+    )
 
 
-@pytest.mark.parametrize("name, more", [
-    ("dgpo", {"kl": 0.1}), ("nft", {"kl": 0.1}), ("online-dpo", {"kl": 0.1, "anchor_every": 2}), ("steps", {"kl": 0.1}),
-    ("dgpo", {"updates_per_iteration": 2}), ("whole", {"update_batch": 4}), ("tmpo", {"update_batch": 4}),
-    ("steps", {"shared_noise": True, "baseline_images": 2}), ("branch", {"baseline_images": 2}),
-    ("mix-flash", {"shared_noise": True}), ("mix-flash-frozen", {"shared_noise": True}),
-    ("g2-strides", {"completion_strides": "1,2,3"}), ("stepwise", {"completion_steps": 2, "sharing": "seeds:2"}),
-    ("dense", {"window": "random:3"}), ("tempflow", {"rollout_batch": 3}), ("tree", {"rollout_batch": 3}),
-    ("e-grpo", {"merge": "entropy:30"}), ("crd", {"train_chunks": "6,7,13", "chunk_fraction": 1}),
-    ("nft", {"chunks": "equal:13"}), ("elbo-clip", {"chunks": "4,4,5", "train_chunks": "1,2"}),
-    ("elbo-chunk", {"chunks": "profile", "train_chunks": "all"})])
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("dgpo", {"kl": 0.1}),
+        ("nft", {"kl": 0.1}),
+        ("online-dpo", {"kl": 0.1, "anchor_every": 2}),
+        ("steps", {"kl": 0.1}),
+        ("dgpo", {"updates_per_iteration": 2}),
+        ("whole", {"update_batch": 4}),
+        ("tmpo", {"update_batch": 4}),
+        ("steps", {"shared_noise": True, "baseline_images": 2}),
+        ("branch", {"baseline_images": 2}),
+        ("mix-flash", {"shared_noise": True}),
+        ("mix-flash-frozen", {"shared_noise": True}),
+        ("g2-strides", {"completion_strides": "1,2,3"}),
+        ("stepwise", {"completion_steps": 2, "sharing": "seeds:2"}),
+        ("dense", {"window": "random:3"}),
+        ("tempflow", {"rollout_batch": 3}),
+        ("tree", {"rollout_batch": 3}),
+        ("e-grpo", {"merge": "entropy:30"}),
+        ("crd", {"train_chunks": "6,7,13", "chunk_fraction": 1}),
+        ("nft", {"chunks": "equal:13"}),
+        ("elbo-clip", {"chunks": "4,4,5", "train_chunks": "1,2"}),
+        ("elbo-chunk", {"chunks": "profile", "train_chunks": "all"}),
+    ],
+)
 def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
     s = settings_of(name, **more)
     counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()
@@ -117,18 +145,27 @@ def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
 def test_plan_and_the_table_of_methods_say_one_number(name):
     done = call("plan", "paper/chunk", f"method={name}", "--rate", "1", "--json")
     assert done.returncode == 0, done.stderr
-    planned, row = json.loads(done.stdout)["numbers"]["forwards_per_image"], method_row(name, "paper/chunk")
+    planned, row = (
+        json.loads(done.stdout)["numbers"]["forwards_per_image"],
+        method_row(name, "paper/chunk"),
+    )
     assert {key: round(planned[key], 2) for key in ("rollout", "trained", "extra", "scored")} == {
-        key: row[key] for key in ("rollout", "trained", "extra", "scored")}
+        key: row[key] for key in ("rollout", "trained", "extra", "scored")
+    }
 
 
 def test_a_random_window_costs_its_mean_over_the_run():
     s = load_settings("paper/chunk", {"method": "tempflow", "iterations": 200})
     method, images = load_method(s), s.prompts_per_iteration * s.images_per_prompt
-    states = [int(method.sampler(i).stochastic) for i in range(200)]  # one forward a group up to the branch
+    states = [
+        int(method.sampler(i).stochastic) for i in range(200)
+    ]  # one forward a group up to the branch
     expected = sum((k + 1) / s.images_per_prompt + s.steps - 1 - k for k in states) / 200
-    assert method.counts().rollout / images == pytest.approx(expected) != pytest.approx(
-        load_method(load_settings(s, {"iterations": 1})).counts().rollout / images)
+    assert (
+        method.counts().rollout / images
+        == pytest.approx(expected)
+        != pytest.approx(load_method(load_settings(s, {"iterations": 1})).counts().rollout / images)
+    )
 
 
 def test_counts_of_chunk_grpo_do_not_stand_in_for_those_of_other_settings():

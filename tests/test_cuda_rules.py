@@ -1,6 +1,5 @@
 """A whole small run on a pretended GPU: what CUDA would refuse, it refuses, though nothing but the CPU computes."""
 
-
 import pytest
 import tiny_families
 import torch
@@ -25,8 +24,18 @@ from chunk_grpo.training.update import (
     ratio_floor,
 )
 
-EVERYTHING = ["eval_every=1", "eval_count=2", "checkpoint_every=1", "images_per_prompt=2", "prompts_per_iteration=2",
-              "reward=tiny_rewards:red_on_its_device", "rollout_batch=3", "update_batch=7", "steps=8", "chunks=2,5"]
+EVERYTHING = [
+    "eval_every=1",
+    "eval_count=2",
+    "checkpoint_every=1",
+    "images_per_prompt=2",
+    "prompts_per_iteration=2",
+    "reward=tiny_rewards:red_on_its_device",
+    "rollout_batch=3",
+    "update_batch=7",
+    "steps=8",
+    "chunks=2,5",
+]
 VARIANTS = {
     "full": ["ema=0.9", "latents_on=host", "vae_tiling=true", "update_batch=3"],
     "lora": ["lora_rank=4", "gradient_checkpointing=true"],
@@ -64,7 +73,9 @@ def train(folder, out, words, current):
                 return score(*given)
 
         patch.setattr(rewards, "score_images", in_a_thread)
-        AcceleratorState._reset_state(reset_partial_state=True)  # other tests of this process have a CPU
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # other tests of this process have a CPU
         trainer.train_run(s, out, [OnCUDA()])
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -86,21 +97,37 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     folder = str(tiny_families.build(name, tmp_path / "model"))
     with pretended_cuda(current=1):
-        words = {"resolution": 64, "max_tokens": 16, "true_cfg_scale": 2.0, "lora_rank": 2, "device": "cuda"}
+        words = {
+            "resolution": 64,
+            "max_tokens": 16,
+            "true_cfg_scale": 2.0,
+            "lora_rank": 2,
+            "device": "cuda",
+        }
         model = trainable.load_trainable_policy(folder, **words)
-        rows, keys, grid = model.encode(["a red star", "two cats"]), [(0, 0, 0, 0), (0, 0, 1, 0)], policy.sigmas(4, 3.0)
+        rows, keys, grid = (
+            model.encode(["a red star", "two cats"]),
+            [(0, 0, 0, 0), (0, 0, 1, 0)],
+            policy.sigmas(4, 3.0),
+        )
         paths = sample_trajectories(model, rows, torch.arange(2), keys, Sampler(grid))
         assert paths.latents.device == torch.device("cuda:1")
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
         chunks = chunks_from_setting("1,2", 3)
-        work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
+        work = build_update_batch(
+            torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3
+        )
         method = Method(settings.Settings(clip_range=1.0, kl=0.1))
-        accumulate_gradients(ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), method)
+        accumulate_gradients(
+            ReplayContext(model, rows, paths), work, torch.tensor([1.0, -1.0]), method
+        )
 
 
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
     "Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."
-    work = build_update_batch(torch.arange(2), torch.tensor([[0, 1]] * 2), chunks_from_setting("1,2", 3), limit=4)
+    work = build_update_batch(
+        torch.arange(2), torch.tensor([[0, 1]] * 2), chunks_from_setting("1,2", 3), limit=4
+    )
     with pretended_cuda():
         logp = torch.zeros(len(work.segment), device="cuda")
         assert ratio_floor(logp, logp, work) == 0.0

@@ -33,7 +33,9 @@ class State(SimpleNamespace):
 
     @property
     def identity(self) -> dict:
-        note = read_json(self.run / "run.json", RunInfo) if (self.run / "run.json").is_file() else {}
+        note = (
+            read_json(self.run / "run.json", RunInfo) if (self.run / "run.json").is_file() else {}
+        )
         return {"run_id": note.get("run_id", ""), "settings": self.s.model_dump(mode="json")}
 
 
@@ -41,14 +43,34 @@ def fresh(run: Path, kind: str) -> State:
     "A state before its first iteration."
     torch.manual_seed(0)
     net = torch.nn.Module()
-    net.layers, net._repeated_blocks = torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]), ["Linear"]
+    net.layers, net._repeated_blocks = (
+        torch.nn.ModuleList([torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]),
+        ["Linear"],
+    )
     sharded = kind == "parts"
-    trained = trainable.shard_model(net, torch.device("cpu"), torch.float32) if sharded else list(net.parameters())
-    s = settings.load_settings("pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"})
+    trained = (
+        trainable.shard_model(net, torch.device("cpu"), torch.float32)
+        if sharded
+        else list(net.parameters())
+    )
+    s = settings.load_settings(
+        "pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"}
+    )
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
     return State(
-        run=run, s=s, accelerator=one, policy=SimpleNamespace(trained=trained), ema=None, iteration=0, total=0.0,
-        cpu=0.0, optimizer=torch.optim.AdamW(trained, lr=0.1), chunks=None, profile=None, averages=dict)
+        run=run,
+        s=s,
+        accelerator=one,
+        policy=SimpleNamespace(trained=trained),
+        ema=None,
+        iteration=0,
+        total=0.0,
+        cpu=0.0,
+        optimizer=torch.optim.AdamW(trained, lr=0.1),
+        chunks=None,
+        profile=None,
+        averages=dict,
+    )
 
 
 def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:
@@ -104,15 +126,26 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-HARM = {"flipped": flip, "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
-        "empty": lambda file: file.write_bytes(b""), "missing": Path.unlink,
-        "object": lambda file: file.write_text("{}"), "list": lambda file: file.write_text("[]")}
+HARM = {
+    "flipped": flip,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": Path.unlink,
+    "object": lambda file: file.write_text("{}"),
+    "list": lambda file: file.write_text("[]"),
+}
 FILES = {"whole": ["weights.safetensors", "optimizer.safetensors"], "parts": ["*.safetensors"]}
 
 
-@pytest.mark.parametrize("kind, name, harm", [
-    (kind, name, harm) for kind in ("whole", "parts") for harm in HARM
-    for name in [*FILES[kind], "state.json", "manifest.json", "metrics.jsonl", "profile.json"]])
+@pytest.mark.parametrize(
+    "kind, name, harm",
+    [
+        (kind, name, harm)
+        for kind in ("whole", "parts")
+        for harm in HARM
+        for name in [*FILES[kind], "state.json", "manifest.json", "metrics.jsonl", "profile.json"]
+    ],
+)
 def test_a_damaged_file_of_the_newest_checkpoint(trained, tmp_path, capsys, kind, name, harm):
     run, seen = tmp_path / "run", trained[kind][1]
     shutil.copytree(trained[kind][0], run)
@@ -128,8 +161,12 @@ def falls_back(run, kind, seen, capsys) -> None:
     assert state.iteration == 2 and values(state) == seen[2]
     assert said.startswith("warning: resume: the checkpoint") and said.count("\n") == 1
     assert said.endswith("; the run goes on from 000002\n")
-    assert [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
-    assert (run / "checkpoints" / "damaged-000003").is_dir() and not (run / "checkpoints" / "000003").exists()
+    assert [
+        json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [0, 1, 2]
+    assert (run / "checkpoints" / "damaged-000003").is_dir() and not (
+        run / "checkpoints" / "000003"
+    ).exists()
     assert train(state, 3)[3] == seen[3], "the third iteration is done again"
 
 
@@ -146,6 +183,7 @@ def set_weight(value):
     def change(state):
         with torch.no_grad():
             (p.to_local() if hasattr(p := state.policy.trained[0], "to_local") else p).fill_(value)
+
     return change
 
 
@@ -166,12 +204,22 @@ def lines(*numbers):
     def change(state):
         text = "".join(f'{{"iteration": {n}}}\n' for n in numbers)
         (state.run / "metrics.jsonl").write_text(text)
+
     return change
 
 
-WRITTEN_WRONG = {"nan": set_weight(float("nan")), "infinite": set_weight(float("inf")), "moment": set_moment,
-                 "seed": other_seed, "run": other_run, "shape": broadcast, "fewer": fewer,
-                 "lost line": lines(0, 1, 3), "doubled line": lines(0, 1, 2, 2, 3), "short": lines(0, 1, 2)}
+WRITTEN_WRONG = {
+    "nan": set_weight(float("nan")),
+    "infinite": set_weight(float("inf")),
+    "moment": set_moment,
+    "seed": other_seed,
+    "run": other_run,
+    "shape": broadcast,
+    "fewer": fewer,
+    "lost line": lines(0, 1, 3),
+    "doubled line": lines(0, 1, 2, 2, 3),
+    "short": lines(0, 1, 2),
+}
 
 
 @pytest.mark.parametrize("kind", ["whole", "parts"])
@@ -188,7 +236,9 @@ def test_a_checkpoint_whose_sums_are_right_and_whose_content_is_not(tmp_path, ca
     falls_back(run, kind, seen, capsys)
 
 
-@pytest.mark.parametrize("case", ["mixed", "of another iteration", "a further file", "changed iteration", "re-signed"])
+@pytest.mark.parametrize(
+    "case", ["mixed", "of another iteration", "a further file", "changed iteration", "re-signed"]
+)
 def test_checkpoints_that_were_mixed_or_edited(trained, tmp_path, capsys, case):
     run, seen = tmp_path / "run", trained["whole"][1]
     shutil.copytree(trained["whole"][0], run)
@@ -206,20 +256,30 @@ def test_checkpoints_that_were_mixed_or_edited(trained, tmp_path, capsys, case):
         if case == "re-signed":
             manifest = json.loads((new / "manifest.json").read_text())
             (new / "manifest.json").unlink()
-            checkpoints.write_manifest(new, {k: manifest[k] for k in ("iteration", "run_id", "settings")}, {})
+            checkpoints.write_manifest(
+                new, {k: manifest[k] for k in ("iteration", "run_id", "settings")}, {}
+            )
     falls_back(run, "whole", seen, capsys)
 
 
 EDITS = {
-    "line lost": lambda text: text.replace('{"iteration": 1}\n', ""), "line doubled": lambda text: text + text[-17:],
-    "line changed": lambda text: text.replace("1", "5"), "emptied": lambda text: "",
-    "no JSON": lambda text: "?\n" + text, "object": lambda text: "{}", "empty line": lambda text: text + "\n",
-    "zeros": lambda text: text + "\0" * 9 + "\n", "no UTF-8": lambda text: text.encode() + b"\xff\xfe\n"}
+    "line lost": lambda text: text.replace('{"iteration": 1}\n', ""),
+    "line doubled": lambda text: text + text[-17:],
+    "line changed": lambda text: text.replace("1", "5"),
+    "emptied": lambda text: "",
+    "no JSON": lambda text: "?\n" + text,
+    "object": lambda text: "{}",
+    "empty line": lambda text: text + "\n",
+    "zeros": lambda text: text + "\0" * 9 + "\n",
+    "no UTF-8": lambda text: text.encode() + b"\xff\xfe\n",
+}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "profile.json"])
 @pytest.mark.parametrize("edit", EDITS)
-def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_path, capsys, name, edit):
+def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(
+    trained, tmp_path, capsys, name, edit
+):
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
     before = (run / name).read_text()
@@ -233,9 +293,15 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(trained, tmp_
     assert changed_back == (not edited.startswith(before.encode()))
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"run_id": "that"}, "was written by another run"), ({"settings": {"seed": 5}}, "`seed` must stay 0"),
-    ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"), ({"run_id": 5}, "`run_id` must be")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"run_id": "that"}, "was written by another run"),
+        ({"settings": {"seed": 5}}, "`seed` must stay 0"),
+        ({"settings": {"learning_rate": 5.0}}, "`learning_rate` must stay"),
+        ({"run_id": 5}, "`run_id` must be"),
+    ],
+)
 def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
@@ -255,7 +321,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(trained, tm
     for folder in checkpoints.list_checkpoints(run):
         flip(folder / "weights.safetensors")
     before = (run / "metrics.jsonl").read_text()
-    with pytest.raises(InputError, match="000003 is damaged .*; no checkpoint of this run can be used"):
+    with pytest.raises(
+        InputError, match="000003 is damaged .*; no checkpoint of this run can be used"
+    ):
         trainer.resume(fresh(run, "whole"))
     assert (run / "metrics.jsonl").read_text() == before
 
@@ -304,8 +372,14 @@ def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
         file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("one, other", [("weights.safetensors", "optimizer.safetensors"),
-                                        ("optimizer.safetensors", "profile.json"), ("profile.json", "metrics.jsonl")])
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("weights.safetensors", "optimizer.safetensors"),
+        ("optimizer.safetensors", "profile.json"),
+        ("profile.json", "metrics.jsonl"),
+    ],
+)
 def test_files_of_a_checkpoint_that_were_exchanged(trained, tmp_path, capsys, one, other):
     run, seen = tmp_path / "run", trained["whole"][1]
     shutil.copytree(trained["whole"][0], run)
@@ -316,11 +390,16 @@ def test_files_of_a_checkpoint_that_were_exchanged(trained, tmp_path, capsys, on
     falls_back(run, "whole", seen, capsys)
 
 
-FINAL = {"flipped": flip, "cut": HARM["cut"], "empty": HARM["empty"], "text": lambda file: file.write_text("x" * 999),
-         "nan": lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file),
-         "other values": lambda file: save_file({k: v + 1 for k, v in load_file(file).items()}, file),
-         "fewer": lambda file: save_file(dict(list(load_file(file).items())[1:]), file),
-         "other shapes": lambda file: save_file({k: v[None] for k, v in load_file(file).items()}, file)}
+FINAL = {
+    "flipped": flip,
+    "cut": HARM["cut"],
+    "empty": HARM["empty"],
+    "text": lambda file: file.write_text("x" * 999),
+    "nan": lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file),
+    "other values": lambda file: save_file({k: v + 1 for k, v in load_file(file).items()}, file),
+    "fewer": lambda file: save_file(dict(list(load_file(file).items())[1:]), file),
+    "other shapes": lambda file: save_file({k: v[None] for k, v in load_file(file).items()}, file),
+}
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +409,10 @@ def finished(tmp_path_factory):
     model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
     trainable.save_trained_weights(model, run / "final")
     note = {"status": "finished", "final_sha256": hash_files(run / "final")}
-    write_json(run / "run.json", note | {"settings": settings.load_settings("pocket/tiny").model_dump(mode="json")})
+    write_json(
+        run / "run.json",
+        note | {"settings": settings.load_settings("pocket/tiny").model_dump(mode="json")},
+    )
     return run
 
 
@@ -344,7 +426,9 @@ def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
     with pytest.raises(InputError, match="are not those that the training wrote"):
         run_images.begun_folder(run, s, {"base": 0, "plain": None}, ["a star"])
     if harm not in ("flipped", "other values"):
-        with pytest.raises(InputError, match="the weights in .*final are (damaged|those of another model)"):
+        with pytest.raises(
+            InputError, match="the weights in .*final are (damaged|those of another model)"
+        ):
             run_images.load_trained_policy(run, s)
 
 
@@ -360,38 +444,76 @@ def renamed(old, new):
 
 WRONG_SUMMARY = {
     "no rewards": (renamed("rewards", "prizes"), "`rewards` is missing"),
-    "list": (lambda text: "[]", "must be a JSON object"), "cut": (lambda text: text[:-20], "cannot be read"),
+    "list": (lambda text: "[]", "must be a JSON object"),
+    "cut": (lambda text: text[:-20], "cannot be read"),
     "no mean": (renamed("mean", "middle"), ".mean` is missing"),
-    "text": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1), "number; got the text 'much'"),
-    "no number": (lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1), "finite number; got NaN"),
-    "negative": (lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text), "`n_prompts` must be")}
+    "text": (
+        lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": "much"', text, count=1),
+        "number; got the text 'much'",
+    ),
+    "no number": (
+        lambda text: re.sub(r'"mean": [-0-9.e]+', '"mean": NaN', text, count=1),
+        "finite number; got NaN",
+    ),
+    "negative": (
+        lambda text: re.sub(r'"n_prompts": 3', '"n_prompts": -3', text),
+        "`n_prompts` must be",
+    ),
+}
 WRONG_SCORES = {
-    "no arm": (renamed("arm", "leg"), "`arm` is missing"), "text": (lambda text: "x\n" + text, "line 1"),
+    "no arm": (renamed("arm", "leg"), "`arm` is missing"),
+    "text": (lambda text: "x\n" + text, "line 1"),
     "list": (lambda text: "[1]\n" + text, "must be a JSON object"),
     "no prompt": (renamed("prompt", "p"), "`prompt` is missing"),
-    "word": (lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1), "the text 'much'"),
-    "index": (lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1), "`prompt_index` must be")}
+    "word": (
+        lambda text: re.sub(r'("scores": {"[^"]+": )[-0-9.e]+', r'\1"much"', text, count=1),
+        "the text 'much'",
+    ),
+    "index": (
+        lambda text: text.replace('"prompt_index": 0', '"prompt_index": "0"', 1),
+        "`prompt_index` must be",
+    ),
+}
 
 
-@pytest.mark.parametrize(("name", "case"), [
-    *(("summary.json", case) for case in WRONG_SUMMARY), *(("scores.jsonl", case) for case in WRONG_SCORES)])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("summary.json", case) for case in WRONG_SUMMARY),
+        *(("scores.jsonl", case) for case in WRONG_SCORES),
+    ],
+)
 def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
     "Of the summary and of the scores; the file is named, and the whole one is read."
     file = evaluated / "evaluation" / name
     harm, words = (WRONG_SUMMARY if name == "summary.json" else WRONG_SCORES)[case]
-    read = run_folder.read_evaluation_summary if name == "summary.json" else run_folder.read_evaluation_records
+    read = (
+        run_folder.read_evaluation_summary
+        if name == "summary.json"
+        else run_folder.read_evaluation_records
+    )
     whole, text = read(evaluated), file.read_text()
     assert len(whole) >= 5 and harm(text) != text
     file.write_text(harm(text))
     with pytest.raises(InputError) as error:
         read(evaluated)
     file.write_text(text)
-    assert words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+    assert (
+        words in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
+    )
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ({}, "`part` is missing"), ({"part": ["base", 0], "records": []}, "`part`"),
-    ({"part": ["base", 0, 1], "records": [{"arm": "base"}]}, "`records.0.prompt_index` is missing")])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({}, "`part` is missing"),
+        ({"part": ["base", 0], "records": []}, "`part`"),
+        (
+            {"part": ["base", 0, 1], "records": [{"arm": "base"}]},
+            "`records.0.prompt_index` is missing",
+        ),
+    ],
+)
 def test_a_damaged_part_of_an_evaluation_is_one_sentence(tmp_path, line, words):
     (tmp_path / "parts-1.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(InputError) as error:

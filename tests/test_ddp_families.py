@@ -15,11 +15,26 @@ PROGRAM = Path(__file__).with_name("ddp_families.py")
 def said_by_two(names, folder):
     "What two processes say of families."
     folders = {name: str(tiny_families.build(name, folder / name)) for name in names}
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM), json.dumps(folders)]
-    done = subprocess.run([sys.executable, *words], env=environment(CHUNK_GRPO_CACHE=folder / "cache"),
-                          capture_output=True, text=True, timeout=900)
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(PROGRAM),
+        json.dumps(folders),
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=environment(CHUNK_GRPO_CACHE=folder / "cache"),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("SAID "))[5:])
+    return json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("SAID "))[5:]
+    )
 
 
 def test_qwen_image_trains_on_two_processes(tmp_path):
@@ -30,4 +45,6 @@ def test_qwen_image_trains_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_every_family_trains_on_two_processes(tmp_path):
     said = said_by_two(tiny_families.BUILDERS, tmp_path)
-    assert said == {f"{name} {way}": "trains" for name in tiny_families.BUILDERS for way in ("full", "lora")}
+    assert said == {
+        f"{name} {way}": "trains" for name in tiny_families.BUILDERS for way in ("full", "lora")
+    }

@@ -12,7 +12,11 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.planning import plan
 from chunk_grpo.runs.run_folder import create_run
 
-LARGE = ["black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-medium", "Qwen/Qwen-Image"]
+LARGE = [
+    "black-forest-labs/FLUX.1-dev",
+    "stabilityai/stable-diffusion-3.5-medium",
+    "Qwen/Qwen-Image",
+]
 
 
 @pytest.fixture
@@ -24,7 +28,9 @@ def no_gpu():
 @pytest.mark.parametrize("model", LARGE)
 def test_large_model_is_not_trained_on_the_cpu_unless_asked(no_gpu, model, tmp_path):
     settings = load_settings({"model": model, "reward": "incompressibility"})
-    with pytest.raises(InputError, match="^`device` must be cpu to train a large .* billion .*got auto"):
+    with pytest.raises(
+        InputError, match="^`device` must be cpu to train a large .* billion .*got auto"
+    ):
         create_run(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -44,7 +50,9 @@ def test_small_model_is_trained_on_the_cpu_without_asking(no_gpu):
 
 
 def test_gpu_that_is_asked_for_and_missing_is_an_error(no_gpu, tmp_path):
-    with pytest.raises(InputError, match="^`device` must be auto or cpu where torch sees no GPU .*got cuda"):
+    with pytest.raises(
+        InputError, match="^`device` must be auto or cpu where torch sees no GPU .*got cuda"
+    ):
         create_run(load_settings("pocket/tiny", {"device": "cuda"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -64,5 +72,7 @@ def test_images_of_a_large_model_on_the_cpu_come_with_a_warning(no_gpu):
     with pytest.warns(UserWarning, match="drawn on the CPU.*11.9 billion"):
         assert plan.choose_image_device(load_settings({"model": LARGE[0]})) == "cpu"
     with warnings.catch_warnings(action="error"):
-        assert plan.choose_image_device(load_settings({"model": LARGE[0], "device": "cpu"})) == "cpu"
+        assert (
+            plan.choose_image_device(load_settings({"model": LARGE[0], "device": "cpu"})) == "cpu"
+        )
         assert plan.choose_image_device(load_settings("pocket/tiny")) == "cpu"

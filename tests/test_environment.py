@@ -11,7 +11,14 @@ from commands import call
 from chunk_grpo import InputError
 from chunk_grpo.core import machine
 
-TINY = ["pocket/tiny", "iterations=1", "eval_every=0", "eval_count=1", "eval_steps=2", "hybrid_split=1"]
+TINY = [
+    "pocket/tiny",
+    "iterations=1",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+]
 REFUSED = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8",
     "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -60,13 +67,27 @@ def test_variable_that_changes_nothing_is_accepted(name, monkeypatch):
 def test_every_variable_that_accelerate_reads_to_train_is_known():
     "Names are read from accelerate's own source, so that a new version with a new prefix is noticed here."
     root = Path(accelerate.__file__).parent
-    files = [root / name for name in ("accelerator.py", "state.py", "utils/dataclasses.py", "parallelism_config.py")]
+    files = [
+        root / name
+        for name in ("accelerator.py", "state.py", "utils/dataclasses.py", "parallelism_config.py")
+    ]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    asked = re.findall(r"(?:environ(?:\.get\(|\[)|from_env\(|prefix = )\s*\"([A-Z][A-Z0-9_]+)\"", text)
-    launchers = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR",
-                 "OMP_NUM_THREADS"}  # checked elsewhere, or what torchrun sets
+    asked = re.findall(
+        r"(?:environ(?:\.get\(|\[)|from_env\(|prefix = )\s*\"([A-Z][A-Z0-9_]+)\"", text
+    )
+    launchers = {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    }  # checked elsewhere, or what torchrun sets
     printing = {"ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY"}
-    others = re.compile("XLA_|PT_HPU|DEEPSPEED_|NCCL_|PYTORCH_ENABLE_MPS")  # set by accelerate, or other hardware
+    others = re.compile(
+        "XLA_|PT_HPU|DEEPSPEED_|NCCL_|PYTORCH_ENABLE_MPS"
+    )  # set by accelerate, or other hardware
     names = {name for name in asked if not others.match(name)} - launchers - printing
     assert len(names) > 20
     unknown = {name for name in names if not machine.changes_training(name, "8")}
@@ -74,7 +95,14 @@ def test_every_variable_that_accelerate_reads_to_train_is_known():
 
 
 def test_training_is_refused_before_its_folder_is_made(tmp_path):
-    done = call("train", *TINY, "--out", tmp_path / "run", "--no-report", ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8)
+    done = call(
+        "train",
+        *TINY,
+        "--out",
+        tmp_path / "run",
+        "--no-report",
+        ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8,
+    )
     assert done.returncode == 2 and "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -100,8 +128,12 @@ def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):
 
     from chunk_grpo.training import iteration
 
-    for name, value in {"ACCELERATE_USE_CPU": "", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0",
-                        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "", "ACCELERATE_TORCH_DEVICE": ""}.items():
+    for name, value in {
+        "ACCELERATE_USE_CPU": "",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "",
+        "ACCELERATE_TORCH_DEVICE": "",
+    }.items():
         monkeypatch.setenv(name, value)
     for shared in (AcceleratorState, PartialState, GradientState):
         monkeypatch.setattr(shared, "_shared_state", {})

@@ -24,8 +24,16 @@ from chunk_grpo.models import trainable
 from chunk_grpo.planning import plan
 from chunk_grpo.runs import run_folder, run_images
 
-SMALL = {"eval_images": 2, "eval_steps": 4, "hybrid_split": 2, "rollout_batch": 3, "threads": 1, "steps": 5,
-         "chunks": "2,2", "eval_rewards": ["tiny_rewards:counted_red", "pocket-geneval"]}
+SMALL = {
+    "eval_images": 2,
+    "eval_steps": 4,
+    "hybrid_split": 2,
+    "rollout_batch": 3,
+    "threads": 1,
+    "steps": 5,
+    "chunks": "2,2",
+    "eval_rewards": ["tiny_rewards:counted_red", "pocket-geneval"],
+}
 TOTAL = 4 * 2 * 5  # images: prompts, images of each, arms
 PARTS = 5 * 3  # of three images, an arm's last one of two
 
@@ -36,10 +44,20 @@ def finished(tmp_path_factory):
     run = tmp_path_factory.mktemp("evaluation") / "run"
     prompts = ("a red circle", "a blue square", "two stars", "a green star and a red circle")
     (run.parent / "four.txt").write_text("\n".join(prompts))
-    s = settings.load_settings("pocket/tiny", SMALL | {"eval_prompts": str(run.parent / "four.txt")})
-    write_json(run / "run.json", {"settings": s.model_dump(mode="json"), "status": "finished", "processes": 1})
-    model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=s.max_tokens, lora_rank=s.lora_rank,
-                                            lora_targets=s.lora_targets)
+    s = settings.load_settings(
+        "pocket/tiny", SMALL | {"eval_prompts": str(run.parent / "four.txt")}
+    )
+    write_json(
+        run / "run.json",
+        {"settings": s.model_dump(mode="json"), "status": "finished", "processes": 1},
+    )
+    model = trainable.load_trainable_policy(
+        "pocket",
+        resolution=64,
+        max_tokens=s.max_tokens,
+        lora_rank=s.lora_rank,
+        lora_targets=s.lora_targets,
+    )
     with torch.no_grad():
         for p in model.trained:
             p.mul_(1.02)
@@ -77,7 +95,9 @@ def kept(run):
     parts = {}
     for folder in (run / "evaluation.begun").glob("*"):
         found = evaluate.read_parts(folder)
-        parts |= {part: [folder / record["file"] for record in records] for part, records in found.items()}
+        parts |= {
+            part: [folder / record["file"] for record in records] for part, records in found.items()
+        }
     return parts
 
 
@@ -85,7 +105,9 @@ def kill_after(child, pid, run, count):
     "Kill a child with SIGKILL once so many parts are there; the images of these parts with their times."
     end = time.monotonic() + 300
     while len(kept(run)) < count:
-        assert child.is_alive() if hasattr(child, "is_alive") else child.poll() is None, "it ended before it was killed"
+        assert child.is_alive() if hasattr(child, "is_alive") else child.poll() is None, (
+            "it ended before it was killed"
+        )
         assert time.monotonic() < end
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
@@ -96,7 +118,9 @@ def kill_after(child, pid, run, count):
 
 def scores(run):
     "Everything that an evaluation measured, byte for byte."
-    return (run / "evaluation/scores.jsonl").read_bytes(), read_json(run / "evaluation/summary.json")
+    return (run / "evaluation/scores.jsonl").read_bytes(), read_json(
+        run / "evaluation/summary.json"
+    )
 
 
 def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_path):
@@ -111,13 +135,24 @@ def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_pa
         child.start()
         times = kill_after(child, child.pid, run, count)
         assert count <= len(kept(run)) < PARTS
-        assert run_folder.read_evaluation_summary(run) == older, "the older one stays until the new one stands"
+        assert run_folder.read_evaluation_summary(run) == older, (
+            "the older one stays until the new one stands"
+        )
     said = []
-    assert evaluate.evaluate(run, said.append, trust=True) == summary and scores(run) == scores(whole)
-    assert said[0].startswith("evaluation: goes on, ") and said[-1].startswith(f"evaluation: {TOTAL} of {TOTAL} images")
-    now = {f"{file.parent.name}/{file.name}": file.stat().st_mtime_ns for file in (run / "evaluation").rglob("*.png")}
+    assert evaluate.evaluate(run, said.append, trust=True) == summary and scores(run) == scores(
+        whole
+    )
+    assert said[0].startswith("evaluation: goes on, ") and said[-1].startswith(
+        f"evaluation: {TOTAL} of {TOTAL} images"
+    )
+    now = {
+        f"{file.parent.name}/{file.name}": file.stat().st_mtime_ns
+        for file in (run / "evaluation").rglob("*.png")
+    }
     assert len(now) == TOTAL and times.items() <= now.items(), "what was kept was not drawn again"
-    assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 3  # a part in flight a kill
+    assert (
+        TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 3
+    )  # a part in flight a kill
     assert sorted(file.name for file in run.glob("evaluation*")) == ["evaluation"]
 
 
@@ -127,38 +162,76 @@ def test_two_processes_killed_twice_give_the_same(run, tmp_path):
     summary = evaluate.evaluate(whole, trust=True)
     (tmp_path / "counted").unlink()
     for count in (2, 7):
-        child = subprocess.Popen(command("evaluate", run, "--processes", "2", "--trust"), env=environment(),
-                                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            command("evaluate", run, "--processes", "2", "--trust"),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         kill_after(child, child.pid, run, count)
         time.sleep(2)  # its children end with it
         assert len(kept(run)) < PARTS and not (run / "evaluation").exists()
-    assert evaluate.evaluate(run, processes=2, trust=True) == summary and scores(run) == scores(whole)
+    assert evaluate.evaluate(run, processes=2, trust=True) == summary and scores(run) == scores(
+        whole
+    )
     assert TOTAL <= len((tmp_path / "counted").read_text().splitlines()) <= TOTAL + 2 * 2 * 3
 
 
 def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)  # what a process finds where nobody chose
-    by_two, changes = shutil.copytree(run, tmp_path / "two"), ["threads=0", "eval_rewards=[pocket-clip]"]
-    seen, load = [], run_images.load_scorers  # a reward in a worker gets the threads that are here when it is loaded
-    monkeypatch.setattr(run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of))
+    by_two, changes = (
+        shutil.copytree(run, tmp_path / "two"),
+        ["threads=0", "eval_rewards=[pocket-clip]"],
+    )
+    seen, load = (
+        [],
+        run_images.load_scorers,
+    )  # a reward in a worker gets the threads that are here when it is loaded
+    monkeypatch.setattr(
+        run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of)
+    )
     for place, processes in ((run, 1), (by_two, 2)):
-        evaluate.evaluate(place, changes=changes, arms={"base": 0, "plain": None}, processes=processes, trust=True)
+        evaluate.evaluate(
+            place, changes=changes, arms={"base": 0, "plain": None}, processes=processes, trust=True
+        )
     assert (seen, torch.get_num_threads()) == ([1], 2) and scores(run) == scores(by_two)
     images = sorted(file.relative_to(run) for file in (run / "evaluation").rglob("*.png"))
     assert len(images) == 2 * 4 * 2
-    assert [(run / image).read_bytes() for image in images] == [(by_two / image).read_bytes() for image in images]
+    assert [(run / image).read_bytes() for image in images] == [
+        (by_two / image).read_bytes() for image in images
+    ]
 
 
 def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
     summary = evaluate.evaluate(run, trust=True)
-    assert summary["arms"] == {"base": 0, "plain": None, "hybrid": 2, "base-as-trained": 0, "as-trained": None}
-    assert summary["as_trained"] == {"sampler": "flow", "steps": 5, "eta": 0.7, "shift": 3.0, "resolution": 64}
+    assert summary["arms"] == {
+        "base": 0,
+        "plain": None,
+        "hybrid": 2,
+        "base-as-trained": 0,
+        "as-trained": None,
+    }
+    assert summary["as_trained"] == {
+        "sampler": "flow",
+        "steps": 5,
+        "eta": 0.7,
+        "shift": 3.0,
+        "resolution": 64,
+    }
     row = summary["rewards"]["tiny_rewards:counted_red"]
     for arm, base in (("plain", "base"), ("hybrid", "base"), ("as-trained", "base-as-trained")):
-        assert row[f"{arm}-base"]["mean"] == pytest.approx(row[arm]["mean"] - row[base]["mean"], abs=1e-12)
-    assert row["base"]["mean"] != row["base-as-trained"]["mean"] and "base-as-trained-base" not in row
-    assert set(summary["rewards"]["pocket-geneval"]["preserved"]) == {"plain", "hybrid", "as-trained"}
+        assert row[f"{arm}-base"]["mean"] == pytest.approx(
+            row[arm]["mean"] - row[base]["mean"], abs=1e-12
+        )
+    assert (
+        row["base"]["mean"] != row["base-as-trained"]["mean"] and "base-as-trained-base" not in row
+    )
+    assert set(summary["rewards"]["pocket-geneval"]["preserved"]) == {
+        "plain",
+        "hybrid",
+        "as-trained",
+    }
     s = evaluate.evaluation_settings(run, ())
     forwards = 4 * 2 * (3 * 4 + 2 * 5)
     said = dict(plan.describe_counts(s))["evaluation at the end"]
@@ -179,26 +252,42 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
             evaluate.evaluate(run, trust=True)
     counted = os.path.getsize(os.environ["COUNTED"])
     summary = evaluate.evaluate(run, trust=True)
-    assert os.path.getsize(os.environ["COUNTED"]) == counted and run_folder.read_evaluation_summary(run) == summary
+    assert (
+        os.path.getsize(os.environ["COUNTED"]) == counted
+        and run_folder.read_evaluation_summary(run) == summary
+    )
 
 
 def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
-    with run_images.only_evaluation(run), pytest.raises(InputError, match="being evaluated by another process"):
+    with (
+        run_images.only_evaluation(run),
+        pytest.raises(InputError, match="being evaluated by another process"),
+    ):
         evaluate.evaluate(run, trust=True)
     assert not os.path.exists(os.environ["COUNTED"]) and not (run / "evaluation.begun").exists()
-    assert evaluate.evaluate(run, trust=True)["n_prompts"] == 4 and not (run / "evaluation.begun").exists()
+    assert (
+        evaluate.evaluate(run, trust=True)["n_prompts"] == 4
+        and not (run / "evaluation.begun").exists()
+    )
 
 
 def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run, tmp_path):
     (tmp_path / "odd.txt").write_text("a red star\n" * 40 + "zebras fly over the moon\n")
-    with pytest.raises(InputError, match="`eval_prompts` must hold prompts that the reward .* number 41 is none"):
-        evaluate.evaluate(run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1, trust=True)
+    with pytest.raises(
+        InputError, match="`eval_prompts` must hold prompts that the reward .* number 41 is none"
+    ):
+        evaluate.evaluate(
+            run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1, trust=True
+        )
     assert not os.path.exists(os.environ["COUNTED"])
 
 
 def test_a_part_that_was_cut_off_is_drawn_again(run):
     s = evaluate.evaluation_settings(run, ())
-    arms, prompts = evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS, evaluate.read_prompts(s.eval_prompts)
+    arms, prompts = (
+        evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS,
+        evaluate.read_prompts(s.eval_prompts),
+    )
     folder = evaluate.begun_folder(run, s, arms, prompts)
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
@@ -212,7 +301,10 @@ def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
         main._finish_training(run, report=True)
     said = capsys.readouterr()
     assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
-    assert "holds no trained weights" in said.err and f"go on with: chunk-grpo evaluate {run}" in said.err
+    assert (
+        "holds no trained weights" in said.err
+        and f"go on with: chunk-grpo evaluate {run}" in said.err
+    )
     assert run_folder.read_run_info(run)["status"] == "finished"
 
 

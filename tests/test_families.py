@@ -24,14 +24,25 @@ from chunk_grpo.training.update import (
 )
 
 NAMES = list(tiny_families.BUILDERS)
-PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]  # of different lengths
+PROMPTS = [
+    "a red star",
+    "two cats left of three dogs, a photo of the green square",
+]  # of different lengths
 STEPS, TOKENS, SIDE = 5, 16, 64
-OFF = {"dev": {"guidance_scale": 2.5}, "sd3": {"guidance_scale": 1.0}, "z_image": {"guidance_scale": 0.0},
-       "klein": {"guidance_scale": 1.0}}  # what a pipeline is told to take one forward
-ON = {"dev": {"guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
-      "schnell": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]}, "sd3": {"guidance_scale": 3.0},
-      "qwen": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]}, "z_image": {"guidance_scale": 2.0},
-      "klein": {"guidance_scale": 3.0}}  # and what it is told for a guidance of 3
+OFF = {
+    "dev": {"guidance_scale": 2.5},
+    "sd3": {"guidance_scale": 1.0},
+    "z_image": {"guidance_scale": 0.0},
+    "klein": {"guidance_scale": 1.0},
+}  # what a pipeline is told to take one forward
+ON = {
+    "dev": {"guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+    "schnell": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+    "sd3": {"guidance_scale": 3.0},
+    "qwen": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+    "z_image": {"guidance_scale": 2.0},
+    "klein": {"guidance_scale": 3.0},
+}  # and what it is told for a guidance of 3
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -71,7 +82,9 @@ class Watched:
         pipe = DiffusionPipeline.from_pretrained(folder)
         pipe.set_progress_bar_config(disable=True)
         self.calls, self.latents, self.velocity = [], [], []
-        pipe.transformer.register_forward_pre_hook(lambda _, a, k: self.calls.append((a, k)), with_kwargs=True)
+        pipe.transformer.register_forward_pre_hook(
+            lambda _, a, k: self.calls.append((a, k)), with_kwargs=True
+        )
         step = pipe.scheduler.step
 
         def watch(out, t, sample, **more):
@@ -83,8 +96,15 @@ class Watched:
 
         pipe.scheduler.step = watch
         self.images = pipe(
-            prompt=list(PROMPTS), height=SIDE, width=SIDE, num_inference_steps=STEPS, generator=generators(),
-            max_sequence_length=TOKENS, output_type="pt", **given).images
+            prompt=list(PROMPTS),
+            height=SIDE,
+            width=SIDE,
+            num_inference_steps=STEPS,
+            generator=generators(),
+            max_sequence_length=TOKENS,
+            output_type="pt",
+            **given,
+        ).images
         self.sigmas = pipe.scheduler.sigmas
 
     def texts(self):
@@ -94,7 +114,11 @@ class Watched:
             return list(args[2]), None
         mask = given.get("encoder_hidden_states_mask")
         states = given["encoder_hidden_states"]
-        out = list(states) if mask is None else [s[m.bool()] for s, m in zip(states, mask, strict=True)]
+        out = (
+            list(states)
+            if mask is None
+            else [s[m.bool()] for s, m in zip(states, mask, strict=True)]
+        )
         return out, given.get("pooled_projections")
 
 
@@ -166,7 +190,9 @@ def test_a_sample_alone_is_the_sample_in_a_batch(pair):
         torch.testing.assert_close(alone, both[part], rtol=0, atol=1e-5)
     torch.testing.assert_close(model.decode(x)[1:], model.decode(x[1:]), rtol=0, atol=1e-5)
     swapped = {k: v.flip(0) for k, v in rows.items()}
-    assert (model.velocity(x, sigma, swapped) - both).abs().max() > 1e-3, "the prompt does not matter"
+    assert (model.velocity(x, sigma, swapped) - both).abs().max() > 1e-3, (
+        "the prompt does not matter"
+    )
 
 
 def drawn(model):
@@ -194,17 +220,27 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     "One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."
     _, folder = family
     base = load(folder, true_cfg_scale=scale)
-    words = {"resolution": SIDE, "max_tokens": TOKENS, "guidance": 2.5, "true_cfg_scale": scale, "lora_rank": rank}
+    words = {
+        "resolution": SIDE,
+        "max_tokens": TOKENS,
+        "guidance": 2.5,
+        "true_cfg_scale": scale,
+        "lora_rank": rank,
+    }
     trained = [trainable.load_trainable_policy(str(folder), **words) for _ in range(2)]
     model, again = trained
     what, work = drawn(model)
     x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])
     before = base.velocity(x, sigma, what.conditioning).detach()
-    torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6
+    )
 
     method = Method(Settings(clip_range=10.0))
     old, advantage = all_evidence(what, work, method), torch.tensor([1.0, -1.0, -1.0, 1.0])
-    optimizer = torch.optim.AdamW(model.trained, lr=1e-2 if rank else 1e-3)  # an adapter starts at nothing
+    optimizer = torch.optim.AdamW(
+        model.trained, lr=1e-2 if rank else 1e-3
+    )  # an adapter starts at nothing
     first = accumulate_gradients(what, work, advantage, method, old)
     optimizer.step()
     optimizer.zero_grad()
@@ -214,7 +250,9 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     after = model.velocity(x, sigma, what.conditioning).detach()
     assert (after - before).abs().max() > 1e-4
     with torch.no_grad(), trainable.base_weights(model):
-        torch.testing.assert_close(model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6
+        )
     assert torch.equal(model.velocity(x, sigma, what.conditioning).detach(), after)
 
     trainable.save_trained_weights(model, tmp_path / "final")
@@ -233,7 +271,10 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
 def test_bfloat16(family, stored):
     "A forward in bfloat16, of weights stored either way, is near the one in float32."
     given = {"true_cfg_scale": 3.0}
-    model, half = load(family[1], **given), load(family[1], **given, dtype="bfloat16", weights=stored)
+    model, half = (
+        load(family[1], **given),
+        load(family[1], **given, dtype="bfloat16", weights=stored),
+    )
     rows, sigma = model.encode(PROMPTS), torch.tensor([0.875, 0.25])  # which bfloat16 has too
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():
@@ -251,7 +292,9 @@ def test_gradient_checkpointing_changes_nothing(family):
             str(family[1]), resolution=SIDE, max_tokens=TOKENS, gradient_checkpointing=checkpointing
         )
         x = torch.stack([model.noise(g) for g in generators()])
-        model.velocity(x, torch.tensor([0.9, 0.3]), model.encode(PROMPTS)).square().mean().backward()
+        model.velocity(
+            x, torch.tensor([0.9, 0.3]), model.encode(PROMPTS)
+        ).square().mean().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.trained if p.grad is not None]))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
@@ -261,7 +304,9 @@ def test_what_cannot_be_is_said(family):
     _, folder = family
     model = load(folder)
     with pytest.raises(InputError, match="resolution: 72 is not allowed"):
-        model.set_resolution(72) if model.patch * model.vae_scale_factor == 16 else model.set_resolution(72 + 1)
+        model.set_resolution(
+            72
+        ) if model.patch * model.vae_scale_factor == 16 else model.set_resolution(72 + 1)
     assert model.resolution == SIDE
     with pytest.raises(InputError, match="max_tokens: 5000 is too many"):
         policy.load_policy(str(folder), resolution=SIDE, max_tokens=5000)
@@ -306,7 +351,9 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
             return loaded[-1]
 
     monkeypatch.setattr(policy, "import_class", Shifted)
-    model = trainable.load_trainable_policy(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5)
+    model = trainable.load_trainable_policy(
+        str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5
+    )
     assert loaded == [model.transformer, model.vae]
     for network in (model.transformer, model.vae):
         assert not [name for name, p in network.named_parameters() if p.data_ptr() % 64]
@@ -327,14 +374,34 @@ def test_a_run_from_the_command_line(tmp_path):
     "SD3 with guidance and LoRA: trained, evaluated, and its weights load into diffusers."
     folder = tiny_families.build("sd3", tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
-    words = {"model": str(folder), "prompts": str(tmp_path / "prompts.txt"), "true_cfg_scale": 3.0, "lora_rank": 2}
-    words |= {"eval_prompts": words["prompts"], "resolution": 64, "eval_resolution": 64, "max_tokens": 8,
-              "dtype": "float32", "iterations": 1, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 6,
-              "chunks": "2,3", "eval_steps": 3, "hybrid_split": 2, "threads": 1, "reward": "tiny_rewards:red"}
+    words = {
+        "model": str(folder),
+        "prompts": str(tmp_path / "prompts.txt"),
+        "true_cfg_scale": 3.0,
+        "lora_rank": 2,
+    }
+    words |= {
+        "eval_prompts": words["prompts"],
+        "resolution": 64,
+        "eval_resolution": 64,
+        "max_tokens": 8,
+        "dtype": "float32",
+        "iterations": 1,
+        "images_per_prompt": 2,
+        "prompts_per_iteration": 2,
+        "steps": 6,
+        "chunks": "2,3",
+        "eval_steps": 3,
+        "hybrid_split": 2,
+        "threads": 1,
+        "reward": "tiny_rewards:red",
+    }
     (tmp_path / "s.yaml").write_text(json.dumps(words))
     assert "memory a process" in run("plan", tmp_path / "s.yaml")
     run("train", tmp_path / "s.yaml", "--out", tmp_path / "run", "--no-report")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[1]["ratio_floor"] == 0 and lines[1]["ratio_floor_rollout"] < 1e-4
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.load_lora_weights(str(tmp_path / "run" / "final"))

@@ -31,7 +31,8 @@ PROMISES = {
     "half": "a write ends in its middle: the same command goes on, to the same bits",
     "ENOSPC": "full from here on: one sentence, exit code 1 or 2, nothing half-written; then as after a kill",
     "EIO": "one sentence, exit code 1 or 2, nothing half-written; then as after a kill",
-    "EINTR": "as EIO"}
+    "EINTR": "as EIO",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,11 @@ def study(tiny_home):
 
 def leftovers(root: Path) -> list[str]:
     "What was begun and not finished: temporary names of this program; what it could not remove is not that."
-    return [str(file.relative_to(root)) for file in root.rglob(".*") if re.search(r"(?<!\.old)\.\d+\.part$", file.name)]
+    return [
+        str(file.relative_to(root))
+        for file in root.rglob(".*")
+        if re.search(r"(?<!\.old)\.\d+\.part$", file.name)
+    ]
 
 
 def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:
@@ -64,8 +69,12 @@ def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:
         return "" if same else "it ended well, with other results"
     if not killed:
         wrong += [f"exit code {done.returncode}"] * (done.returncode not in (1, 2))
-        wrong += [f"no sentence: {done.stderr[-300:]!r}"] * (not done.stderr.strip() or "Traceback" in done.stderr)
-        wrong += [f"left behind: {leftovers(root)}"] * bool(leftovers(root / "run") if (root / "run").exists() else [])
+        wrong += [f"no sentence: {done.stderr[-300:]!r}"] * (
+            not done.stderr.strip() or "Traceback" in done.stderr
+        )
+        wrong += [f"left behind: {leftovers(root)}"] * bool(
+            leftovers(root / "run") if (root / "run").exists() else []
+        )
     return "; ".join([*wrong, *go_on(session, root)])
 
 
@@ -73,24 +82,35 @@ def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, st
     "Every place with a kill, every write with an end in its middle and a full disk, others with errors in turn."
     out = []
     for i, step in enumerate(session.places()):
-        fit = {"kill": True, "half": step.op == "write" and len(step.data) > 1, "EIO": i % 6 == 0, "EINTR": i % 15 == 1,
-               "ENOSPC": step.op in ("write", "mkdir")}
+        fit = {
+            "kill": True,
+            "half": step.op == "write" and len(step.data) > 1,
+            "EIO": i % 6 == 0,
+            "EINTR": i % 15 == 1,
+            "ENOSPC": step.op in ("write", "mkdir"),
+        }
         out += [(step, kind) for kind in kinds if fit[kind]]
     return out
 
 
 def check(session: Session, chosen, folder: Path) -> None:
     "Let all of them strike, two at once; the table, and what is wrong."
+
     def one(case):
         with tempfile.TemporaryDirectory(dir=folder) as place:
             return strike(session, *case, Path(place))
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(one, chosen))
-    rows = [f"| {kind} | {' '.join(step.place)} | {wrong or 'kept'} |" for (step, kind), wrong in zip(
-        chosen, found, strict=True)]
+    rows = [
+        f"| {kind} | {' '.join(step.place)} | {wrong or 'kept'} |"
+        for (step, kind), wrong in zip(chosen, found, strict=True)
+    ]
     promises = "".join(f"- {kind}: {words}\n" for kind, words in PROMISES.items())
-    table = "\n".join([promises, "| fault | before the step | promise |", "| --- | --- | --- |", *rows]) + "\n"
+    table = (
+        "\n".join([promises, "| fault | before the step | promise |", "| --- | --- | --- |", *rows])
+        + "\n"
+    )
     (session.home / f"{session.name}-faults.md").write_text(table)
     wrong = [row for row, words in zip(rows, found, strict=True) if words]
     assert not wrong, f"{len(wrong)} of {len(chosen)}\n" + "\n".join(wrong)
@@ -100,17 +120,27 @@ def test_steps_are_seen(tiny_training):
     "The log knows what a run writes: without it no fault could strike."
     ops = {step.op for step in tiny_training.steps}
     assert ops >= {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
-    assert {step.role for step in tiny_training.steps} == {"main"} and len(tiny_training.places()) > 40
+    assert {step.role for step in tiny_training.steps} == {"main"} and len(
+        tiny_training.places()
+    ) > 40
     named = {step.to or step.path for step in tiny_training.steps}
     assert {"run/run.json", "run/metrics.jsonl", "run/checkpoints/000002", "run/final"} <= named
 
 
 def test_a_few_faults_of_a_run(tiny_training, tmp_path):
     found = cases(tiny_training)
-    chosen = [next((step, kind) for step, kind in found if kind == wanted and part in
-                   (step.to or step.path)) for wanted, part in (("half", "metrics.jsonl"), ("ENOSPC", "weights"))]
-    renamed = [next(step for step in tiny_training.steps if step.op == "rename" and step.to == name) for name in
-               ("run/checkpoints/000002", "run/run.json")]  # before the latter there is a folder and no run
+    chosen = [
+        next(
+            (step, kind)
+            for step, kind in found
+            if kind == wanted and part in (step.to or step.path)
+        )
+        for wanted, part in (("half", "metrics.jsonl"), ("ENOSPC", "weights"))
+    ]
+    renamed = [
+        next(step for step in tiny_training.steps if step.op == "rename" and step.to == name)
+        for name in ("run/checkpoints/000002", "run/run.json")
+    ]  # before the latter there is a folder and no run
     check(tiny_training, [*chosen, *((step, "kill") for step in renamed)], tmp_path)
 
 
@@ -132,6 +162,7 @@ def test_every_place_of_a_report(report, tmp_path):
 @pytest.mark.slow
 def test_every_place_of_a_study(study, tmp_path):
     "Those that a run and its evaluation do not have, and those before a trial has its run.json."
+
     def own(step):
         name = step.to or step.path
         made = step.role == "main" and re.match(r"study/[^/.]+/\.?run\.json", name)
@@ -158,7 +189,9 @@ def kill_after(delay: float, words, root: Path, files) -> bool:
     return True
 
 
-def kill_a_run(session: Session, longest: float, number: int, folder: Path) -> tuple[int, list[str]]:
+def kill_a_run(
+    session: Session, longest: float, number: int, folder: Path
+) -> tuple[int, list[str]]:
     "One of these runs: how often it was killed, and what is wrong."
     draw, root = random.Random(number), folder / str(number) / "root"
     root.parent.mkdir()
@@ -166,7 +199,9 @@ def kill_a_run(session: Session, longest: float, number: int, folder: Path) -> t
     kills, files = 0, (str(root.parent / "said"), str(root.parent / "error"))
     for _ in range(5):
         again = session.again if (root / "run" / "run.json").is_file() else ()
-        if not kill_after(draw.uniform(0, 0.8 * longest), session.spoken(root, *again), root, files):
+        if not kill_after(
+            draw.uniform(0, 0.8 * longest), session.spoken(root, *again), root, files
+        ):
             break
         kills += 1
     return kills, [f"run {number} after {kills} kills: {words}" for words in go_on(session, root)]
@@ -175,6 +210,7 @@ def kill_a_run(session: Session, longest: float, number: int, folder: Path) -> t
 @pytest.mark.slow
 def test_a_hundred_random_kills(tiny_training, tmp_path):
     "Runs killed at a random moment, gone on with, killed again, five times each, and then let go to their end."
+
     def seconds(name: str) -> float:
         start, root = time.monotonic(), tmp_path / name
         tiny_training.fresh(root)
@@ -183,10 +219,14 @@ def test_a_hundred_random_kills(tiny_training, tmp_path):
 
     kills, wrong = 0, []
     with ThreadPoolExecutor(2) as pool:
-        longest = max(pool.map(seconds, ("one", "other")))  # two at once, as the runs that are killed
+        longest = max(
+            pool.map(seconds, ("one", "other"))
+        )  # two at once, as the runs that are killed
         for first in itertools.count(0, 4):
             four = range(first, first + 4)
-            for more, found in pool.map(lambda number: kill_a_run(tiny_training, longest, number, tmp_path), four):
+            for more, found in pool.map(
+                lambda number: kill_a_run(tiny_training, longest, number, tmp_path), four
+            ):
                 kills, wrong = kills + more, wrong + found
             if kills >= 100:
                 break

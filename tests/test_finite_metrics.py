@@ -18,7 +18,13 @@ TINY = {"iterations": 2, "eval_every": 0, "eval_count": 1, "eval_steps": 2, "hyb
 
 
 def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path):
-    nested = {"a": math.nan, "b": [1.0, math.inf, {"c": -math.inf}], "d": (math.nan, 2), "e": "NaN", "f": True}
+    nested = {
+        "a": math.nan,
+        "b": [1.0, math.inf, {"c": -math.inf}],
+        "d": (math.nan, 2),
+        "e": "NaN",
+        "f": True,
+    }
     files.append_json_line(tmp_path / "lines.jsonl", nested)
     files.write_json(tmp_path / "one.json", nested)
     expected = {"a": None, "b": [1.0, None, {"c": None}], "d": [None, 2], "e": "NaN", "f": True}
@@ -27,7 +33,9 @@ def test_numbers_that_are_not_finite_become_null_at_any_depth(tmp_path):
 
 
 def test_metrics_of_an_older_version_with_nan_are_read_as_null(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "ratio_dev": [NaN, 0.5], "kl": Infinity}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"iteration": 1, "ratio_dev": [NaN, 0.5], "kl": Infinity}\n'
+    )
     (line,) = files.read_json_lines(tmp_path / "metrics.jsonl", files.MetricsLine)
     assert line == {"iteration": 1, "ratio_dev": [None, 0.5], "kl": None}
 
@@ -45,7 +53,8 @@ def skipped(tmp_path_factory):
         "        found = super().metrics(items, chunk, count)\n"
         "        bad = float('nan')\n"
         "        return found | {'ratio_dev': [bad] * count, 'clip_fraction': [bad] * count, 'own': [bad, 1.0],\n"
-        "                        'deep': {'part': float('inf')}}\n")
+        "                        'deep': {'part': float('inf')}}\n"
+    )
     values = TINY | {"method": f"{folder}/ends.py:Ends", "checkpoint_every": 1}
     return train(load_settings("pocket/tiny", values), folder / "run")
 
@@ -85,47 +94,63 @@ class Own(Method):
 """
 
 
-@pytest.mark.parametrize(("entry", "words"), [
-    ("'iteration': 7", "`iteration`"),
-    ("'reward_mean': 9.0", "`reward_mean`"),
-    ("'reward_own': 9.0", "`reward_own`"),
-    ("'eval_own': 9.0", "`eval_own`"),
-    ("'image_own': 9.0", "`image_own`"),
-    ("'above_base_own': 9.0", "`above_base_own`"),
-    ("'seconds': {}", "`seconds`"),
-    ("'seconds_total': 1.0", "`seconds_total`"),
-    ("'grad_norm': 1.0", "`grad_norm`"),
-    ("'kl': 1.0", "`kl`"),
-    ("'lr': 1.0", "`lr`"),
-    ("'skipped_updates': 0", "`skipped_updates`"),
-    ("'clip_fraction': 'none'", "`clip_fraction`"),
-    ("'ratio_dev': 0.5", "`ratio_dev`"),
-    ("3: 1.0", "3"),
-    ("'own': items['loss'] if 'loss' in items else chunk", "`own`"),
-    ("'own': {1, 2}", "`own`"),
-    ("'own': object()", "`own`"),
-])
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("'iteration': 7", "`iteration`"),
+        ("'reward_mean': 9.0", "`reward_mean`"),
+        ("'reward_own': 9.0", "`reward_own`"),
+        ("'eval_own': 9.0", "`eval_own`"),
+        ("'image_own': 9.0", "`image_own`"),
+        ("'above_base_own': 9.0", "`above_base_own`"),
+        ("'seconds': {}", "`seconds`"),
+        ("'seconds_total': 1.0", "`seconds_total`"),
+        ("'grad_norm': 1.0", "`grad_norm`"),
+        ("'kl': 1.0", "`kl`"),
+        ("'lr': 1.0", "`lr`"),
+        ("'skipped_updates': 0", "`skipped_updates`"),
+        ("'clip_fraction': 'none'", "`clip_fraction`"),
+        ("'ratio_dev': 0.5", "`ratio_dev`"),
+        ("3: 1.0", "3"),
+        ("'own': items['loss'] if 'loss' in items else chunk", "`own`"),
+        ("'own': {1, 2}", "`own`"),
+        ("'own': object()", "`own`"),
+    ],
+)
 def test_metrics_of_a_method_that_cannot_be_kept_are_rejected_by_name(entry, words, tmp_path):
     (tmp_path / "own.py").write_text(OWN % entry)
     s = load_settings("pocket/tiny", TINY | {"method": f"{tmp_path}/own.py:Own"})
     with pytest.raises(InputError) as error:
         train(s, tmp_path / "run")
-    assert "`metrics` of " in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+    assert (
+        "`metrics` of " in str(error.value)
+        and words in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_metrics_of_a_method_must_be_a_mapping(tmp_path):
-    (tmp_path / "own.py").write_text("from chunk_grpo.training.methods import Method\n"
-                                     "class Own(Method):\n    def metrics(self, items, chunk, count):\n"
-                                     "        return [1.0]\n")
+    (tmp_path / "own.py").write_text(
+        "from chunk_grpo.training.methods import Method\n"
+        "class Own(Method):\n    def metrics(self, items, chunk, count):\n"
+        "        return [1.0]\n"
+    )
     with pytest.raises(InputError, match="`metrics` of .* must be a mapping"):
-        train(load_settings("pocket/tiny", TINY | {"method": f"{tmp_path}/own.py:Own"}), tmp_path / "run")
+        train(
+            load_settings("pocket/tiny", TINY | {"method": f"{tmp_path}/own.py:Own"}),
+            tmp_path / "run",
+        )
 
 
 def test_metrics_of_a_method_may_be_numbers_lists_and_mappings(tmp_path):
-    (tmp_path / "own.py").write_text(OWN % "'a': 1, 'b': 2.5, 'c': [1.0, None], 'd': {'e': 1.0}, 'f': None, "
-                                           "'g': items['ratio'].mean()")
-    out = train(load_settings("pocket/tiny", TINY | {"iterations": 1, "method": f"{tmp_path}/own.py:Own"}),
-                tmp_path / "run")
+    (tmp_path / "own.py").write_text(
+        OWN % "'a': 1, 'b': 2.5, 'c': [1.0, None], 'd': {'e': 1.0}, 'f': None, "
+        "'g': items['ratio'].mean()"
+    )
+    out = train(
+        load_settings("pocket/tiny", TINY | {"iterations": 1, "method": f"{tmp_path}/own.py:Own"}),
+        tmp_path / "run",
+    )
     line = run_folder.read_metrics_lines(out)[-1]
     assert [line[name] for name in "abcdf"] == [1, 2.5, [1.0, None], {"e": 1.0}, None]
     assert line["g"] == pytest.approx(float(torch.tensor(line["ratio_mean"])))

@@ -15,17 +15,24 @@ from chunk_grpo.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 STUB = ast.parse((ROOT / "chunk_grpo/__init__.pyi").read_text())
-OFFERED = [(node.module, alias) for node in STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+OFFERED = [
+    (node.module, alias)
+    for node in STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+]
 MODULE_OF = {alias.name: module for module, alias in OFFERED}
 
 
 @pytest.fixture(scope="module")
 def package_files():
     "The data files that a wheel of the package holds, as setup.py names them."
-    program = ("import os, setuptools, distutils.core\n"
-               "command = distutils.core.run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
-               "command.ensure_finalized()\n"
-               "print(*[os.path.join(source, name) for _, source, _, names in command.data_files for name in names])")
+    program = (
+        "import os, setuptools, distutils.core\n"
+        "command = distutils.core.run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
+        "command.ensure_finalized()\n"
+        "print(*[os.path.join(source, name) for _, source, _, names in command.data_files for name in names])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -33,7 +40,9 @@ def package_files():
 
 def loaded(program: str, *modules: str) -> set[str]:
     "Which of these modules a program of its own has imported in the end."
-    ending = f"\nimport sys; print('loaded', *[name for name in {modules!r} if name in sys.modules])"
+    ending = (
+        f"\nimport sys; print('loaded', *[name for name in {modules!r} if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program + ending], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split()[1:])
@@ -52,7 +61,9 @@ def test_a_name_is_the_object_of_its_module(name):
     module = f"chunk_grpo.{MODULE_OF[name]}"
     found = getattr(chunk_grpo, name)
     assert found is getattr(import_module(module), name)
-    assert getattr(found, "__module__", module) == module, "the chapter that it comes from, not one that imports it"
+    assert getattr(found, "__module__", module) == module, (
+        "the chapter that it comes from, not one that imports it"
+    )
 
 
 def test_no_name_hides_a_chapter():
@@ -70,13 +81,22 @@ def test_an_unknown_name_is_said_with_the_package():
 def test_importing_the_package_imports_nothing_heavy():
     heavy = ("torch", "pydantic", "numpy", "pandas", "yaml", "chunk_grpo.core")
     assert loaded("import chunk_grpo", *heavy) == set()
-    assert loaded("from chunk_grpo import Settings", *heavy) == {"pydantic", "yaml", "chunk_grpo.core"}
+    assert loaded("from chunk_grpo import Settings", *heavy) == {
+        "pydantic",
+        "yaml",
+        "chunk_grpo.core",
+    }
 
 
 def test_help_imports_nothing_heavy():
-    program = ("import sys\nsys.argv = ['chunk-grpo', '--help']\nfrom chunk_grpo.cli import main\n"
-               "try: main.main()\nexcept SystemExit: pass")
-    assert loaded(program, "torch", "numpy", "pandas", "scipy", "diffusers", "matplotlib", "nbformat") == set()
+    program = (
+        "import sys\nsys.argv = ['chunk-grpo', '--help']\nfrom chunk_grpo.cli import main\n"
+        "try: main.main()\nexcept SystemExit: pass"
+    )
+    assert (
+        loaded(program, "torch", "numpy", "pandas", "scipy", "diffusers", "matplotlib", "nbformat")
+        == set()
+    )
 
 
 def test_type_checkers_see_every_name():
@@ -93,7 +113,9 @@ def test_the_package_says_that_it_is_typed(package_files):
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("words", re.findall(r"^chunk-grpo (?:train|plan) ((?:paper|machines)/[^#\n]*)", README, re.M))
+@pytest.mark.parametrize(
+    "words", re.findall(r"^chunk-grpo (?:train|plan) ((?:paper|machines)/[^#\n]*)", README, re.M)
+)
 def test_the_readmes_commands_for_gpus_fit_their_devices(words):
     device = [] if "--device" in words else ["--device", "h100"]
     answer = CliRunner().invoke(app, ["plan", *words.split(), *device])

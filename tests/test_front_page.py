@@ -30,7 +30,9 @@ import readme  # noqa: E402
 def test_the_readmes_pictures_are_figures_that_the_book_keeps():
     pictures = readme.pictures()
     assert {file.name for file in pictures} == {"steps_and_chunks.png", "wrong_to_right.png"}
-    assert not [file.name for file, content in pictures.items() if file.read_bytes() != content], "run `make prepare`"
+    assert not [file.name for file, content in pictures.items() if file.read_bytes() != content], (
+        "run `make prepare`"
+    )
 
 
 def test_pictures_can_be_read_on_a_phone_and_are_sharp_on_a_wide_screen():
@@ -39,9 +41,17 @@ def test_pictures_can_be_read_on_a_phone_and_are_sharp_on_a_wide_screen():
         assert Image.open(file).width >= 2 * 830, "a README column is 830 px wide"
     for page in ("findings/confirmation", "12_reporting/00_figures"):
         cells = nbformat.read(ROOT / f"nbs/{page}.ipynb", as_version=4).cells
-        (source,) = [cell.source for cell in cells if cell.source.startswith("# The README shows this figure")]
+        (source,) = [
+            cell.source
+            for cell in cells
+            if cell.source.startswith("# The README shows this figure")
+        ]
         assert "size=(7.0, " in source and "dpi=240" in source
-        assert not [size for size in re.findall(r"(?:font.size\"?:|fontsize=) ?([\d.]+)", source) if float(size) < 11]
+        assert not [
+            size
+            for size in re.findall(r"(?:font.size\"?:|fontsize=) ?([\d.]+)", source)
+            if float(size) < 11
+        ]
 
 
 def test_images_that_training_mended_are_wrong_before_and_right_after():
@@ -63,15 +73,31 @@ def test_images_that_training_mended_are_wrong_before_and_right_after():
 def test_chunk_ratios_of_the_hero_figure_are_the_geometric_means_of_its_step_ratios():
     "To first order the mean of the distances from 1, as the page prints them."
     cells = nbformat.read(ROOT / "nbs/findings/confirmation.ipynb", as_version=4).cells
-    (printed,) = [out.text for cell in cells for out in cell.get("outputs", ()) if "advantage -" in out.get("text", "")]
+    (printed,) = [
+        out.text
+        for cell in cells
+        for out in cell.get("outputs", ())
+        if "advantage -" in out.get("text", "")
+    ]
     steps, four = ([float(x) for x in line.split()[1:]] for line in printed.splitlines()[1:])
     parts = [steps[part] for part in Chunks.parse("2,3,4,7").slices]
-    assert not [part for part, ratio in zip(parts, four, strict=True) if abs(sum(part) / len(part) - ratio) > 0.1]
-    assert (sum(x < -1 for x in steps), sum(x < -1 for x in four)) == (5, 1), "as the title of the figure says"
+    assert not [
+        part
+        for part, ratio in zip(parts, four, strict=True)
+        if abs(sum(part) / len(part) - ratio) > 0.1
+    ]
+    assert (sum(x < -1 for x in steps), sum(x < -1 for x in four)) == (5, 1), (
+        "as the title of the figure says"
+    )
 
 
 INDEX = nbformat.read(ROOT / "nbs/index.ipynb", as_version=4).cells
-TRAINERS = ("yifan123/flow_grpo", "XueZeyue/DanceGRPO", "X-GenGroup/Flow-Factory", "verl-project/verl-omni")
+TRAINERS = (
+    "yifan123/flow_grpo",
+    "XueZeyue/DanceGRPO",
+    "X-GenGroup/Flow-Factory",
+    "verl-project/verl-omni",
+)
 
 
 def section(title: str) -> str:
@@ -87,7 +113,10 @@ def table_rows(text: str) -> list[list[str]]:
 
 def test_first_screen_holds_what_it_does_the_install_lines_the_command_and_a_chunk():
     first = README.split("\n## ")[0]
-    places = [first.index(words) for words in ("Fine-tune FLUX", "git clone", "make demo", "steps_and_chunks.png")]
+    places = [
+        first.index(words)
+        for words in ("Fine-tune FLUX", "git clone", "make demo", "steps_and_chunks.png")
+    ]
     assert places == sorted(places)
     assert len(first) < 2000, "more would push the figure off the first screen"
 
@@ -104,7 +133,9 @@ def test_each_claim_about_another_trainer_links_to_the_file_that_says_so():
     for row in rows:
         for name, cell in zip(TRAINERS, row[2:], strict=True):
             without_links = re.sub(r"\[[^\]]+\]\([^)]+\)", "", cell)
-            assert not re.search(r"\w", without_links), f"{row[0]}, {name}: no source of {without_links!r}"
+            assert not re.search(r"\w", without_links), (
+                f"{row[0]}, {name}: no source of {without_links!r}"
+            )
             for link in re.findall(r"\]\(([^)]+)\)", cell):
                 assert re.match(rf"https://github\.com/{name}/blob/[0-9a-f]{{40}}/\S+$", link), link
 
@@ -120,11 +151,16 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
     ours = len(every) - len(methods)
     words = {8: "Eight"}  # as the sentence writes the number
     assert f"{words[ours]} more rows are contenders of ours" in README
-    assert f"with {len(methods) - 1} other published methods" in README and f"**{len(methods)} methods**" in README
-    assert {"chunk", "flow", "dance", "mix", "nft"} <= set(methods) and f"and {len(methods) - 5} more" in README
-    assert dict.fromkeys(row[1] for row in table_rows(section("Why not another trainer?")) if row[0] == "methods") == {
-        str(len(methods)): None
-    }
+    assert (
+        f"with {len(methods) - 1} other published methods" in README
+        and f"**{len(methods)} methods**" in README
+    )
+    assert {"chunk", "flow", "dance", "mix", "nft"} <= set(
+        methods
+    ) and f"and {len(methods) - 5} more" in README
+    assert dict.fromkeys(
+        row[1] for row in table_rows(section("Why not another trainer?")) if row[0] == "methods"
+    ) == {str(len(methods)): None}
     said = {
         "FLUX.1": "FluxPipeline",
         "Stable Diffusion 3 and 3.5": "StableDiffusion3Pipeline",
@@ -148,7 +184,9 @@ def test_memory_of_the_front_page_is_that_of_the_presets():
         "Qwen-Image": ("80gb-lora-qwen-image", "8x80gb-full-qwen-image"),
     }
     rows = {row[0]: tuple(row[1:]) for row in table_rows(section("Which models, which GPU?"))}
-    assert rows == {model: tuple(f"{memory[name]} GB" for name in pair) for model, pair in names.items()}
+    assert rows == {
+        model: tuple(f"{memory[name]} GB" for name in pair) for model, pair in names.items()
+    }
     for name in memory:
         if (ROOT / f"runs/machines/{name}.yaml").is_file():
             s = load_settings(f"machines/{name}")
@@ -172,45 +210,92 @@ def test_captions_have_the_numbers_of_their_figures():
     text = " ".join(section("Does it work?").split())
     assert f"{mended} of the {len(verdicts)} images that a demo run kept" in text
     before, after = (int(sum(row[end] for row in verdicts)) for end in (0, -1))
-    assert f"accepts {before} before training and {after} after {kept['iterations'][-1]} iterations" in text
+    assert (
+        f"accepts {before} before training and {after} after {kept['iterations'][-1]} iterations"
+        in text
+    )
     rows = analysis.load_study_rows("confirmation")
     assert {sum(row["arm"] == arm for row in rows) for arm in ("steps", "2-3-4-7")} == {32}
     assert "mean of 32 seeds" in README
 
 
 def test_bundled_model_has_as_many_parameters_as_the_front_page_says():
-    files = Path(pocket_model_path()).glob("*/*.safetensors")  # text encoders, transformer, autoencoder
-    assert round(sum(tensor.numel() for file in files for tensor in load_file(file).values()) / 1e6) == 2
+    files = Path(pocket_model_path()).glob(
+        "*/*.safetensors"
+    )  # text encoders, transformer, autoencoder
+    assert (
+        round(sum(tensor.numel() for file in files for tensor in load_file(file).values()) / 1e6)
+        == 2
+    )
     assert "the bundled FLUX of 2 million parameters" in README
 
 
 def test_the_method_in_four_lines_is_the_papers_and_the_demo_differs_as_said():
-    paper, demo, text = load_settings("paper/chunk"), load_settings("pocket/demo"), section("The method in four lines")
-    assert (paper.images_per_prompt, paper.steps, paper.chunks, paper.chunk_fraction) == (12, 17, "2,3,4,7", 0.5)
-    for words in ("12 images per prompt", "17 steps", "16 stochastic steps", "2, 3, 4 and 7", "half of the chunks"):
+    paper, demo, text = (
+        load_settings("paper/chunk"),
+        load_settings("pocket/demo"),
+        section("The method in four lines"),
+    )
+    assert (paper.images_per_prompt, paper.steps, paper.chunks, paper.chunk_fraction) == (
+        12,
+        17,
+        "2,3,4,7",
+        0.5,
+    )
+    for words in (
+        "12 images per prompt",
+        "17 steps",
+        "16 stochastic steps",
+        "2, 3, 4 and 7",
+        "half of the chunks",
+    ):
         assert words in text
-    assert demo.steps == 13 and demo.chunks != paper.chunks and "The demo uses 13 steps and other chunks" in text
+    assert (
+        demo.steps == 13
+        and demo.chunks != paper.chunks
+        and "The demo uses 13 steps and other chunks" in text
+    )
 
 
 def test_install_says_the_versions_and_sizes_that_were_measured():
-    text, measured = " ".join(section("Install").split()), json.loads((ROOT / "runs/results/install.json").read_text())
+    text, measured = (
+        " ".join(section("Install").split()),
+        json.loads((ROOT / "runs/results/install.json").read_text()),
+    )
     makefile = (ROOT / "Makefile").read_text()
-    assert "Python 3.11, 3.12 or 3.13" in text and "for python in python3.11 python3.12 python3.13" in makefile
-    assert f"min_python = {text.split('Python ')[1].split(',')[0]}" in (ROOT / "settings.ini").read_text()
+    assert (
+        "Python 3.11, 3.12 or 3.13" in text
+        and "for python in python3.11 python3.12 python3.13" in makefile
+    )
+    assert (
+        f"min_python = {text.split('Python ')[1].split(',')[0]}"
+        in (ROOT / "settings.ini").read_text()
+    )
     cpu, cuda = measured["cpu"], measured["cuda"]
     assert f"about {cpu['download_gb']} GB and the environment takes {cpu['disk_gb']} GB" in text
     assert f"about {cuda['download_gb']} GB and {cuda['disk_gb']} GB" in text
     if torch.__version__.endswith("+cpu"):
         own = {dist.metadata["Name"]: dist for dist in importlib.metadata.distributions()}.values()
         files = [file.locate() for dist in own for file in dist.files or ()]
-        assert abs(sum(file.stat().st_size for file in files if file.is_file()) / 1e9 - cpu["disk_gb"]) < 0.3
+        assert (
+            abs(sum(file.stat().st_size for file in files if file.is_file()) / 1e9 - cpu["disk_gb"])
+            < 0.3
+        )
 
 
 def test_make_targets_of_the_front_page_exist():
     targets = set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", README, re.MULTILINE))
     makefile = (ROOT / "Makefile").read_text()
-    assert {name for pair in targets for name in pair if name} >= {"demo", "install", "lab", "docs", "gpu"}
-    assert not [a or b for a, b in targets if not re.search(rf"^{a or b}:.*##", makefile, re.MULTILINE)]
+    assert {name for pair in targets for name in pair if name} >= {
+        "demo",
+        "install",
+        "lab",
+        "docs",
+        "gpu",
+    }
+    assert not [
+        a or b for a, b in targets if not re.search(rf"^{a or b}:.*##", makefile, re.MULTILINE)
+    ]
 
 
 def test_citation_names_the_paper_and_this_version():
@@ -232,9 +317,13 @@ HELD = {  # the numbers of the prose that a test above holds, by what they count
 
 def test_each_number_of_the_prose_is_held_by_a_test():
     prose = "\n".join(cell.source for cell in INDEX if cell.cell_type == "markdown")
-    prose = re.sub(r"```.*?```", "", prose, flags=re.DOTALL)  # commands and code have tests of their own
+    prose = re.sub(
+        r"```.*?```", "", prose, flags=re.DOTALL
+    )  # commands and code have tests of their own
     prose = re.sub(r"\]\([^)]*\)", "]", prose)  # where links lead
-    prose = re.sub(r"^(\|.*\||\d\. )", "", prose, flags=re.MULTILINE)  # tables, and the numbers of lists
+    prose = re.sub(
+        r"^(\|.*\||\d\. )", "", prose, flags=re.MULTILINE
+    )  # tables, and the numbers of lists
     prose = re.sub(r"FLUX\.\d|in 2026", "", prose)
     numbers = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)", prose))
     measured = json.loads((ROOT / "runs/results/install.json").read_text())["cpu"]["download_gb"]

@@ -36,7 +36,9 @@ def drawn_prompts(seed: int) -> list[str]:
     rng, out = np.random.default_rng(seed), []
 
     def add(tag, include, text, **more):
-        out.append(json.dumps({"tag": tag, "include": include, **more, "prompt": f"a photo of {text}"}))
+        out.append(
+            json.dumps({"tag": tag, "include": include, **more, "prompt": f"a photo of {text}"})
+        )
 
     def one(name, **more):
         return {"class": name, "count": 1, **more}
@@ -48,8 +50,17 @@ def drawn_prompts(seed: int) -> list[str]:
         add("two_object", [one(a), one(b)], f"{article(a)} and {article(b)}")
     for _ in range(100):
         name, count = COCO_CLASSES[rng.choice(80)], int(rng.integers(2, 5))
-        words = {2: "two", 3: "three", 4: "four"}[count] + f" {name}" + ("es" if name[-1] == "s" else "s")
-        add("counting", [{"class": name, "count": count}], words, exclude=[{"class": name, "count": count + 1}])
+        words = (
+            {2: "two", 3: "three", 4: "four"}[count]
+            + f" {name}"
+            + ("es" if name[-1] == "s" else "s")
+        )
+        add(
+            "counting",
+            [{"class": name, "count": count}],
+            words,
+            exclude=[{"class": name, "count": count + 1}],
+        )
     for _ in range(100):
         name, colour = COCO_CLASSES[1 + rng.choice(79)], GENEVAL_COLOURS[rng.choice(10)]
         add("colors", [one(name, color=colour)], f"{article(colour)} {name}")
@@ -60,7 +71,11 @@ def drawn_prompts(seed: int) -> list[str]:
     for _ in range(100):
         a, b = (COCO_CLASSES[1 + i] for i in rng.choice(79, size=2, replace=False))
         c, d = (GENEVAL_COLOURS[i] for i in rng.choice(10, size=2, replace=False))
-        add("color_attr", [one(a, color=c), one(b, color=d)], f"{article(c)} {a} and {article(d)} {b}")
+        add(
+            "color_attr",
+            [one(a, color=c), one(b, color=d)],
+            f"{article(c)} {a} and {article(d)} {b}",
+        )
     return list(dict.fromkeys(out))
 
 
@@ -68,10 +83,16 @@ def test_shipped_prompts_are_those_of_the_published_seed():
     lines = geneval.GENEVAL_METADATA_FILE.read_text(encoding="utf-8").splitlines()
     assert lines == drawn_prompts(43) and lines != drawn_prompts(42)
     records = geneval.read_geneval_prompts()
-    assert Counter(r["tag"] for r in records) == dict(zip(GENEVAL_TAGS, (80, 99, 80, 94, 100, 100), strict=True))
+    assert Counter(r["tag"] for r in records) == dict(
+        zip(GENEVAL_TAGS, (80, 99, 80, 94, 100, 100), strict=True)
+    )
     texts = {r["prompt"] for r in records}
-    assert not {text for line in SEEN.splitlines() for text in line.split("|")} - texts  # as others published them
-    assert (geneval.GENEVAL_METADATA_FILE.parent / "LICENSE").read_text().count("Copyright (c) 2023 Dhruba Ghosh") == 1
+    assert (
+        not {text for line in SEEN.splitlines() for text in line.split("|")} - texts
+    )  # as others published them
+    assert (geneval.GENEVAL_METADATA_FILE.parent / "LICENSE").read_text().count(
+        "Copyright (c) 2023 Dhruba Ghosh"
+    ) == 1
 
 
 def test_own_prompts_are_checked_line_by_line(tmp_path):
@@ -80,13 +101,17 @@ def test_own_prompts_are_checked_line_by_line(tmp_path):
     with pytest.raises(InputError, match="own.jsonl cannot be read .line 2 is no JSON"):
         geneval.read_geneval_prompts(tmp_path / "own.jsonl")
     (tmp_path / "own.jsonl").write_text(f"{good}\n")
-    assert geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]
+    assert (
+        geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]
+    )
     with pytest.raises(InputError, match="none.jsonl is no file"):
         geneval.read_geneval_prompts(tmp_path / "none.jsonl")
 
 
 def thing(name, x, y, score=0.95, size=20):
-    return DetectedObject(COCO_CLASSES.index(name), float(np.float32(score)), (x, y, x + size, y + size))
+    return DetectedObject(
+        COCO_CLASSES.index(name), float(np.float32(score)), (x, y, x + size, y + size)
+    )
 
 
 def scene(record, spoil=False):
@@ -95,8 +120,12 @@ def scene(record, spoil=False):
     for clause in record["include"]:
         x = 40.0 * len(found)
         where = clause.get("position", [None])[0]
-        x, y = {"left of": (-40.0, 0.0), "right of": (40.0, 0.0), "above": (0.0, -40.0), "below": (0.0, 40.0)}.get(
-            where, (x, 0.0))
+        x, y = {
+            "left of": (-40.0, 0.0),
+            "right of": (40.0, 0.0),
+            "above": (0.0, -40.0),
+            "below": (0.0, 40.0),
+        }.get(where, (x, 0.0))
         for _ in range(clause["count"]):
             found.append(thing(clause["class"], x, y))
             paint[found[-1].box] = clause.get("color", "red")
@@ -114,7 +143,9 @@ def test_every_prompt_can_be_met_and_missed(tag):
     for record in (r for r in geneval.read_geneval_prompts() if r["tag"] == tag):
         for spoil in (False, True):
             found, paint = scene(record, spoil)
-            answer = geneval.geneval_verdict(geneval.select_objects(found, tag), record, painted(paint))
+            answer = geneval.geneval_verdict(
+                geneval.select_objects(found, tag), record, painted(paint)
+            )
             assert answer[0] is not spoil and bool(answer[1]) is spoil, (record, answer)
 
 
@@ -126,10 +157,17 @@ def test_a_score_must_be_above_the_threshold(tag, edge):
 
 
 def test_no_more_than_sixteen_objects_are_counted():
-    record = {"tag": "counting", "prompt": "", "include": [{"class": "dog", "count": 16}],
-              "exclude": [{"class": "dog", "count": 17}]}
+    record = {
+        "tag": "counting",
+        "prompt": "",
+        "include": [{"class": "dog", "count": 16}],
+        "exclude": [{"class": "dog", "count": 17}],
+    }
     crowd = [thing("dog", 30 * i, 0) for i in range(40)]
-    assert geneval.geneval_verdict(geneval.select_objects(crowd, "counting"), record, None) == (True, "")
+    assert geneval.geneval_verdict(geneval.select_objects(crowd, "counting"), record, None) == (
+        True,
+        "",
+    )
     record["exclude"][0]["count"] = 16
     assert geneval.geneval_verdict(geneval.select_objects(crowd, "counting"), record, None) == (
         False,
@@ -140,7 +178,11 @@ def test_no_more_than_sixteen_objects_are_counted():
 def see(image):
     "A detector that reads what was drawn: (class, place) in the first pixels."
     rows = np.asarray(image)[0]
-    return [thing(COCO_CLASSES[r], float(g), float(b)) for r, g, b in rows.tolist() if (r, g, b) != (255, 255, 255)]
+    return [
+        thing(COCO_CLASSES[r], float(g), float(b))
+        for r, g, b in rows.tolist()
+        if (r, g, b) != (255, 255, 255)
+    ]
 
 
 def see_slowly(image):
@@ -161,7 +203,10 @@ def drawn_folder(folder):
         for n in range(2):
             image = Image.new("RGB", (32, 8), (255, 255, 255))
             for k, one in enumerate(found[n:]):
-                x, y = one.box[0] + 100, one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box])
+                x, y = (
+                    one.box[0] + 100,
+                    one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box]),
+                )
                 image.putpixel((k, 0), (one.label, int(x), int(y)))
             geneval.write_geneval_image(folder, p, n, record, image)
     return listed(folder)
@@ -169,17 +214,24 @@ def drawn_folder(folder):
 
 def listed(folder):
     "Images in the layout, with what was asked for."
-    return [(file, json.loads((file.parents[1] / "metadata.jsonl").read_text()))
-            for file in sorted(folder.glob("*/samples/*.png"))]
+    return [
+        (file, json.loads((file.parents[1] / "metadata.jsonl").read_text()))
+        for file in sorted(folder.glob("*/samples/*.png"))
+    ]
 
 
 def summary_script(path):
     "What GenEval's own summary reads: the columns tag, correct and metadata, and nothing else."
     table = pd.read_json(path, orient="records", lines=True)
     tasks = table.groupby("tag", sort=False)["correct"].mean()
-    return {"images": len(table), "prompts": table["metadata"].nunique(), "correct_images": table["correct"].mean(),
-            "correct_prompts": table.groupby("metadata")["correct"].any().mean(), "tasks": tasks.to_dict(),
-            "overall": np.mean(list(tasks))}
+    return {
+        "images": len(table),
+        "prompts": table["metadata"].nunique(),
+        "correct_images": table["correct"].mean(),
+        "correct_prompts": table.groupby("metadata")["correct"].any().mean(),
+        "tasks": tasks.to_dict(),
+        "overall": np.mean(list(tasks)),
+    }
 
 
 def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
@@ -193,7 +245,10 @@ def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
         == dict.fromkeys(GENEVAL_TAGS, 0.5)
     )
     assert theirs["overall"] == ours["overall"]["accuracy"]
-    assert (theirs["correct_images"], theirs["correct_prompts"]) == (ours["correct_images"], ours["correct_prompts"])
+    assert (theirs["correct_images"], theirs["correct_prompts"]) == (
+        ours["correct_images"],
+        ours["correct_prompts"],
+    )
     for line in lines:
         assert isinstance(line["correct"], bool) and bool(line["reason"]) is not line["correct"]
         for boxes in json.loads(line["details"]).values():
@@ -216,7 +271,9 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     geneval.score_geneval_images(images, tmp_path / "whole.jsonl", see, colours, "drawn")
     killed = tmp_path / "killed.jsonl"
     here = Path(__file__).resolve().parent
-    child = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path / "images", killed, here, here.parent])
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path / "images", killed, here, here.parent]
+    )
     deadline = time.monotonic() + 240
     while not (killed.is_file() and killed.read_bytes().count(b"\n") >= 3):
         assert child.poll() is None and time.monotonic() < deadline
@@ -228,7 +285,9 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
     with open(killed, "ab") as handle:
         handle.write(b'{"filename": "cut o')  # as if the kill had come while a line was written
     looked = []
-    geneval.score_geneval_images(images, killed, lambda image: looked.append(1) or see(image), colours, "drawn")
+    geneval.score_geneval_images(
+        images, killed, lambda image: looked.append(1) or see(image), colours, "drawn"
+    )
     assert killed.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(looked) == 24 - before
     assert geneval.score_geneval_images(
@@ -242,14 +301,24 @@ def test_a_killed_scoring_goes_on_to_the_same_file(tmp_path):
 
 def test_more_images_of_a_prompt_can_be_added(tmp_path):
     folder = tmp_path / "images"
-    geneval.score_geneval_images(drawn_folder(folder), tmp_path / "results.jsonl", see, colours, "drawn")
-    geneval.write_geneval_image(
-        folder, 5, 2, geneval.read_geneval_prompts()[250], Image.new("RGB", (32, 8), (255, 255, 255))
+    geneval.score_geneval_images(
+        drawn_folder(folder), tmp_path / "results.jsonl", see, colours, "drawn"
     )
-    lines = geneval.score_geneval_images(listed(folder), tmp_path / "results.jsonl", see, colours, "drawn")
+    geneval.write_geneval_image(
+        folder,
+        5,
+        2,
+        geneval.read_geneval_prompts()[250],
+        Image.new("RGB", (32, 8), (255, 255, 255)),
+    )
+    lines = geneval.score_geneval_images(
+        listed(folder), tmp_path / "results.jsonl", see, colours, "drawn"
+    )
     assert len(lines) == 25 and lines[12]["filename"].endswith("00005/samples/00002.png")
     assert (
-        geneval.summarise_geneval(lines)["images"] == summary_script(tmp_path / "results.jsonl")["images"] == 25
+        geneval.summarise_geneval(lines)["images"]
+        == summary_script(tmp_path / "results.jsonl")["images"]
+        == 25
     )
 
 
@@ -257,8 +326,11 @@ def test_bootstrap_covers_the_truth():
     rng, hit = np.random.default_rng(0), 0
     for _ in range(60):
         chances = rng.beta(1, 1, 60)  # true accuracy one half
-        lines = [{"tag": "colors", "metadata": str(p), "correct": bool(rng.random() < c), "scorer": ""}
-                 for p, c in enumerate(chances) for _ in range(4)]
+        lines = [
+            {"tag": "colors", "metadata": str(p), "correct": bool(rng.random() < c), "scorer": ""}
+            for p, c in enumerate(chances)
+            for _ in range(4)
+        ]
         task = geneval.summarise_geneval(lines, draws=400)["tasks"]["colors"]
         hit += task["lo"] <= 0.5 <= task["hi"]
     assert hit >= 50  # of 60 intervals of 95 %; fewer than 50 has a chance of 2e-4

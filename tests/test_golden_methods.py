@@ -44,7 +44,9 @@ def test_diffusion_nft(name):
     method, t = method_of("nft"), LEVELS.reshape(-1, 1, 1)
     method.beta = GOLDEN[name]["beta"]
     clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
-    losses = method.losses(v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t)
+    losses = method.losses(
+        v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
+    )
     compare(name, -method.objective(method.statistic(losses, losses), ADVANTAGE, GROUP).mean(), v)
 
 
@@ -59,21 +61,32 @@ def test_advantage_weighted_matching():
 def test_centred_reward_distillation():
     method, t = method_of("crd"), LEVELS.reshape(-1, 1, 1)
     clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
-    losses = method.losses(v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t)
-    worth = method.objective(method.statistic(losses, losses), ADVANTAGE, torch.zeros(4, dtype=torch.long))  # one group
+    losses = method.losses(
+        v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
+    )
+    worth = method.objective(
+        method.statistic(losses, losses), ADVANTAGE, torch.zeros(4, dtype=torch.long)
+    )  # one group
     compare("crd", -worth.mean(), v)
 
 
 @pytest.mark.parametrize("surrogate", ["epg", "pepg", "par", "grpo"])
 def test_elbo(surrogate):
     more = {"clip_range": 1e-3} if surrogate == "grpo" else {}
-    method, t = method_of(f"elbo-{'clip' if surrogate == 'grpo' else surrogate}", **more), LEVELS.reshape(-1, 1, 1)
+    method, t = (
+        method_of(f"elbo-{'clip' if surrogate == 'grpo' else surrogate}", **more),
+        LEVELS.reshape(-1, 1, 1),
+    )
     clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
     given = {}, noise - clean, (1 - t) * clean + t * noise, t
     new, old = method.losses(v, *given), method.losses(wave(2) + 0.05 * wave(4), *given)
     moved = method.statistic(new, old)
-    held = {"epg": ADVANTAGE, "pepg": ADVANTAGE - moved}.get(surrogate, torch.zeros(4)) * moved.exp()
-    further = (held.detach() * old[0].detach()).mean()  # theirs multiply the new bound itself, not what it moved by
+    held = {"epg": ADVANTAGE, "pepg": ADVANTAGE - moved}.get(
+        surrogate, torch.zeros(4)
+    ) * moved.exp()
+    further = (
+        held.detach() * old[0].detach()
+    ).mean()  # theirs multiply the new bound itself, not what it moved by
     compare(f"elbo-{surrogate}", -method.objective(moved, ADVANTAGE, GROUP).mean() - further, v)
 
 
@@ -84,22 +97,36 @@ def test_direct_group_preference():
     clean, noise, v = wave(0), wave(1), wave(4).requires_grad_()
     given = {"base": wave(4) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
     new, old = method.losses(v, *given), method.losses(wave(4) + 0.05 * wave(6), *given)
-    worth = method.objective(method.statistic(new, old), ADVANTAGE, torch.zeros(4, dtype=torch.long))  # one group
+    worth = method.objective(
+        method.statistic(new, old), ADVANTAGE, torch.zeros(4, dtype=torch.long)
+    )  # one group
     compare("dgpo", -worth.mean(), v)
 
 
 @pytest.mark.parametrize("name", ["guard", "dppo"])
 def test_repaired_ratios(name):
-    more = {"clip_range": GOLDEN["guard"]["clip_ratio"]} if name == "guard" else {
-        "surrogate": f"dppo:{GOLDEN['dppo']['kl_mask_threshold']}"}
-    method, sampler, index = method_of(name, **more), Sampler(sigmas(9, 3.0), "flow", 0.7), torch.full((4,), 4)
+    more = (
+        {"clip_range": GOLDEN["guard"]["clip_ratio"]}
+        if name == "guard"
+        else {"surrogate": f"dppo:{GOLDEN['dppo']['kl_mask_threshold']}"}
+    )
+    method, sampler, index = (
+        method_of(name, **more),
+        Sampler(sigmas(9, 3.0), "flow", 0.7),
+        torch.full((4,), 4),
+    )
     mean, std = sampler.mean_std(wave(1), wave(0), index)
     then, size = mean + std * wave(5), torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(-1, 1, 1)
     moved = (mean + 0.1 * wave(6) * size).requires_grad_()
     a, b, _ = sampler.coefficients(4)  # evidence asks for velocities, the numbers are by the mean
-    new, old = (method.evidence((x - a * wave(0)) / b, {}, then, wave(0), sampler, index) for x in (moved, mean))
+    new, old = (
+        method.evidence((x - a * wave(0)) / b, {}, then, wave(0), sampler, index)
+        for x in (moved, mean)
+    )
     worth = method.objective(method.statistic(new, old), ADVANTAGE, GROUP)
-    length = (sampler.sigmas[4] - sampler.sigmas[5]).item() if name == "guard" else 1.0  # what guard divides by
+    length = (
+        (sampler.sigmas[4] - sampler.sigmas[5]).item() if name == "guard" else 1.0
+    )  # what guard divides by
     compare(name, -worth.mean() / length, moved)
 
 
@@ -116,7 +143,11 @@ def test_self_opd(monkeypatch):
     "Four branches of one state, of which three lose to the ODE: weights within the authors' clip, which is not ours."
     golden, method = GOLDEN["self-opd"], method_of("self-opd", images_per_prompt=4)
     mean, std = wave(2)[:1].requires_grad_(), golden["std_dev"] * golden["dt"] ** 0.5
-    told = mean.expand(4, -1, -1), torch.full((4,), std), wave(5).expand(4, 4, -1, -1)  # each row with all next states
+    told = (
+        mean.expand(4, -1, -1),
+        torch.full((4,), std),
+        wave(5).expand(4, 4, -1, -1),
+    )  # each row with all next states
     monkeypatch.setattr(Method, "replay", lambda *given: (told, torch.zeros(4)))
     new, _ = method.replay(None, torch.arange(4), torch.full((4,), 3))
     gains = torch.tensor([golden["rewards"]]) - golden["ode_reward"]
@@ -124,7 +155,9 @@ def test_self_opd(monkeypatch):
     worth = method.objective(method.statistic(new, new), credit, torch.zeros(4, dtype=torch.long))
     assert -worth.mean().item() == pytest.approx(golden["loss"], rel=1e-5)
     (gradient,) = torch.autograd.grad(-worth.mean(), mean)
-    torch.testing.assert_close(gradient.flatten(), torch.tensor(golden["gradient"]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        gradient.flatten(), torch.tensor(golden["gradient"]), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_tree_grpo_carries_advantages_up():

@@ -45,10 +45,16 @@ def test_a_scorer_scores_on_a_device_with_a_number_and_from_a_thread(name, kind,
 def test_pictures_are_resized_to_pillows_last_grey_level(kind):
     for i, size in enumerate(released.SIZES):
         picture = released.picture(i, *size)
-        x = image_ops.resize_like_pillow(image_ops.images_to_tensor([picture]).to(last(kind)), (224, 224))
+        x = image_ops.resize_like_pillow(
+            image_ops.images_to_tensor([picture]).to(last(kind)), (224, 224)
+        )
         ours = (x[0] * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        rows = picture.resize((224, picture.height), Image.Resampling.BICUBIC)  # first, as Pillow may do it last
-        assert np.array_equal(ours, np.asarray(rows.resize((224, 224), Image.Resampling.BICUBIC))), size
+        rows = picture.resize(
+            (224, picture.height), Image.Resampling.BICUBIC
+        )  # first, as Pillow may do it last
+        assert np.array_equal(
+            ours, np.asarray(rows.resize((224, 224), Image.Resampling.BICUBIC))
+        ), size
 
 
 @pytest.mark.parametrize("kind", PLACES)
@@ -65,11 +71,17 @@ def test_every_kernel_of_attention_gives_a_familys_velocity(family, kind, tmp_pa
             assert "`attention` must be " in str(error)
             continue
         rows = policy.encode(["a red star", "two cats left of a green square"])
-        noise = torch.stack([policy.noise(torch.Generator().manual_seed(i)) for i in range(BATCH)]).to(policy.device)
+        noise = torch.stack(
+            [policy.noise(torch.Generator().manual_seed(i)) for i in range(BATCH)]
+        ).to(policy.device)
         velocity = policy.velocity(noise, torch.tensor([0.9, 0.3]), rows)
         velocity.sum().backward()
         found[name] = velocity.detach().cpu()
-    assert "native" in found and ("math" in found or family == "sd3")  # whose layers ask torch directly
+    assert "native" in found and (
+        "math" in found or family == "sd3"
+    )  # whose layers ask torch directly
     assert "flash" not in found or family not in ("qwen", "z_image")  # it takes no mask
     for name, velocity in found.items():
-        torch.testing.assert_close(velocity, found["native"], rtol=1e-3, atol=1e-3, msg=f"{family}, {name}")
+        torch.testing.assert_close(
+            velocity, found["native"], rtol=1e-3, atol=1e-3, msg=f"{family}, {name}"
+        )

@@ -20,8 +20,15 @@ from gpu_results import Measured
 from chunk_grpo.planning import plan
 
 ROOT = Path(__file__).resolve().parents[1]
-WITH_PROCESSES = (5, 8, 10)  # they train in processes of their own, which take seconds each to start
-NUMBERS = [pytest.param(n, marks=pytest.mark.slow) if n in WITH_PROCESSES else n for n in gpu_results.CHECKS]
+WITH_PROCESSES = (
+    5,
+    8,
+    10,
+)  # they train in processes of their own, which take seconds each to start
+NUMBERS = [
+    pytest.param(n, marks=pytest.mark.slow) if n in WITH_PROCESSES else n
+    for n in gpu_results.CHECKS
+]
 
 INVENTED = {"small": False, "device": "an invented one", "versions": {"torch": "0"}}
 
@@ -30,10 +37,20 @@ INVENTED = {"small": False, "device": "an invented one", "versions": {"torch": "
 def test_every_part_of_a_check_gives_numbers(number, tmp_path):
     result = gpu.run_check(number, small=True, out=tmp_path)
     assert result["verdict"] == "passed", result["reason"]
-    assert json.loads(gpu_results.check_file(number, tmp_path).read_text()) == json.loads(json.dumps(result))
+    assert json.loads(gpu_results.check_file(number, tmp_path).read_text()) == json.loads(
+        json.dumps(result)
+    )
     for part in result["parts"].values():
         assert gpu_results.describe_numbers(part)
-    assert {"device", "driver", "versions", "git_commit", "seconds", "peak_gb", "question"} <= result.keys()
+    assert {
+        "device",
+        "driver",
+        "versions",
+        "git_commit",
+        "seconds",
+        "peak_gb",
+        "question",
+    } <= result.keys()
     assert gpu_results.describe_check(result).startswith(f"check {number}, ")
 
 
@@ -41,7 +58,10 @@ def test_ratio_error_stands_beside_the_clip_range(tmp_path):
     parts = gpu.run_check(2, small=True, out=tmp_path)["parts"]
     for dtype in ("bfloat16", "float32"):
         assert parts[dtype]["clip range"] == 5e-5
-        assert parts[dtype]["replay in batches of 2"].keys() == parts[dtype]["replay in batches of 4"].keys()
+        assert (
+            parts[dtype]["replay in batches of 2"].keys()
+            == parts[dtype]["replay in batches of 4"].keys()
+        )
     assert 0 <= parts["float32"]["replay in batches of 2"]["chunks, largest"] < 5e-5
 
 
@@ -52,10 +72,13 @@ def test_an_iteration_is_that_of_the_trainer(tmp_path):
     assert parts["evaluation"]["images"] == 12
 
 
-@pytest.mark.parametrize("wrong, problem", [
-    (lambda found: found["native"].neg_(), "cosine -1"),
-    (lambda found: found["native"].fill_(float("nan")), "not finite"),
-])
+@pytest.mark.parametrize(
+    "wrong, problem",
+    [
+        (lambda found: found["native"].neg_(), "cosine -1"),
+        (lambda found: found["native"].fill_(float("nan")), "not finite"),
+    ],
+)
 def test_a_wrong_backward_fails_the_first_check(wrong, problem, tmp_path, monkeypatch):
     found, gradients = {}, gpu_checks.gradients
 
@@ -113,12 +136,15 @@ def test_small_results_do_not_count(tmp_path):
     assert gpu_results.collect_shares(tmp_path) == []
 
 
-@pytest.mark.parametrize("rises, problem", [
-    ({"float32": 0.1, "bfloat16": 0.08}, ""),
-    ({"float32": 0.1, "bfloat16": 0.04}, "rises by +0.040 in bfloat16"),
-    ({"float32": 0.1, "bfloat16": float("-inf")}, "in bfloat16"),
-    ({"float32": -0.1, "bfloat16": 0.04}, "does not rise in float32"),
-])
+@pytest.mark.parametrize(
+    "rises, problem",
+    [
+        ({"float32": 0.1, "bfloat16": 0.08}, ""),
+        ({"float32": 0.1, "bfloat16": 0.04}, "rises by +0.040 in bfloat16"),
+        ({"float32": 0.1, "bfloat16": float("-inf")}, "in bfloat16"),
+        ({"float32": -0.1, "bfloat16": 0.04}, "does not rise in float32"),
+    ],
+)
 def test_learning_in_bfloat16_is_judged_by_that_in_float32(rises, problem):
     said = gpu_checks.judge_learning(rises)
     assert (problem in said) if problem else said == ""
@@ -131,7 +157,9 @@ def test_a_measured_share_is_what_plan_uses():
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     assert {row["device"] for row in kept} >= {"h200"}
     for row in kept:
-        share = plan.rate_share(row["device"], row["dtype"], row["resolution"], network, row["phase"])
+        share = plan.rate_share(
+            row["device"], row["dtype"], row["resolution"], network, row["phase"]
+        )
         assert share.value == row["share"] and row["device"] in share.source
 
 
@@ -147,8 +175,13 @@ def test_models_have_the_published_sizes():
 
 def tool(*words, **environment):
     "tools/gpu.py as a command."
-    return subprocess.run([sys.executable, ROOT / "tools/gpu.py", *map(str, words)], cwd=ROOT, text=True,
-                          capture_output=True, env=os.environ | environment)
+    return subprocess.run(
+        [sys.executable, ROOT / "tools/gpu.py", *map(str, words)],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        env=os.environ | environment,
+    )
 
 
 def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
@@ -182,9 +215,13 @@ def test_a_host_without_the_packages_that_the_bundle_leaves_out_can_run_the_chec
         import gpu_checks, chunk_grpo.cli.main
         from chunk_grpo import load_settings, train
         """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    packages = gpu_bundle.needed_packages({gpu_bundle.normal_name(name) for name in gpu_bundle.ON_HOST})
+    packages = gpu_bundle.needed_packages(
+        {gpu_bundle.normal_name(name) for name in gpu_bundle.ON_HOST}
+    )
     names = {package.split("==")[0] for package in packages}
     assert {"diffusers", "peft", "lazy-loader", "pydantic", "typer"} <= names
     assert not names & {"torch", "transformers", "jupyterlab"}

@@ -22,10 +22,22 @@ CELLS = nbformat.read(ROOT / "nbs/14_cli/03_gpu_host.ipynb", as_version=4).cells
 TEXT = "\n\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown")
 BLOCKS = re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)
 MINE = next(block for block in BLOCKS if block.startswith("like: "))
-ONE, EIGHT = (re.findall(r"^\.venv/bin/(chunk-grpo .*)$", block, re.MULTILINE) for block in BLOCKS
-              if block.startswith("make install\n"))
-FEWER = {"iterations": 2, "steps": 5, "chunks": "2,2", "images_per_prompt": 2, "prompts_per_iteration": 2,
-         "eval_count": 2, "checkpoint_every": 1, "dtype": "float32", "lora_targets": []}
+ONE, EIGHT = (
+    re.findall(r"^\.venv/bin/(chunk-grpo .*)$", block, re.MULTILINE)
+    for block in BLOCKS
+    if block.startswith("make install\n")
+)
+FEWER = {
+    "iterations": 2,
+    "steps": 5,
+    "chunks": "2,2",
+    "images_per_prompt": 2,
+    "prompts_per_iteration": 2,
+    "eval_count": 2,
+    "checkpoint_every": 1,
+    "dtype": "float32",
+    "lora_targets": [],
+}
 
 
 def host(folder: Path) -> None:
@@ -38,27 +50,45 @@ def host(folder: Path) -> None:
     (folder / "hpdv2").mkdir()
     texts = ["a red star", "a blue circle", "two cats", "three dogs"]
     for name in ("train", "test"):
-        pairs = [{"prompt": text, "image_path": ["1.jpg", "2.jpg"], "human_preference": [1, 0]} for text in texts * 2]
+        pairs = [
+            {"prompt": text, "image_path": ["1.jpg", "2.jpg"], "human_preference": [1, 0]}
+            for text in texts * 2
+        ]
         (folder / f"hpdv2/{name}.json").write_text(json.dumps(pairs))
 
 
 def small_host(folder: Path, preset: str) -> None:
     "`mine.yaml` as the page has it, with small sizes below."
     mine = parse_yaml(MINE.replace("/weights/", f"{folder}/weights/"), "mine")
-    names = ("resolution", "eval_resolution", "max_tokens", "rollout_batch", "update_batch", "eval_steps",
-             "hybrid_split", "threads", "clip_range")
+    names = (
+        "resolution",
+        "eval_resolution",
+        "max_tokens",
+        "rollout_batch",
+        "update_batch",
+        "eval_steps",
+        "hybrid_split",
+        "threads",
+        "clip_range",
+    )
     mine |= {name: SMALL[name] for name in names} | FEWER | {"like": preset}
     (folder / "mine.yaml").write_text(json.dumps(mine))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("number, preset", [(1, "machines/80gb-lora-flux1-dev"), (8, "machines/8x80gb-full-flux1-dev")])
+@pytest.mark.parametrize(
+    "number, preset", [(1, "machines/80gb-lora-flux1-dev"), (8, "machines/8x80gb-full-flux1-dev")]
+)
 def test_the_page_s_commands_run_in_their_order(number, preset, tmp_path):
     "Two processes stand for eight; the command with --resume finds a run that is finished."
     commands = ONE if number == 1 else EIGHT
     assert preset in TEXT and len(commands) == 7
-    assert all((f"--processes {number}" in c) == (number > 1) for c in commands if re.search("plan|train|evaluate", c))
+    assert all(
+        (f"--processes {number}" in c) == (number > 1)
+        for c in commands
+        if re.search("plan|train|evaluate", c)
+    )
     host(tmp_path)
     small_host(tmp_path, preset)
     cache = {"CHUNK_GRPO_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
@@ -79,15 +109,29 @@ def test_a_host_without_base_is_told_what_to_do(tmp_path):
     host(tmp_path)
     small_host(tmp_path, "machines/80gb-lora-flux1-dev")
     lacking = f"reward_options={{hpsv3: {{weights: {tmp_path}/weights/HPSv3}}}}"
-    done = call("train", "mine.yaml", lacking, "--out", "no", "--no-report", cwd=tmp_path,
-                CHUNK_GRPO_CACHE=str(tmp_path / "cache"), HF_HOME=str(tmp_path / "hub"))
+    done = call(
+        "train",
+        "mine.yaml",
+        lacking,
+        "--out",
+        "no",
+        "--no-report",
+        cwd=tmp_path,
+        CHUNK_GRPO_CACHE=str(tmp_path / "cache"),
+        HF_HOME=str(tmp_path / "hub"),
+    )
     assert done.returncode and "Traceback" not in done.stderr
-    assert "base: 'Qwen/Qwen2-VL-7B-Instruct' is no folder here, and config.json" in done.stdout + done.stderr
+    assert (
+        "base: 'Qwen/Qwen2-VL-7B-Instruct' is no folder here, and config.json"
+        in done.stdout + done.stderr
+    )
 
 
 def shown_rows() -> dict[str, list[str]]:
     "The table of presets as the page shows it."
-    lines = [line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("| machines/")]
+    lines = [
+        line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("| machines/")
+    ]
     return {row[0].strip(): [cell.strip() for cell in row] for row in lines}
 
 
@@ -97,7 +141,9 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
     assert not [row for row in rows.values() if "does not fit" in row[1]]
     for name in rows:
         s = settings.load_settings(name)
-        assert (s.sharding == "fsdp") == ("-full-" in name) and bool(s.lora_rank) == ("-lora-" in name)
+        assert (s.sharding == "fsdp") == ("-full-" in name) and bool(s.lora_rank) == (
+            "-lora-" in name
+        )
 
 
 def test_what_does_not_fit_is_said():
@@ -110,7 +156,9 @@ def test_what_does_not_fit_is_said():
 
 @pytest.mark.slow
 def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
-    s = settings.load_settings("machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}})
+    s = settings.load_settings(
+        "machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}}
+    )
     total, _ = plan._peak_memory(s, plan.find_model_config(s.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
     assert not plan.find_device("h100").fits(total)
@@ -125,14 +173,28 @@ def preset_row(preset: str) -> list[str]:
     once, times, last = plan._evaluation_flops(s, config)
     share = plan.rate_share(device, s.dtype, s.eval_resolution, config).value
     rate = getattr(where, s.dtype) * 1e12 * share * processes
-    training = sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
+    training = (
+        sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
+    )
     hours = training + once * times / rate, last * (1 if plan.held_out_prompts(s) else 400) / rate
     sizes = plan.run_disk_bytes(s, config), plan._host_memory(s, config, processes)
-    there = f"{total / 1e9:.0f} of {where.gigabytes}" + ("" if where.fits(total) else ": does not fit")
-    return [preset, there, *(f"{x / 3600:.3g}" for x in hours), *(f"{sum(n.values()) / 1e9:.3g}" for n in sizes)]
+    there = f"{total / 1e9:.0f} of {where.gigabytes}" + (
+        "" if where.fits(total) else ": does not fit"
+    )
+    return [
+        preset,
+        there,
+        *(f"{x / 3600:.3g}" for x in hours),
+        *(f"{sum(n.values()) / 1e9:.3g}" for n in sizes),
+    ]
 
 
-@pytest.mark.parametrize("preset", [name if "flux1" in name else pytest.param(name, marks=pytest.mark.slow)
-                                    for name in plan.machine_presets()])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        name if "flux1" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in plan.machine_presets()
+    ],
+)
 def test_the_table_has_what_plan_computes(preset):
     assert shown_rows()[preset] == preset_row(preset)

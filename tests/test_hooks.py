@@ -14,8 +14,19 @@ from chunk_grpo.training.methods import ReplayContext, load_method
 from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
-TINY = ["iterations=1", "steps=7", "chunks=2,4", "images_per_prompt=4", "eval_every=0", "eval_count=1", "eval_steps=2",
-        "hybrid_split=1", "threads=1", "learning_rate=3e-4", "shared_noise=false"]
+TINY = [
+    "iterations=1",
+    "steps=7",
+    "chunks=2,4",
+    "images_per_prompt=4",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+    "threads=1",
+    "learning_rate=3e-4",
+    "shared_noise=false",
+]
 CLIP = """import torch
 
 SHAPES = set()
@@ -39,14 +50,24 @@ def moved_gradient(policy, method) -> torch.Tensor:
     row = torch.arange(8) // 4
     shared = method.s.shared_noise
     paths = sample_trajectories(
-        policy, rows, row, keys, method.sampler(0), 8, shared, table=method.table, spread=method.s.noise_spread
+        policy,
+        rows,
+        row,
+        keys,
+        method.sampler(0),
+        8,
+        shared,
+        table=method.table,
+        spread=method.s.noise_spread,
     )
     copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
     context = ReplayContext(policy, rows, paths, copies)
     places = method.places(paths.sampler)
     chunks = method.chunks(torch.ones(len(places)))
     chosen = torch.arange(len(chunks)).expand(8, -1)
-    work = build_update_batch(torch.arange(8), chosen, chunks, 64, method.weights(paths.sampler), places)
+    work = build_update_batch(
+        torch.arange(8), chosen, chunks, 64, method.weights(paths.sampler), places
+    )
     old = all_evidence(context, work, method) if method.ratio else None
     kept = [p.detach().clone() for p in policy.trained]
     generator = torch.Generator().manual_seed(0)
@@ -66,116 +87,217 @@ def moved_gradient(policy, method) -> torch.Tensor:
 @pytest.mark.parametrize("name", METHODS)
 def test_clip_given_as_a_file_has_the_gradient_of_the_built_in_one(name, policy, tmp_path):
     (tmp_path / "own.py").write_text(CLIP)
-    values = SMALL | {"method": name, "clip_range": 0.002, **FITTED.get(name, {}), "images_per_prompt": 4}
-    values |= {"shared_noise": name == "neighbor", "updates_per_iteration": METHODS[name].get("settings", {}).get(
-        "updates_per_iteration", 2)}
+    values = SMALL | {
+        "method": name,
+        "clip_range": 0.002,
+        **FITTED.get(name, {}),
+        "images_per_prompt": 4,
+    }
+    values |= {
+        "shared_noise": name == "neighbor",
+        "updates_per_iteration": METHODS[name].get("settings", {}).get("updates_per_iteration", 2),
+    }
     built_in = load_method(load_settings("pocket/tiny", values | {"surrogate": "clip"}))
     try:
-        own = load_method(load_settings("pocket/tiny", values | {"surrogate": f"{tmp_path / 'own.py'}:clip"}))
+        own = load_method(
+            load_settings("pocket/tiny", values | {"surrogate": f"{tmp_path / 'own.py'}:clip"})
+        )
     except InputError as error:  # methods that have an objective of their own
         assert "surrogate" in str(error)
         return
     expected = moved_gradient(policy, built_in)
     assert expected.norm() > 0
-    torch.testing.assert_close(moved_gradient(policy, own), expected, rtol=1e-4, atol=1e-6 * expected.abs().max())
+    torch.testing.assert_close(
+        moved_gradient(policy, own), expected, rtol=1e-4, atol=1e-6 * expected.abs().max()
+    )
     if own.clip is not None:
         assert own.clip.__globals__["SHAPES"] <= {(1, True)}  # (N,) and (N,)
 
 
 WRONG = {
-    "advantages of one image too many": ("advantages", """
+    "advantages of one image too many": (
+        "advantages",
+        """
     def advantages(self, scores, weights):
-        return torch.cat([super().advantages(scores, weights), torch.zeros(2, 1)], 1)"""),
-    "advantages turned over": ("advantages", """
+        return torch.cat([super().advantages(scores, weights), torch.zeros(2, 1)], 1)""",
+    ),
+    "advantages turned over": (
+        "advantages",
+        """
     def advantages(self, scores, weights):
-        return super().advantages(scores, weights).T"""),
-    "advantages of whole numbers": ("advantages", """
+        return super().advantages(scores, weights).T""",
+    ),
+    "advantages of whole numbers": (
+        "advantages",
+        """
     def advantages(self, scores, weights):
-        return super().advantages(scores, weights).long()"""),
-    "advantages in a list": ("advantages", """
+        return super().advantages(scores, weights).long()""",
+    ),
+    "advantages in a list": (
+        "advantages",
+        """
     def advantages(self, scores, weights):
-        return super().advantages(scores, weights).tolist()"""),
-    "two statistics, one of which is read": ("statistic", """
+        return super().advantages(scores, weights).tolist()""",
+    ),
+    "two statistics, one of which is read": (
+        "statistic",
+        """
     def statistic(self, new, old):
-        return torch.stack([new[0] - old[0]] * 2, 1)"""),
-    "two declared statistics, one of which is read": ("statistic", """
+        return torch.stack([new[0] - old[0]] * 2, 1)""",
+    ),
+    "two declared statistics, one of which is read": (
+        "statistic",
+        """
     parts = 2
 
     def statistic(self, new, old):
-        return torch.stack([new[0] - old[0]] * 2, 1)"""),
-    "a statistic in a column": ("statistic", """
+        return torch.stack([new[0] - old[0]] * 2, 1)""",
+    ),
+    "a statistic in a column": (
+        "statistic",
+        """
     def statistic(self, new, old):
-        return (new[0] - old[0])[:, None]"""),
-    "a statistic without a gradient": ("statistic", """
+        return (new[0] - old[0])[:, None]""",
+    ),
+    "a statistic without a gradient": (
+        "statistic",
+        """
     def statistic(self, new, old):
-        return (new[0] - old[0]).detach()"""),
-    "a statistic that is no number": ("statistic", """
+        return (new[0] - old[0]).detach()""",
+    ),
+    "a statistic that is no number": (
+        "statistic",
+        """
     def statistic(self, new, old):
-        return (new[0] - old[0]) / 0 * 0"""),
-    "chunks that cover too few steps": ("chunks", """
+        return (new[0] - old[0]) / 0 * 0""",
+    ),
+    "chunks that cover too few steps": (
+        "chunks",
+        """
     def partition(self, paths, profile):
-        return Chunks((2, 2))"""),
-    "chunks for some images": ("partition", """
+        return Chunks((2, 2))""",
+    ),
+    "chunks for some images": (
+        "partition",
+        """
     def partition(self, paths, profile):
-        return [Chunks((2, 4))] * 3"""),
-    "sizes in place of chunks": ("partition", """
+        return [Chunks((2, 4))] * 3""",
+    ),
+    "sizes in place of chunks": (
+        "partition",
+        """
     def partition(self, paths, profile):
-        return torch.tensor([2, 4])"""),
-    "drawn chunks in one row": ("draw", """
+        return torch.tensor([2, 4])""",
+    ),
+    "drawn chunks in one row": (
+        "draw",
+        """
     def draw(self, paths, chunks, profile, iteration):
-        return torch.zeros(len(paths.keys), dtype=torch.long)"""),
-    "drawn chunks of some images": ("draw", """
+        return torch.zeros(len(paths.keys), dtype=torch.long)""",
+    ),
+    "drawn chunks of some images": (
+        "draw",
+        """
     def draw(self, paths, chunks, profile, iteration):
-        return torch.zeros(5, 1, dtype=torch.long)"""),
-    "a chunk that is not there": ("draw", """
+        return torch.zeros(5, 1, dtype=torch.long)""",
+    ),
+    "a chunk that is not there": (
+        "draw",
+        """
     def draw(self, paths, chunks, profile, iteration):
-        return torch.full((len(paths.keys), 1), 2)"""),
-    "weights of too many steps": ("weights", """
+        return torch.full((len(paths.keys), 1), 2)""",
+    ),
+    "weights of too many steps": (
+        "weights",
+        """
     def weights(self, sampler):
-        return torch.ones(len(sampler) + 3)"""),
-    "weights that are no numbers": ("weights", """
+        return torch.ones(len(sampler) + 3)""",
+    ),
+    "weights that are no numbers": (
+        "weights",
+        """
     def weights(self, sampler):
-        return torch.full((len(sampler),), float("nan"))"""),
-    "places out of order": ("places", """
+        return torch.full((len(sampler),), float("nan"))""",
+    ),
+    "places out of order": (
+        "places",
+        """
     def places(self, sampler):
-        return torch.tensor([5, 4, 3, 2, 1, 0])"""),
-    "evidence that is no tuple": ("evidence", """
+        return torch.tensor([5, 4, 3, 2, 1, 0])""",
+    ),
+    "evidence that is no tuple": (
+        "evidence",
+        """
     def evidence(self, v, others, target, x, sampler, index):
-        return super().evidence(v, others, target, x, sampler, index)[0]"""),
-    "evidence of each latent": ("evidence", """
+        return super().evidence(v, others, target, x, sampler, index)[0]""",
+    ),
+    "evidence of each latent": (
+        "evidence",
+        """
     def evidence(self, v, others, target, x, sampler, index):
-        return (-(v - target).square(),)"""),
-    "evidence that is no number": ("evidence", """
+        return (-(v - target).square(),)""",
+    ),
+    "evidence that is no number": (
+        "evidence",
+        """
     def evidence(self, v, others, target, x, sampler, index):
-        return (super().evidence(v, others, target, x, sampler, index)[0] / 0,)"""),
-    "one objective for all": ("objective", """
+        return (super().evidence(v, others, target, x, sampler, index)[0] / 0,)""",
+    ),
+    "one objective for all": (
+        "objective",
+        """
     def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).mean()"""),
-    "an objective of all pairs": ("objective", """
+        return super().objective(statistic, advantage, group).mean()""",
+    ),
+    "an objective of all pairs": (
+        "objective",
+        """
     def objective(self, statistic, advantage, group):
-        return statistic[:, None].exp() * advantage"""),
-    "an objective without a gradient": ("objective", """
+        return statistic[:, None].exp() * advantage""",
+    ),
+    "an objective without a gradient": (
+        "objective",
+        """
     def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).detach()"""),
-    "metrics that are no items": ("item_metrics", """
+        return super().objective(statistic, advantage, group).detach()""",
+    ),
+    "metrics that are no items": (
+        "item_metrics",
+        """
     def item_metrics(self, statistic, slope, advantage, worth):
-        return {"ratio": statistic.mean(), "clipped": statistic.mean()}"""),
-    "a copy that doubles": ("copies", """
-    copies = {"old": lambda iteration: 2.0}"""),
-    "a copy that doubles later": ("copies", """
-    copies = {"old": lambda iteration: 0.5 + 2 * iteration}"""),
-    "latents written into while chunks are drawn": ("draw", """
+        return {"ratio": statistic.mean(), "clipped": statistic.mean()}""",
+    ),
+    "a copy that doubles": (
+        "copies",
+        """
+    copies = {"old": lambda iteration: 2.0}""",
+    ),
+    "a copy that doubles later": (
+        "copies",
+        """
+    copies = {"old": lambda iteration: 0.5 + 2 * iteration}""",
+    ),
+    "latents written into while chunks are drawn": (
+        "draw",
+        """
     def draw(self, paths, chunks, profile, iteration):
         paths.latents[:, 3] = 0
-        return super().draw(paths, chunks, profile, iteration)"""),
-    "latents written into in the update": ("replay", """
+        return super().draw(paths, chunks, profile, iteration)""",
+    ),
+    "latents written into in the update": (
+        "replay",
+        """
     def states(self, context, image, index):
         context.trajectories.latents.mul_(0.9)
-        return super().states(context, image, index)"""),
-    "a penalty for each latent": ("replay", """
+        return super().states(context, image, index)""",
+    ),
+    "a penalty for each latent": (
+        "replay",
+        """
     def replay(self, context, image, index, anchor=True):
         evidence, penalty = super().replay(context, image, index, anchor)
-        return evidence, None if penalty is None else penalty.mean()"""),
+        return evidence, None if penalty is None else penalty.mean()""",
+    ),
 }
 HEAD = """import torch
 
@@ -186,8 +308,17 @@ from chunk_grpo.training.methods import Method
 class Own(Method):
     "A method of somebody."
 """
-VALUES = {**SMALL, "chunks": "2,4", "iterations": 3, "eval_every": 0, "eval_count": 1, "threads": 1, "kl": 0.01,
-          "prompts_per_iteration": 2, "learning_rate": 1e-4}
+VALUES = {
+    **SMALL,
+    "chunks": "2,4",
+    "iterations": 3,
+    "eval_every": 0,
+    "eval_count": 1,
+    "threads": 1,
+    "kl": 0.01,
+    "prompts_per_iteration": 2,
+    "learning_rate": 1e-4,
+}
 
 
 def trained(folder, **values) -> list[dict]:
@@ -197,7 +328,9 @@ def trained(folder, **values) -> list[dict]:
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_a_function_must_not_return_is_rejected_by_its_name_in_the_first_iteration(fault, tmp_path):
+def test_what_a_function_must_not_return_is_rejected_by_its_name_in_the_first_iteration(
+    fault, tmp_path
+):
     hook, code = WRONG[fault]
     (tmp_path / "own.py").write_text(HEAD + code + "\n")
     with pytest.raises(InputError, match=f"`{hook}` of (.*own.py:)?Own must") as rejected:
@@ -205,24 +338,47 @@ def test_what_a_function_must_not_return_is_rejected_by_its_name_in_the_first_it
     assert len(str(rejected.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("code", [
-    "ratio.mean() * advantage.mean()", "ratio[:, None] * advantage", "(ratio * advantage).tolist()",
-    "(ratio * advantage) / 0"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ratio.mean() * advantage.mean()",
+        "ratio[:, None] * advantage",
+        "(ratio * advantage).tolist()",
+        "(ratio * advantage) / 0",
+    ],
+)
 def test_what_an_own_surrogate_must_not_return_is_rejected(code, tmp_path):
-    (tmp_path / "own.py").write_text(f"def clip(ratio, advantage, clip_range):\n    return {code}\n")
-    with pytest.raises(InputError, match="`surrogate` (of chunk must return finite|must name a function that works)"):
+    (tmp_path / "own.py").write_text(
+        f"def clip(ratio, advantage, clip_range):\n    return {code}\n"
+    )
+    with pytest.raises(
+        InputError,
+        match="`surrogate` (of chunk must return finite|must name a function that works)",
+    ):
         trained(tmp_path, surrogate=f"{tmp_path / 'own.py'}:clip")
 
 
 def test_a_rejected_return_ends_the_command_with_one_sentence(tmp_path):
     (tmp_path / "own.py").write_text(HEAD + WRONG["advantages of one image too many"][1] + "\n")
-    done = call("train", "pocket/tiny", "method=own.py:Own", "--out", tmp_path / "run", "--no-report", cwd=tmp_path)
-    assert done.returncode == 2 and "`advantages` of" in done.stderr.strip().splitlines()[-1], done.stderr
+    done = call(
+        "train",
+        "pocket/tiny",
+        "method=own.py:Own",
+        "--out",
+        tmp_path / "run",
+        "--no-report",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2 and "`advantages` of" in done.stderr.strip().splitlines()[-1], (
+        done.stderr
+    )
     assert "(P, G)" in done.stderr and "(2, 5)" in done.stderr
 
 
 def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_path):
-    (tmp_path / "own.py").write_text(HEAD + """
+    (tmp_path / "own.py").write_text(
+        HEAD
+        + """
     def advantages(self, scores, weights):
         out = super().advantages(scores, weights)
         for score in scores.values():
@@ -243,14 +399,19 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
     def item_metrics(self, statistic, slope, advantage, worth):
         worth.mul_(0)
         return super().item_metrics(statistic, slope, advantage, worth)
-""")
+"""
+    )
     plain, writing = trained(tmp_path), trained(tmp_path, method=f"{tmp_path / 'own.py'}:Own")
     times = {key for key in plain if key.startswith("seconds")}
-    assert {key: writing[key] for key in plain.keys() - times} == {key: plain[key] for key in plain.keys() - times}
+    assert {key: writing[key] for key in plain.keys() - times} == {
+        key: plain[key] for key in plain.keys() - times
+    }
 
 
 def test_a_reward_that_writes_into_images_leaves_them_to_the_next_one():
     images = torch.rand(3, 3, 8, 8)
     kept = images.clone()
-    score_images("own.py:dark", lambda given, prompts: given.mul_(0).mean((1, 2, 3)), images, ["a"] * 3)
+    score_images(
+        "own.py:dark", lambda given, prompts: given.mul_(0).mean((1, 2, 3)), images, ["a"] * 3
+    )
     assert torch.equal(images, kept)

@@ -49,12 +49,25 @@ def two(world):
         port = free.getsockname()[1]
 
     def begin(*words, **more):
-        line = command("train", world / "s.yaml", *words, "--no-report", "--nodes", 2, "--rendezvous",
-                       f"localhost:{port}")
+        line = command(
+            "train",
+            world / "s.yaml",
+            *words,
+            "--no-report",
+            "--nodes",
+            2,
+            "--rendezvous",
+            f"localhost:{port}",
+        )
         for number in (1, 0):  # whichever comes first waits
             own = environment(SLURM_NODEID=number, GLOO_SOCKET_IFNAME="lo", **more)
-            started.append(subprocess.Popen(line, env=own, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+            started.append(
+                subprocess.Popen(
+                    line, env=own, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+            )
         return started[::-1]
+
     yield begin
     for child in started:
         child.kill()
@@ -62,7 +75,11 @@ def two(world):
 
 def family(*started):
     "Processes that were started and all that they started."
-    return [p for child in started for p in (psutil.Process(child.pid), *children.descendants(child.pid))]
+    return [
+        p
+        for child in started
+        for p in (psutil.Process(child.pid), *children.descendants(child.pid))
+    ]
 
 
 @pytest.mark.slow
@@ -92,7 +109,9 @@ def test_a_rank_that_raises_ends_both_machines(world, two, tmp_path):
     why = f"training stopped in {out}: rank 1: ValueError: no ink is left; the log is {out / 'train-1.log'}"
     assert why in errors[1]
     assert f"training stopped in {out}: rank 0" in errors[0] and errors[0].count("\n") == 1
-    assert json.loads((out / "run.json").read_text())["status"] == "failed" and len(metrics(out)) == 2
+    assert (
+        json.loads((out / "run.json").read_text())["status"] == "failed" and len(metrics(out)) == 2
+    )
     assert "Traceback" in (out / "train-1.log").read_text()
 
 
@@ -108,18 +127,35 @@ def test_an_interrupt_on_one_machine_ends_both(world, two):
     assert "go on with: chunk-grpo train" in said[1] and children.gone(everybody)
 
 
-@pytest.mark.parametrize(("words", "part"), [
-    (["--nodes", "2", "--rendezvous", "here"], "`rendezvous` must be HOST:PORT"),
-    (["--nodes", "2", "--rendezvous", "here:99999"], "`rendezvous` must be HOST:PORT"),
-    (["--nodes", "2", "--rendezvous", f"here:{'9' * 5000}"], "`rendezvous` must be HOST:PORT"),
-    (["--nodes", "2", "--rendezvous", "no such host:1"], "`rendezvous` must be HOST:PORT"),
-    (["--nodes", "2"], "`rendezvous` must be HOST:PORT"),
-    (["--nodes", "100000000000", "--rendezvous", "here:1"], "`prompts_per_iteration` (4); got 100000000000"),
-    (["--nodes", "2", "--processes", "3", "--rendezvous", "here:1"], "`prompts_per_iteration` (4); got 6"),
-    (["--nodes", "2", "--node-rank", "2", "--rendezvous", "here:1"], "`node_rank` must be a whole number from 0 to 1"),
-    (["--nodes", "2", "--node-rank", "-1", "--rendezvous", "here:1"], "`node_rank` of train must be a whole number"),
-])
-def test_machines_that_cannot_meet_are_one_sentence(world, tmp_path, monkeypatch, capfd, words, part):
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--nodes", "2", "--rendezvous", "here"], "`rendezvous` must be HOST:PORT"),
+        (["--nodes", "2", "--rendezvous", "here:99999"], "`rendezvous` must be HOST:PORT"),
+        (["--nodes", "2", "--rendezvous", f"here:{'9' * 5000}"], "`rendezvous` must be HOST:PORT"),
+        (["--nodes", "2", "--rendezvous", "no such host:1"], "`rendezvous` must be HOST:PORT"),
+        (["--nodes", "2"], "`rendezvous` must be HOST:PORT"),
+        (
+            ["--nodes", "100000000000", "--rendezvous", "here:1"],
+            "`prompts_per_iteration` (4); got 100000000000",
+        ),
+        (
+            ["--nodes", "2", "--processes", "3", "--rendezvous", "here:1"],
+            "`prompts_per_iteration` (4); got 6",
+        ),
+        (
+            ["--nodes", "2", "--node-rank", "2", "--rendezvous", "here:1"],
+            "`node_rank` must be a whole number from 0 to 1",
+        ),
+        (
+            ["--nodes", "2", "--node-rank", "-1", "--rendezvous", "here:1"],
+            "`node_rank` of train must be a whole number",
+        ),
+    ],
+)
+def test_machines_that_cannot_meet_are_one_sentence(
+    world, tmp_path, monkeypatch, capfd, words, part
+):
     line = ["train", world / "s.yaml", "--out", tmp_path / "run", *words]
     monkeypatch.setattr(sys, "argv", ["chunk-grpo", *map(str, line)])
     with pytest.raises(SystemExit) as ended:
@@ -134,10 +170,36 @@ def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     script = EXAMPLES / "slurm.sbatch"
-    job = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}
-    done = subprocess.run(["bash", script, "paper/chunk", "--out", "/shared/run", "--resume"], check=True, text=True,
-                          env=os.environ | job, stdout=subprocess.PIPE)
+    job = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    done = subprocess.run(
+        ["bash", script, "paper/chunk", "--out", "/shared/run", "--resume"],
+        check=True,
+        text=True,
+        env=os.environ | job,
+        stdout=subprocess.PIPE,
+    )
     assert done.stdout.split()[1:] == [
-        "chunk-grpo", "train", "paper/chunk", "--out", "/shared/run", "--resume", "--nodes", "2", "--processes", "8",
-        "--rendezvous", f"{socket.gethostname()}:29500"]
-    assert sum(line.strip() != "" and not line.startswith("#") for line in script.read_text().splitlines()) == 1
+        "chunk-grpo",
+        "train",
+        "paper/chunk",
+        "--out",
+        "/shared/run",
+        "--resume",
+        "--nodes",
+        "2",
+        "--processes",
+        "8",
+        "--rendezvous",
+        f"{socket.gethostname()}:29500",
+    ]
+    assert (
+        sum(
+            line.strip() != "" and not line.startswith("#")
+            for line in script.read_text().splitlines()
+        )
+        == 1
+    )

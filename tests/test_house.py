@@ -20,7 +20,9 @@ from chunk_grpo.core import settings
 from chunk_grpo.pocket import POCKET_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+PAGES = sorted(
+    path for path in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts
+)
 CHAPTERS = sorted(path for path in (ROOT / "nbs").glob("[0-9]*"))
 BOOK = [path for path in PAGES if path.parent in CHAPTERS]
 REPORTS = sorted((ROOT / "nbs/reports").glob("*.ipynb"))
@@ -51,8 +53,12 @@ def python_files(root: Path) -> dict[str, bytes]:
 def copy(tmp_path):
     "A copy of what export and cleaning read and write."
     for name in ("nbs", "chunk_grpo"):
-        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True,
-                        ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.safetensors"))
+        shutil.copytree(
+            ROOT / name,
+            tmp_path / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.safetensors"),
+        )
     for name in ("settings.ini", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -85,7 +91,9 @@ def test_notebooks_are_clean(copy):
 
 
 def test_readme_is_the_index():
-    assert (ROOT / "README.md").read_text(encoding="utf-8") == tool("readme").readme(), "run `make prepare`"
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == tool("readme").readme(), (
+        "run `make prepare`"
+    )
 
 
 def links_of(text: str) -> list[str]:
@@ -106,24 +114,36 @@ def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for cell in nbformat.read(page, as_version=4).cells:
             links = links_of(cell.source) if cell.cell_type == "markdown" else []
-            lost += [f"{page.relative_to(ROOT)}: {link}" for link in links
-                     if re.search(r"\.(ipynb|md|png|svg)$", link) and not (page.parent / link).exists()]
+            lost += [
+                f"{page.relative_to(ROOT)}: {link}"
+                for link in links
+                if re.search(r"\.(ipynb|md|png|svg)$", link) and not (page.parent / link).exists()
+            ]
     assert not lost
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_outputs_are_those_of_the_code(page):
     notebook = nbformat.read(page, as_version=4)
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    outputs = [
+        output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
     if page in REPORTS:
         assert not outputs, "run `make prepare`"
         return
     outputs_tool = tool("outputs")
     changed = outputs_tool.stale_because(page)
-    assert not changed, f"{page.relative_to(ROOT)}: {changed} changed after its outputs were made; run `make prepare`"
+    assert not changed, (
+        f"{page.relative_to(ROOT)}: {changed} changed after its outputs were made; run `make prepare`"
+    )
     assert not [output for output in outputs if output.output_type == "error"]
-    assert not {kind for output in outputs for kind in output.get("data", {})} - set(outputs_tool.KEPT)
-    texts = [str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", "")) for output in outputs]
+    assert not {kind for output in outputs for kind in output.get("data", {})} - set(
+        outputs_tool.KEPT
+    )
+    texts = [
+        str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", ""))
+        for output in outputs
+    ]
     private = r"/(tmp|home|root)/| at 0x[0-9a-f]{6}"
     assert not [text for text in texts if re.search(private, text)], "a path or an address"
 
@@ -144,7 +164,11 @@ def test_what_is_installed_fits_together():
 def test_pages_open_as_the_book_does(page):
     cells = nbformat.read(page, as_version=4).cells
     title = cells[0].source.strip().split("\n")
-    assert cells[0].cell_type == "markdown" and title[0].startswith("# ") and title[-1].startswith("> ")
+    assert (
+        cells[0].cell_type == "markdown"
+        and title[0].startswith("# ")
+        and title[-1].startswith("> ")
+    )
     assert [line for line in title[1:-1] if line.strip()] == []
     assert cells[1].cell_type == "markdown"
 
@@ -156,13 +180,21 @@ def test_a_page_is_the_module_of_its_name(chapter):
     names = {page.stem.split("_", 1)[1]: nbformat.read(page, as_version=4).cells for page in pages}
     exported = {}
     for name, cells in names.items():
-        found = re.findall(r"^#\|\s*default_exp\s+(\S+)", "\n".join(cell.source for cell in cells), re.MULTILINE)
+        found = re.findall(
+            r"^#\|\s*default_exp\s+(\S+)", "\n".join(cell.source for cell in cells), re.MULTILINE
+        )
         exported |= {name: found[0]} if found else {}
     package = chapter.name.split("_", 1)[1]
     front = {package: f"{package}.__init__"} if package == "pocket" else {}
     assert exported == {name: front.get(name, f"{package}.{name}") for name in exported}
-    modules = {path.stem for path in (ROOT / "chunk_grpo" / package).glob("*.py") if path.stem != "__init__"}
-    assert modules == set(exported) - set(front), "a module without its page, or a page without its module"
+    modules = {
+        path.stem
+        for path in (ROOT / "chunk_grpo" / package).glob("*.py")
+        if path.stem != "__init__"
+    }
+    assert modules == set(exported) - set(front), (
+        "a module without its page, or a page without its module"
+    )
 
 
 def place_of(module: str) -> tuple[int, int] | None:
@@ -181,10 +213,17 @@ def imported(tree: ast.AST) -> list[tuple[int, str]]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name.startswith("chunk_grpo.")]
+            found += [
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.startswith("chunk_grpo.")
+            ]
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "chunk_grpo":
             deep = node.module.count(".") >= 2
-            found += [(node.lineno, node.module if deep else f"{node.module}.{alias.name}") for alias in node.names]
+            found += [
+                (node.lineno, node.module if deep else f"{node.module}.{alias.name}")
+                for alias in node.names
+            ]
     return found
 
 
@@ -194,20 +233,28 @@ def rising_imports(page: Path, cells: list) -> list[str]:
     for number, cell in enumerate(cells):
         if cell.cell_type == "code":
             source = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
-            found += [f"{page.relative_to(ROOT)}, cell {number}, line {line}: {module} lies further up"
-                      for line, module in imported(ast.parse(source)) if (place_of(module) or (-1, -1)) > here]
+            found += [
+                f"{page.relative_to(ROOT)}, cell {number}, line {line}: {module} lies further up"
+                for line, module in imported(ast.parse(source))
+                if (place_of(module) or (-1, -1)) > here
+            ]
     return found
 
 
 def test_arrows_fall():
     "A chapter imports only chapters of smaller number, and a page only pages before it: no circle is possible."
-    assert not [line for page in BOOK for line in rising_imports(page, nbformat.read(page, as_version=4).cells)]
+    assert not [
+        line
+        for page in BOOK
+        for line in rising_imports(page, nbformat.read(page, as_version=4).cells)
+    ]
 
 
 def test_an_arrow_that_rises_is_named():
     cells = [nbformat.v4.new_code_cell("def f():\n    from chunk_grpo.cli import main")]
     assert rising_imports(ROOT / "nbs/00_method/00_schedule.ipynb", cells) == [
-        "nbs/00_method/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"]
+        "nbs/00_method/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"
+    ]
     assert not rising_imports(ROOT / "nbs/14_cli/03_gpu_host.ipynb", cells)
 
 
@@ -217,7 +264,9 @@ def test_a_name_means_one_thing():
         for node in ast.parse(text).body if path.count("/") == 2 else ():
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, set()).add(path)
-    often = {name: sorted(paths) for name, paths in places.items() if len(paths) > 2 and name != "main"}
+    often = {
+        name: sorted(paths) for name, paths in places.items() if len(paths) > 2 and name != "main"
+    }
     assert not often, "a public name in more than two modules"
 
 
@@ -233,9 +282,13 @@ def test_index_leads_into_every_chapter():
 
 
 def test_no_torchvision_and_no_hpsv3():
-    wanted = " ".join(metadata()[x] for x in ("requirements", "dev_requirements", "docs_requirements")).lower()
+    wanted = " ".join(
+        metadata()[x] for x in ("requirements", "dev_requirements", "docs_requirements")
+    ).lower()
     constrained = (ROOT / "constraints.txt").read_text().lower()
-    assert not [name for name in ("torchvision", "hpsv3", "flash-attn") if name in wanted + constrained]
+    assert not [
+        name for name in ("torchvision", "hpsv3", "flash-attn") if name in wanted + constrained
+    ]
 
 
 def test_requirements_are_constrained():
@@ -249,23 +302,44 @@ def test_requirements_are_constrained():
 
 
 def test_exported_code_needs_no_development_package():
-    found = [f"{path}: {line}" for path, text in python_files(ROOT).items() for line in text.decode().split("\n")
-             if re.match(r"\s*(from|import) (nbdev|fastcore|execnb)\b", line)]
+    found = [
+        f"{path}: {line}"
+        for path, text in python_files(ROOT).items()
+        for line in text.decode().split("\n")
+        if re.match(r"\s*(from|import) (nbdev|fastcore|execnb)\b", line)
+    ]
     assert not found
 
 
 def test_settings_files_are_shipped():
-    assert {name.split("/")[0] for name in settings.list_presets()} == {"authors", "machines", "paper", "pocket"}
+    assert {name.split("/")[0] for name in settings.list_presets()} == {
+        "authors",
+        "machines",
+        "paper",
+        "pocket",
+    }
 
 
 @pytest.mark.slow
 def test_wheel_carries_presets_reports_and_weights(tmp_path):
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
+    )
     files = [path for path in listed.stdout.decode().split("\n") if path and (ROOT / path).exists()]
     for path in files:
         (tmp_path / "source" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / "source" / path, follow_symlinks=False)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, tmp_path / "source"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "-w",
+        tmp_path,
+        tmp_path / "source",
+    ]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -277,7 +351,9 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
     assert studies
     expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
-    expected |= {path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()}
+    expected |= {
+        path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()
+    }
     shipped = {f"chunk_grpo/pocket/{folder}/vae" for folder in POCKET_MODELS.values()}
     expected |= {f"{folder}/config.json" for folder in shipped}
     expected |= {f"{folder}/diffusion_pytorch_model.safetensors" for folder in shipped}
@@ -285,7 +361,17 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
     assert any(name.endswith(".safetensors") for name in names)
 
     target = tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        target,
+        wheel,
+    ]
     subprocess.run(command, check=True)
     code = (
         "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings;"
@@ -294,7 +380,9 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
         "print(json.dumps([chunk_grpo.__file__, settings.list_presets(), settings.load_settings('pocket/demo').model]))"
     )
     environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     file, presets, model = json.loads(done.stdout)
     assert file.startswith(str(target)) and presets == settings.list_presets() and model == "pocket"
@@ -302,16 +390,35 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
 
 def test_whose_code_is_meant_is_said():
     "DanceGRPO's, Flow-GRPO's and the paper's own differ, so that none of them is `the public code`."
-    files = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "runs").rglob("*.yaml")]
-    assert not [str(file.relative_to(ROOT)) for file in files if "public code" in file.read_text(encoding="utf-8")]
+    files = [
+        *PAGES,
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "runs").rglob("*.yaml"),
+    ]
+    assert not [
+        str(file.relative_to(ROOT))
+        for file in files
+        if "public code" in file.read_text(encoding="utf-8")
+    ]
 
 
 def test_what_a_contributor_finds_beside_the_code_is_sound():
     "The citation has the version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."
-    files = ["CITATION.cff", ".github/workflows/ci.yaml", ".pre-commit-config.yaml", ".github/ISSUE_TEMPLATE/bug.yaml"]
+    files = [
+        "CITATION.cff",
+        ".github/workflows/ci.yaml",
+        ".pre-commit-config.yaml",
+        ".github/ISSUE_TEMPLATE/bug.yaml",
+    ]
     citation, workflow, hooks, form = (yaml.safe_load((ROOT / name).read_text()) for name in files)
     assert citation["version"] == chunk_grpo.__version__
-    assert [step["run"] for step in workflow["jobs"]["run"]["steps"] if "run" in step] == [".ci/run"]
+    assert [step["run"] for step in workflow["jobs"]["run"]["steps"] if "run" in step] == [
+        ".ci/run"
+    ]
     for hook in hooks["repos"][0]["hooks"]:
         assert (Path(sys.executable).parent / hook["entry"].split()[0]).is_file()
-    assert "doctor" in next(part for part in form["body"] if part["id"] == "doctor")["attributes"]["label"]
+    assert (
+        "doctor"
+        in next(part for part in form["body"] if part["id"] == "doctor")["attributes"]["label"]
+    )

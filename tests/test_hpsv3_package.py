@@ -24,12 +24,23 @@ def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hpsv3")
     weights = released.hpsv3(folder / "weights", base_weights=True)
     (own,) = place.glob("lib/python*/site-packages/hpsv3/config/HPSv3_7B.yaml")
-    chosen = {"model_name_or_path": str(weights / "base"), "output_dir": str(folder / "out"), "report_to": "none",
-              "deepspeed": None, "bf16": False, "torch_dtype": "float32"}
+    chosen = {
+        "model_name_or_path": str(weights / "base"),
+        "output_dir": str(folder / "out"),
+        "report_to": "none",
+        "deepspeed": None,
+        "bf16": False,
+        "torch_dtype": "float32",
+    }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(yaml.safe_load(own.read_text()) | chosen))
     files = {"checkpoint": str(weights / "HPSv3.safetensors"), "config": str(folder / "tiny.yaml")}
     package = placement.load_placed_reward("hpsv3", backend="package", device="cpu", **files)
-    yield package, rewards.load_reward("hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu")
+    yield (
+        package,
+        rewards.load_reward(
+            "hpsv3", weights=str(weights), base=str(weights / "base"), device="cpu"
+        ),
+    )
     package.close()
 
 
@@ -60,9 +71,12 @@ def test_positions_by_rows_and_columns_would_not_agree(both, asked, theirs):
     images, prompts = (part[:3] for part in asked)
     inputs = hpsv3.build_hpsv3_inputs(thin.tokenizer, images, prompts, thin.device, thin.dtype)
     kinds = (inputs["input_ids"] == thin.model.config.image_token_id).int()
-    places, _ = thin.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=kinds,
-                                          image_grid_thw=inputs["image_grid_thw"],
-                                          attention_mask=inputs["attention_mask"])
+    places, _ = thin.model.get_rope_index(
+        inputs["input_ids"],
+        mm_token_type_ids=kinds,
+        image_grid_thw=inputs["image_grid_thw"],
+        attention_mask=inputs["attention_mask"],
+    )
     with torch.inference_mode():
         placed = thin.predict_rewards(inputs | {"position_ids": places})[:, 0]
     assert (placed - theirs[:3]).abs().min() > 1e-3
@@ -75,5 +89,7 @@ def test_the_package_refuses_its_own_marks(both, asked):
 
 def test_the_golden_set_is_what_the_package_says(theirs):
     "The stored scores, against which every test run compares the thin scorer."
-    kept = json.loads((Path(__file__).parent / "golden" / "hpsv3_official.json").read_text())["rows"]
+    kept = json.loads((Path(__file__).parent / "golden" / "hpsv3_official.json").read_text())[
+        "rows"
+    ]
     torch.testing.assert_close(theirs, torch.tensor([row["mu"] for row in kept]), rtol=0, atol=2e-5)

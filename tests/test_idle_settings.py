@@ -20,23 +20,39 @@ sweep = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(sweep)
 
 REJECTED = [
-    ("tree", {"credit": "batch"}, "credit"), ("branch", {"credit": "none"}, "credit"),
-    ("tree-chunk", {"credit": "wins"}, "credit"), ("steps", {"credit": "scale"}, "credit"),
-    ("neighbor", {"credit": "none"}, "credit"), ("neighbor", {"sampler": "dance"}, "sampler"),
-    ("neighbor", {"eta": 0.3}, "eta"), ("neighbor", {"surrogate": "epg"}, "surrogate"),
-    ("tmpo", {"surrogate": "epg"}, "surrogate"), ("tmpo", {"surrogate": "dppo:1e-6"}, "surrogate"),
-    ("self-opd", {"surrogate": "par"}, "surrogate"), ("self-opd", {"train_chunks": "1"}, "train_chunks"),
-    ("tmpo", {"step_weights": "noise"}, "step_weights"), ("whole", {"step_weights": "interval"}, "step_weights"),
+    ("tree", {"credit": "batch"}, "credit"),
+    ("branch", {"credit": "none"}, "credit"),
+    ("tree-chunk", {"credit": "wins"}, "credit"),
+    ("steps", {"credit": "scale"}, "credit"),
+    ("neighbor", {"credit": "none"}, "credit"),
+    ("neighbor", {"sampler": "dance"}, "sampler"),
+    ("neighbor", {"eta": 0.3}, "eta"),
+    ("neighbor", {"surrogate": "epg"}, "surrogate"),
+    ("tmpo", {"surrogate": "epg"}, "surrogate"),
+    ("tmpo", {"surrogate": "dppo:1e-6"}, "surrogate"),
+    ("self-opd", {"surrogate": "par"}, "surrogate"),
+    ("self-opd", {"train_chunks": "1"}, "train_chunks"),
+    ("tmpo", {"step_weights": "noise"}, "step_weights"),
+    ("whole", {"step_weights": "interval"}, "step_weights"),
     ("whole", {"chunk_fraction": 0.3}, "chunk_fraction"),
-    ("steps", {"anchor": "velocity"}, "anchor"), ("nft", {"kl": 0.1, "anchor": "transition"}, "anchor"),
-    ("neighbor", {"kl": 0.1}, "anchor"), ("flow", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
+    ("steps", {"anchor": "velocity"}, "anchor"),
+    ("nft", {"kl": 0.1, "anchor": "transition"}, "anchor"),
+    ("neighbor", {"kl": 0.1}, "anchor"),
+    ("flow", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
     ("mix", {"chunk_weighting": "profile"}, "chunk_weighting"),
-    ("tree", {"surrogate": "epg"}, "surrogate"), ("tempflow", {"credit_of": "gain"}, "credit_of"),
+    ("tree", {"surrogate": "epg"}, "surrogate"),
+    ("tempflow", {"credit_of": "gain"}, "credit_of"),
     ("steps", {"updates_per_iteration": 1, "surrogate": "par"}, "surrogate"),
     ("steps", {"updates_per_iteration": 1, "statistic": "centred"}, "statistic"),
-    *[(name, {"sampler": "cps"}, "sampler")
-      for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")],
-    *[(name, {"eta": 0.3}, "eta") for name in ("elbo-epg", "elbo-pepg", "elbo-clip", "online-dpo", "nft")]]
+    *[
+        (name, {"sampler": "cps"}, "sampler")
+        for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")
+    ],
+    *[
+        (name, {"eta": 0.3}, "eta")
+        for name in ("elbo-epg", "elbo-pepg", "elbo-clip", "online-dpo", "nft")
+    ],
+]
 
 
 @pytest.mark.parametrize("method, changes, name", REJECTED)
@@ -92,7 +108,9 @@ def test_share_of_held_images_is_exact_without_other_rewards():
         chosen = outrun_images(trained, [], share)
         assert int(chosen.sum()) == count
     best = (trained - trained.mean(1, keepdim=True)) / trained.std(1, keepdim=True)
-    chosen = outrun_images(trained, [], 0.05)  # fewer than there are groups: the best that are furthest ahead
+    chosen = outrun_images(
+        trained, [], 0.05
+    )  # fewer than there are groups: the best that are furthest ahead
     assert best[chosen].min() > 0 and chosen.sum(1).max() == 1
 
 
@@ -101,22 +119,31 @@ def policy():
     return trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
 
 
-@pytest.mark.parametrize("method, batch", [("tempflow", 3), ("tree", 2), ("tree-chunk", 5), ("g2", 1)])
+@pytest.mark.parametrize(
+    "method, batch", [("tempflow", 3), ("tree", 2), ("tree-chunk", 5), ("g2", 1)]
+)
 def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, batch):
     method = load_method(sweep.make_settings(method))
     sampler, rows = method.sampler(0), policy.encode(["a red star", "two cats"])
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
-    paths = sample_trajectories(policy, rows, torch.arange(8) // 4, keys, sampler, batch, table=method.table)
+    paths = sample_trajectories(
+        policy, rows, torch.arange(8) // 4, keys, sampler, batch, table=method.table
+    )
     states = shared_states(method.table[: len(sampler) + 1], sampler.stochastic)
     assert (states[:-1] != torch.arange(4)).any()
     for step, row in enumerate(states.tolist()):
         for group in range(2):
             for image, same in enumerate(row):
-                own, first = paths.latents[4 * group + image, step], paths.latents[4 * group + same, step]
+                own, first = (
+                    paths.latents[4 * group + image, step],
+                    paths.latents[4 * group + same, step],
+                )
                 assert torch.equal(own, first)
 
 
-@pytest.mark.parametrize("surrogate, proportional", [("par", False), ("pepg", False), ("epg", True), ("clip", True)])
+@pytest.mark.parametrize(
+    "surrogate, proportional", [("par", False), ("pepg", False), ("epg", True), ("clip", True)]
+)
 def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, proportional):
     "With weights, the gradient of a step is its weight times that without, at a ratio that has moved."
     method = load_method(sweep.make_settings("steps", surrogate=surrogate, clip_range=0.5))
@@ -131,7 +158,9 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
         new = method.replay(context, work.sample, work.index)[0]
         old = tuple(x.detach() - 0.3 for x in new)
         policy.transformer.zero_grad()
-        stats = accumulate_gradients(context, work, torch.tensor([1.0, -1.0, 0.5, -0.2]), method, old)
+        stats = accumulate_gradients(
+            context, work, torch.tensor([1.0, -1.0, 0.5, -0.2]), method, old
+        )
         found.append((torch.cat([p.grad.flatten() for p in policy.trained]), stats.objective))
     (plain, worth), (weighted, more) = found
     assert method.proportional == proportional and plain.norm() > 0
@@ -139,14 +168,22 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
     assert more == pytest.approx(3 * worth, rel=1e-3)
 
 
-@pytest.mark.parametrize("method, pairs", [
-    ("chunk", ["clip_range", "sampler", "eta", "kl", "credit", "step_weights"]),
-    ("nft", ["kl", "anchor", "credit", "eta"]),
-    ("tree", ["credit", "statistic", "sharing"]), ("tmpo", ["surrogate", "sampler"]),
-    ("elbo-par", ["credit", "solver"]),
-    ("elbo-chunk", ["chunks", "train_chunks", "chunk_fraction", "chunk_weighting", "step_weights"]),
-    ("elbo-clip-chunk", ["chunks", "clip_range", "eta"]),
-    ("chunk-mixture", ["sampler", "train_chunks", "statistic", "surrogate", "window"])])
+@pytest.mark.parametrize(
+    "method, pairs",
+    [
+        ("chunk", ["clip_range", "sampler", "eta", "kl", "credit", "step_weights"]),
+        ("nft", ["kl", "anchor", "credit", "eta"]),
+        ("tree", ["credit", "statistic", "sharing"]),
+        ("tmpo", ["surrogate", "sampler"]),
+        ("elbo-par", ["credit", "solver"]),
+        (
+            "elbo-chunk",
+            ["chunks", "train_chunks", "chunk_fraction", "chunk_weighting", "step_weights"],
+        ),
+        ("elbo-clip-chunk", ["chunks", "clip_range", "eta"]),
+        ("chunk-mixture", ["sampler", "train_chunks", "statistic", "surrogate", "window"]),
+    ],
+)
 def test_pairs_of_the_sweep_are_trained_or_rejected(method, pairs):
     torch.set_num_threads(1)
     runs = sweep.Runs()

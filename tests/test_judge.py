@@ -38,10 +38,22 @@ def pictures(folder, names):
 @pytest.fixture
 def small(tmp_path):
     "A DPG-Bench of 12 prompts with 3 questions, and its images: 72 requests for two arms."
-    rows = [(f"item{n}", f"thing {n}", p, {1: "0", 2: "1", 3: "2"}[p], f"{kind} - x (y)", f"thing {n}, part {p}?")
-            for n in range(12) for p, kind in ((1, "entity"), (2, "attribute"), (3, "relation"))]
+    rows = [
+        (
+            f"item{n}",
+            f"thing {n}",
+            p,
+            {1: "0", 2: "1", 3: "2"}[p],
+            f"{kind} - x (y)",
+            f"thing {n}, part {p}?",
+        )
+        for n in range(12)
+        for p, kind in ((1, "entity"), (2, "attribute"), (3, "relation"))
+    ]
     pd.DataFrame(rows, columns=judged.DPG_COLUMNS).to_csv(tmp_path / "dpg_bench.csv", index=False)
-    return tmp_path / "dpg_bench.csv", pictures(tmp_path / "images", [f"item{n}" for n in range(12)])
+    return tmp_path / "dpg_bench.csv", pictures(
+        tmp_path / "images", [f"item{n}" for n in range(12)]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +61,18 @@ def checkout(tmp_path_factory):
     "A checkout of WISE with 1,000 invented things, and images of both arms."
     home = tmp_path_factory.mktemp("wise")
     (home / "WISE_legacy/data").mkdir(parents=True)
-    for part, low, high in zip(judged.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True):
-        rows = [{"prompt_id": n, "Prompt": f"thing {n}", "Explanation": "as it is", "Subcategory": "things"}
-                for n in range(low, high + 1)]
+    for part, low, high in zip(
+        judged.WISE_FILE_STEMS, (1, 401, 701), (400, 700, 1000), strict=True
+    ):
+        rows = [
+            {
+                "prompt_id": n,
+                "Prompt": f"thing {n}",
+                "Explanation": "as it is",
+                "Subcategory": "things",
+            }
+            for n in range(low, high + 1)
+        ]
         (home / f"WISE_legacy/data/{part}_rewrite.json").write_text(json.dumps(rows))
     return home, pictures(home / "images", range(1, 1001))
 
@@ -62,14 +83,28 @@ def known_wiscore(n: int, grey: int) -> float:
 
 
 def test_faults_on_the_way_do_not_change_the_table(small, tmp_path):
-    kinds = ["500", "503", "429", "html", "cut", "other", "list", "drop", "sleep", "mumble", "empty"]
+    kinds = [
+        "500",
+        "503",
+        "429",
+        "html",
+        "cut",
+        "other",
+        "list",
+        "drop",
+        "sleep",
+        "mumble",
+        "empty",
+    ]
 
     def fault(name, before):  # each question meets another fault first, every third one two of them
         n = number(name) * 3 + int(name.split("part ")[1][0]) + int(name.split()[0])
         return kinds[(n + before) % len(kinds)] if before < 1 + (n % 3 == 0) else None
 
     with serve(yes_or_no) as stub:
-        clean = judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean")
+        clean = judged.evaluate_dpg(
+            *small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean"
+        )
         straight = [name for name in stub.order]
     with serve(yes_or_no, fault) as stub:
         judge = Judge(stub.url, "asked-for", **QUICK | {"timeout": 1.0})
@@ -77,9 +112,17 @@ def test_faults_on_the_way_do_not_change_the_table(small, tmp_path):
         assert set(stub.done) == set(kinds)
         assert stub.order[-72:] != straight
         assert stub.bodies[0]["model"] == "asked-for" and stub.bodies[0]["temperature"] == 0
-    assert rough == clean and clean["judge"]["judges"] == {NAME: 72} and clean["judge"]["unparsed"] == 0
-    assert (tmp_path / "rough/summary.json").read_bytes() == (tmp_path / "clean/summary.json").read_bytes()
-    assert (tmp_path / "rough/scores.jsonl").read_bytes() == (tmp_path / "clean/scores.jsonl").read_bytes()
+    assert (
+        rough == clean
+        and clean["judge"]["judges"] == {NAME: 72}
+        and clean["judge"]["unparsed"] == 0
+    )
+    assert (tmp_path / "rough/summary.json").read_bytes() == (
+        tmp_path / "clean/summary.json"
+    ).read_bytes()
+    assert (tmp_path / "rough/scores.jsonl").read_bytes() == (
+        tmp_path / "clean/scores.jsonl"
+    ).read_bytes()
     kept = read_json_lines(tmp_path / "rough/answers.jsonl")
     unread = [record for record in kept if record["parsed"] is None]
     assert len(kept) == 72 + len(unread) and {r["text"] for r in unread} == {"Hard to say.", ""}
@@ -106,7 +149,9 @@ evaluate(Path(source), arms, Judge(url, "asked-for", max_concurrency=6, pause=fl
 def start(source, images, out, url, pause=1.0) -> subprocess.Popen:
     "A benchmark in a process of its own."
     words = [sys.executable, "-c", SCRIPT, source, images["base"].parent, out, url, pause]
-    return subprocess.Popen([str(w) for w in words], env=environment(), stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [str(w) for w in words], env=environment(), stderr=subprocess.PIPE, text=True
+    )
 
 
 def kill_at(count, file, process):
@@ -123,13 +168,18 @@ def kill_at(count, file, process):
 
 def same(one, other):
     "The tables of two folders are the same, to the byte."
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in ("scores.jsonl", "summary.json"))
+    return all(
+        (one / name).read_bytes() == (other / name).read_bytes()
+        for name in ("scores.jsonl", "summary.json")
+    )
 
 
 def test_a_killed_run_goes_on_to_the_same_table(small, tmp_path):
     file, gate = tmp_path / "killed/answers.jsonl", threading.Event()
 
-    def fault(name, before):  # a third thing is mumbled about at first; after 30 requests the judge falls silent
+    def fault(
+        name, before
+    ):  # a third thing is mumbled about at first; after 30 requests the judge falls silent
         if sum(stub.came.values()) > 30:
             gate.wait(120)
         return "mumble" if number(name) == 3 and not before else None
@@ -138,10 +188,14 @@ def test_a_killed_run_goes_on_to_the_same_table(small, tmp_path):
         kill_at(25, file, start(*small, tmp_path / "killed", stub.url))
         gate.set()
         lines = file.read_bytes().splitlines(keepends=True)
-        file.write_bytes(b"".join(lines[:24]) + lines[24][:60])  # as if killed in the middle of a line
+        file.write_bytes(
+            b"".join(lines[:24]) + lines[24][:60]
+        )  # as if killed in the middle of a line
         judge = Judge(stub.url, "asked-for", **QUICK)
         judged.evaluate_dpg(*small, judge, tmp_path / "killed")
-        twice = judge.max_concurrency + len(lines) - 24  # what was under way when it was killed, and the lines cut off
+        twice = (
+            judge.max_concurrency + len(lines) - 24
+        )  # what was under way when it was killed, and the lines cut off
         assert sum(stub.came.values()) <= 72 + 6 + twice
     with serve(yes_or_no) as stub:
         judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "whole")
@@ -159,9 +213,13 @@ def test_wise_killed_twice_goes_on_to_the_same_table(checkout, tmp_path):
             kill_at(count, file, start(home, images, tmp_path / "killed", stub.url))
         judge = Judge(stub.url, "asked-for", max_concurrency=6)
         again = judged.evaluate_wise(home, images, judge, tmp_path / "killed")
-        assert sum(stub.came.values()) <= 2000 + 2 * judge.max_concurrency  # only what was under way is asked twice
+        assert (
+            sum(stub.came.values()) <= 2000 + 2 * judge.max_concurrency
+        )  # only what was under way is asked twice
     with serve(three_scores) as stub:
-        whole = judged.evaluate_wise(home, images, Judge(stub.url, "asked-for", max_concurrency=6), tmp_path / "whole")
+        whole = judged.evaluate_wise(
+            home, images, Judge(stub.url, "asked-for", max_concurrency=6), tmp_path / "whole"
+        )
         assert sum(stub.came.values()) == 2000
     assert again == whole and same(tmp_path / "killed", tmp_path / "whole")
     ids = [record["id"] for record in read_json_lines(file)]
@@ -170,12 +228,19 @@ def test_wise_killed_twice_goes_on_to_the_same_table(checkout, tmp_path):
     for arm, grey in ARMS.items():
         scores = [known_wiscore(n, grey) for n in range(1, 1001)]
         assert whole["overall"][arm]["mean"] == pytest.approx(sum(scores) / 1000)
-        assert whole["arms"][arm]["categories"]["time"]["mean"] == pytest.approx(sum(scores[400:567]) / 167)
+        assert whole["arms"][arm]["categories"]["time"]["mean"] == pytest.approx(
+            sum(scores[400:567]) / 167
+        )
     difference = whole["overall"]["plain-base"]
     assert difference["n"] == 1000 and difference["lo"] < difference["mean"] < difference["hi"]
     assert list(whole["judge"]["judges"]) == [NAME]
-    assert sum(part["n"] for arm in whole["arms"].values() for part in arm["categories"].values()) == 2000
-    assert whole["label"].startswith(f"not comparable with the paper: the judge is {NAME} instead of gpt-4o-2024-05-13")
+    assert (
+        sum(part["n"] for arm in whole["arms"].values() for part in arm["categories"].values())
+        == 2000
+    )
+    assert whole["label"].startswith(
+        f"not comparable with the paper: the judge is {NAME} instead of gpt-4o-2024-05-13"
+    )
 
 
 def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
@@ -187,7 +252,10 @@ def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
         found = judged.evaluate_wise(home, one, judge, tmp_path / "out")
         with pytest.raises(InputError, match="belongs to another text; take a new folder"):
             judged.evaluate_wise(home, one, judge, tmp_path / "out", rubric=tmp_path / "own.txt")
-        assert sum(stub.came.values()) == 1000 and json.loads((tmp_path / "out/summary.json").read_text()) == found
+        assert (
+            sum(stub.came.values()) == 1000
+            and json.loads((tmp_path / "out/summary.json").read_text()) == found
+        )
 
 
 @pytest.mark.slow
@@ -212,7 +280,10 @@ def test_nonsense_is_counted_and_said(small, tmp_path):
         assert set(stub.came.values()) == {3} and sum(stub.came.values()) == 3 * 72
         assert judged.evaluate_dpg(*small, judge, tmp_path / "out") == found
         assert sum(stub.came.values()) == 3 * 72
-    assert found["judge"]["unparsed"] == found["judge"]["questions"] == 72 and found["judge"]["refused"] == 0
+    assert (
+        found["judge"]["unparsed"] == found["judge"]["questions"] == 72
+        and found["judge"]["refused"] == 0
+    )
     assert found["overall"] == {"base": None, "plain": None, "plain-base": None}
     assert found["arms"]["base"]["between"] == [0.0, 1.0]
     assert [arm["unparsed"] for arm in found["arms"].values()] == [12, 12]
@@ -227,25 +298,44 @@ def test_some_nonsense_leaves_the_rest_in_pairs(small, tmp_path):
 
     with serve(yes_or_no, fault) as stub:
         found = judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "out")
-        assert stub.done == {"mumble": 3, "filter": 3}  # a refusal of each of three questions, asked once
+        assert stub.done == {
+            "mumble": 3,
+            "filter": 3,
+        }  # a refusal of each of three questions, asked once
     assert found["judge"]["unparsed"] == 4 and found["judge"]["refused"] == 3
     assert {arm: part["unparsed"] for arm, part in found["arms"].items()} == {"base": 1, "plain": 1}
-    assert {name: part["n"] for name, part in found["overall"].items()} == {"base": 11, "plain": 11, "plain-base": 10}
+    assert {name: part["n"] for name, part in found["overall"].items()} == {
+        "base": 11,
+        "plain": 11,
+        "plain-base": 10,
+    }
     assert found["preserved"]["plain"]["objects"]["lost"]["n"] <= 10
 
 
 def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
     with serve(yes_or_no, key="sk-right-4711") as stub:
-        judge = Judge(stub.url, "asked-for", **QUICK | {"key_variable": "JUDGE_KEY_OF_THE_TESTS", "max_concurrency": 1})
+        judge = Judge(
+            stub.url,
+            "asked-for",
+            **QUICK | {"key_variable": "JUDGE_KEY_OF_THE_TESTS", "max_concurrency": 1},
+        )
         monkeypatch.delenv("JUDGE_KEY_OF_THE_TESTS", raising=False)
-        with pytest.raises(InputError, match="environment variable JUDGE_KEY_OF_THE_TESTS is not set"):
+        with pytest.raises(
+            InputError, match="environment variable JUDGE_KEY_OF_THE_TESTS is not set"
+        ):
             judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert not stub.came and not (tmp_path / "out").exists()
 
         monkeypatch.setenv("JUDGE_KEY_OF_THE_TESTS", "sk-wrong-4712")
-        with pytest.raises(InputError, match="does not take the request .status 401: .*Incorrect API key") as stopped:
+        with pytest.raises(
+            InputError, match="does not take the request .status 401: .*Incorrect API key"
+        ) as stopped:
             judged.evaluate_dpg(*small, judge, tmp_path / "out")
-        assert stub.came == {"401": 1} and "4712" not in str(stopped.value) and "[the key]" in str(stopped.value)
+        assert (
+            stub.came == {"401": 1}
+            and "4712" not in str(stopped.value)
+            and "[the key]" in str(stopped.value)
+        )
 
         monkeypatch.setenv("JUDGE_KEY_OF_THE_TESTS", "sk-right-4711")
         assert judged.evaluate_dpg(*small, judge, tmp_path / "out")["judge"]["unparsed"] == 0
@@ -253,13 +343,20 @@ def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
         assert len(written) > 1000 and b"4711" not in written and b"4712" not in written
 
 
-@pytest.mark.parametrize("fault, words", [
-    ("503", "gave no answer about .* in 3 requests, at last status 503"),
-    ("unknown", "does not take the request .status 404: .*the model does not exist"),
-])
-def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(small, tmp_path, fault, words):
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("503", "gave no answer about .* in 3 requests, at last status 503"),
+        ("unknown", "does not take the request .status 404: .*the model does not exist"),
+    ],
+)
+def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(
+    small, tmp_path, fault, words
+):
     away = {"now": True}
-    with serve(yes_or_no, lambda name, before: fault if away["now"] and number(name) > 5 else None) as stub:
+    with serve(
+        yes_or_no, lambda name, before: fault if away["now"] and number(name) > 5 else None
+    ) as stub:
         judge = Judge(stub.url, "asked-for", **QUICK | {"retries": 2})
         with pytest.raises(InputError, match=words):
             judged.evaluate_dpg(*small, judge, tmp_path / "out")
@@ -270,12 +367,19 @@ def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(small, tm
         found = judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert sum(stub.came.values()) - asked == 72 - kept
     with serve(yes_or_no) as stub:
-        assert judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean") == found
+        assert (
+            judged.evaluate_dpg(*small, Judge(stub.url, "asked-for", **QUICK), tmp_path / "clean")
+            == found
+        )
 
 
 def test_nobody_there(small, tmp_path):
-    with pytest.raises(InputError, match="gave no answer about .* in 2 requests, at last ConnectError"):
-        judged.evaluate_dpg(*small, Judge("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01), tmp_path / "out")
+    with pytest.raises(
+        InputError, match="gave no answer about .* in 2 requests, at last ConnectError"
+    ):
+        judged.evaluate_dpg(
+            *small, Judge("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01), tmp_path / "out"
+        )
 
 
 def test_another_image_or_judge_is_another_question(small, tmp_path):
@@ -284,7 +388,9 @@ def test_another_image_or_judge_is_another_question(small, tmp_path):
         judge = Judge(stub.url, "asked-for", **QUICK)
         judged.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
         with pytest.raises(InputError, match="belongs to another model or options"):
-            judged.evaluate_dpg(file, {"base": images["base"]}, Judge(stub.url, "better", **QUICK), tmp_path / "out")
+            judged.evaluate_dpg(
+                file, {"base": images["base"]}, Judge(stub.url, "better", **QUICK), tmp_path / "out"
+            )
         Image.new("L", (2, 2), 99).save(images["base"] / "item3.png")
         with pytest.raises(InputError, match="about base/item3/. that belongs to another image"):
             judged.evaluate_dpg(file, {"base": images["base"]}, judge, tmp_path / "out")
@@ -294,8 +400,12 @@ def test_another_image_or_judge_is_another_question(small, tmp_path):
         assert sum(stub.came.values()) == 36
 
 
-@given(st.tuples(*[st.integers(0, 2)] * 3), st.permutations(list(judged.WISCORE_SCALES)),
-       st.sampled_from([": ", " = ", ":** ", '": ']), st.sampled_from(["\n", ", ", ";\n- ", " | "]))
+@given(
+    st.tuples(*[st.integers(0, 2)] * 3),
+    st.permutations(list(judged.WISCORE_SCALES)),
+    st.sampled_from([": ", " = ", ":** ", '": ']),
+    st.sampled_from(["\n", ", ", ";\n- ", " | "]),
+)
 def test_scores_are_read_in_any_order_and_dress(numbers, order, colon, between):
     scores = dict(zip(judged.WISCORE_SCALES, numbers, strict=True))
     text = between.join(f"{name.capitalize()}{colon}{scores[name]}" for name in order)
@@ -304,7 +414,11 @@ def test_scores_are_read_in_any_order_and_dress(numbers, order, colon, between):
     assert parse_scale_scores(text, judged.WISCORE_SCALES, 2) is None
 
 
-@given(st.text(alphabet="consitery: 0123/.*\n\"aemlhRAC-", max_size=80))
+@given(st.text(alphabet='consitery: 0123/.*\n"aemlhRAC-', max_size=80))
 def test_whatever_a_judge_says_is_scores_or_nothing(text):
     found = parse_scale_scores(text, judged.WISCORE_SCALES, 2)
-    assert found is None or set(found) == set(judged.WISCORE_SCALES) and set(found.values()) <= {0, 1, 2}
+    assert (
+        found is None
+        or set(found) == set(judged.WISCORE_SCALES)
+        and set(found.values()) <= {0, 1, 2}
+    )

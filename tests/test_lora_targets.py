@@ -32,7 +32,8 @@ def linear_layers(net):
 def adapted(folder, *targets):
     "The names of the layers that get an adapter."
     model = trainable.load_trainable_policy(
-        str(folder), resolution=SIDE, max_tokens=TOKENS, lora_rank=2, lora_targets=targets)
+        str(folder), resolution=SIDE, max_tokens=TOKENS, lora_rank=2, lora_targets=targets
+    )
     found = [name for name, _ in model.transformer.named_modules() if name.endswith(".lora_A")]
     assert model.trained and all(p.requires_grad for p in model.trained)
     return {name.removesuffix(".lora_A") for name in found}, model
@@ -46,8 +47,21 @@ def expected(folder, *targets):
     return {name for name in linear_layers(net) for t in targets if f".{t}." in f".{name}."}
 
 
-USUAL = [("to_q", "to_k", "to_v", "to_out"), ("to_out",), ("to_out.0",), ("to_q",), ("attn",), ("attention",),
-         ("proj",), ("proj_out",), ("ff",), ("feed_forward",), ("net",), ("linear",), ("linear_in", "to_q")]
+USUAL = [
+    ("to_q", "to_k", "to_v", "to_out"),
+    ("to_out",),
+    ("to_out.0",),
+    ("to_q",),
+    ("attn",),
+    ("attention",),
+    ("proj",),
+    ("proj_out",),
+    ("ff",),
+    ("feed_forward",),
+    ("net",),
+    ("linear",),
+    ("linear_in", "to_q"),
+]
 
 
 @pytest.mark.parametrize("targets", USUAL, ids="-".join)
@@ -68,7 +82,10 @@ def test_to_out_of_klein_trains(tmp_path):
     "What users of peft write; its attention's `to_out` is a list of layers, and that of single blocks a layer."
     folder = tiny_families.build("klein", tmp_path / "model")
     found, model = adapted(folder, "to_q", "to_k", "to_v", "to_out")
-    assert "transformer_blocks.0.attn.to_out.0" in found and "single_transformer_blocks.0.attn.to_out" in found
+    assert (
+        "transformer_blocks.0.attn.to_out.0" in found
+        and "single_transformer_blocks.0.attn.to_out" in found
+    )
     x = torch.stack([model.noise(torch.Generator().manual_seed(0))])
     rows = {"prompt_embeds": torch.randn(1, TOKENS, 96)}
     model.velocity(x, torch.tensor([0.5]), rows).square().mean().backward()
@@ -89,8 +106,19 @@ def test_a_full_name_is_that_layer_alone(family):
         assert found == {name}
 
 
-BAD = ["no_such", "to_qq", "norm_q", "pos_embed.nothing", "transformer.to_q", ".*", "all-linear", "to_q.lora_A",
-       " to_q", "dropout", "to_out.1"]
+BAD = [
+    "no_such",
+    "to_qq",
+    "norm_q",
+    "pos_embed.nothing",
+    "transformer.to_q",
+    ".*",
+    "all-linear",
+    "to_q.lora_A",
+    " to_q",
+    "dropout",
+    "to_out.1",
+]
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -98,10 +126,18 @@ def test_a_name_without_linear_layer_is_rejected_before_weights(family, bad, tmp
     "Alone or beside others, in training and before the run's folder is made."
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     for targets in ((bad,), ("to_q", bad)):
-        with pytest.raises(InputError, match=f"lora_targets: no linear layer is named {re.escape(repr(bad))}"):
+        with pytest.raises(
+            InputError, match=f"lora_targets: no linear layer is named {re.escape(repr(bad))}"
+        ):
             adapted(family[1], *targets)
-        changes = {"model": str(family[1]), "resolution": SIDE, "eval_resolution": SIDE, "max_tokens": TOKENS,
-                   "lora_rank": 2, "lora_targets": targets}
+        changes = {
+            "model": str(family[1]),
+            "resolution": SIDE,
+            "eval_resolution": SIDE,
+            "max_tokens": TOKENS,
+            "lora_rank": 2,
+            "lora_targets": targets,
+        }
         with pytest.raises(InputError, match="lora_targets: no linear layer"):
             run_folder.create_run(settings.load_settings("pocket/tiny", changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -119,7 +155,9 @@ def test_plan_and_the_start_of_training_show_the_adapted_layers(tmp_path):
     said = run("plan", "pocket/tiny", *words)
     net = policy.load_policy("pocket", resolution=SIDE, max_tokens=12).transformer
     wanted = [name for name in linear_layers(net) if name.endswith((".to_q", ".to_out.0"))]
-    shown = re.findall(r"([\w.*]+) \((\d+)\)", " ".join(said[said.index("adapted layers"):].split()))
+    shown = re.findall(
+        r"([\w.*]+) \((\d+)\)", " ".join(said[said.index("adapted layers") :].split())
+    )
     counts = {pattern: int(count) for pattern, count in shown}
     by_hand = {}
     for name in wanted:
@@ -129,5 +167,8 @@ def test_plan_and_the_start_of_training_show_the_adapted_layers(tmp_path):
     out = tmp_path / "run"
     said = run("train", "pocket/tiny", "iterations=1", *words, "--out", out, "--no-report")
     for pattern, count in by_hand.items():
-        assert f"{pattern} ({count})" in said and f"{pattern} ({count})" in (out / "train.log").read_text()
+        assert (
+            f"{pattern} ({count})" in said
+            and f"{pattern} ({count})" in (out / "train.log").read_text()
+        )
     assert json.loads((out / "run.json").read_text())["status"] == "finished"

@@ -40,8 +40,10 @@ def logits(model):
 def distance(model) -> float:
     "The largest difference of the logits to mmdet's."
     classes, masks = logits(model)
-    return max((classes - torch.tensor(GOLDEN["classes"])).abs().max().item(),
-               (masks - torch.tensor(GOLDEN["masks"])).abs().max().item())
+    return max(
+        (classes - torch.tensor(GOLDEN["classes"])).abs().max().item(),
+        (masks - torch.tensor(GOLDEN["masks"])).abs().max().item(),
+    )
 
 
 @pytest.mark.parametrize("layout", ["mmdet 2.x", "mmdet 3.x"])
@@ -55,26 +57,43 @@ def test_converted_logits_are_mmdets(tmp_path, state, layout):
 
 
 def swapped_merging(state):
-    return {k: v.reshape(*v.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(v.shape) if "downsample" in k else v
-            for k, v in state.items()}
+    return {
+        k: v.reshape(*v.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(v.shape)
+        if "downsample" in k
+        else v
+        for k, v in state.items()
+    }
 
 
 def swapped_rows(word):
     "Queries, keys and values in another order."
-    return lambda state: {k: torch.cat([v.chunk(3)[i] for i in (1, 0, 2)]) if word in k else v
-                          for k, v in state.items()}
+    return lambda state: {
+        k: torch.cat([v.chunk(3)[i] for i in (1, 0, 2)]) if word in k else v
+        for k, v in state.items()
+    }
 
 
 def swapped_names(one, other):
-    return lambda state: {k.replace(one, "@").replace(other, one).replace("@", other): v for k, v in state.items()}
+    return lambda state: {
+        k.replace(one, "@").replace(other, one).replace("@", other): v for k, v in state.items()
+    }
 
 
-@pytest.mark.parametrize("spoil", [
-    swapped_merging, swapped_rows("w_msa.qkv.weight"), swapped_rows("self_attn.attn.in_proj_weight"),
-    swapped_rows("cross_attn.attn.in_proj_weight"), swapped_names(".cross_attn.attn.", ".self_attn.attn."),
-    swapped_names("decoder.layers.1.norms.0", "decoder.layers.1.norms.1"), swapped_names("query_embed", "query_feat"),
-    swapped_names("level_embed", "pixel_decoder.level_encoding"), swapped_names("mask_embed.0", "mask_embed.2"),
-], ids=["merging", "qkv", "self", "cross", "attentions", "norms", "queries", "levels", "mask"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        swapped_merging,
+        swapped_rows("w_msa.qkv.weight"),
+        swapped_rows("self_attn.attn.in_proj_weight"),
+        swapped_rows("cross_attn.attn.in_proj_weight"),
+        swapped_names(".cross_attn.attn.", ".self_attn.attn."),
+        swapped_names("decoder.layers.1.norms.0", "decoder.layers.1.norms.1"),
+        swapped_names("query_embed", "query_feat"),
+        swapped_names("level_embed", "pixel_decoder.level_encoding"),
+        swapped_names("mask_embed.0", "mask_embed.2"),
+    ],
+    ids=["merging", "qkv", "self", "cross", "attentions", "norms", "queries", "levels", "mask"],
+)
 def test_golden_logits_would_show_a_wrong_layout(state, spoil):
     assert distance(convert.build_mask2former(spoil(state))) > 1e-3
 
@@ -103,12 +122,21 @@ def test_wrong_files_are_told(tmp_path, state):
         torch.save(content, tmp_path / name)
         return convert.convert_mmdet_checkpoint(tmp_path / name, tmp_path / "out")
 
-    with pytest.raises(InputError, match="2 weights are unknown, first backbone.norm8.weight, backbone.norm8.bias;"):
-        refused(state | {"backbone.norm8.weight": torch.ones(2), "backbone.norm8.bias": torch.ones(2)}, "a.pth")
+    with pytest.raises(
+        InputError, match="2 weights are unknown, first backbone.norm8.weight, backbone.norm8.bias;"
+    ):
+        refused(
+            state | {"backbone.norm8.weight": torch.ones(2), "backbone.norm8.bias": torch.ones(2)},
+            "a.pth",
+        )
     lost = "panoptic_head.transformer_decoder.layers.1.self_attn.attn.out_proj.bias"
-    with pytest.raises(InputError, match="1 weights are missing, first model.transformer_module.decoder.layers.1"):
+    with pytest.raises(
+        InputError, match="1 weights are missing, first model.transformer_module.decoder.layers.1"
+    ):
         refused({k: v for k, v in state.items() if k != lost}, "b.pth")
-    with pytest.raises(InputError, match="1 weights are of another shape, first panoptic_head.query_embed.weight"):
+    with pytest.raises(
+        InputError, match="1 weights are of another shape, first panoptic_head.query_embed.weight"
+    ):
         refused(state | {"panoptic_head.query_embed.weight": torch.ones(3, 3)}, "c.pth")
     with pytest.raises(InputError, match="has no weight 'backbone.patch_embed.projection.weight'"):
         refused({"layer1.weight": torch.ones(2)}, "d.pth")
@@ -141,9 +169,15 @@ def test_the_tool_as_a_user_starts_it(tmp_path, state):
 
     code, said = start(source, tmp_path / "detector")
     assert code == 0 and f"detector: {tmp_path / 'detector'}, not official" in said
-    assert {p.name for p in (tmp_path / "detector").iterdir()} == {"config.json", "model.safetensors", "source.json"}
-    for words, why in (((source, tmp_path / "detector"), "exists already"),
-                       ((tmp_path / "no.pth", "new"), "is no file"),
-                       ((source, source / "new"), "can be written to")):
+    assert {p.name for p in (tmp_path / "detector").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "source.json",
+    }
+    for words, why in (
+        ((source, tmp_path / "detector"), "exists already"),
+        ((tmp_path / "no.pth", "new"), "is no file"),
+        ((source, source / "new"), "can be written to"),
+    ):
         code, said = start(*words)
         assert code == 2 and why in said and "Traceback" not in said

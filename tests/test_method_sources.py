@@ -12,8 +12,16 @@ from chunk_grpo.method.windows import Window
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import load_method
 
-SMALL = {"steps": 7, "images_per_prompt": 4, "shared_noise": False, "iterations": 2, "eval_every": 0, "eval_count": 1,
-         "threads": 1, "prompts_per_iteration": 2}
+SMALL = {
+    "steps": 7,
+    "images_per_prompt": 4,
+    "shared_noise": False,
+    "iterations": 2,
+    "eval_every": 0,
+    "eval_count": 1,
+    "threads": 1,
+    "prompts_per_iteration": 2,
+}
 
 
 def method_of(name: str, **more):
@@ -47,7 +55,9 @@ def test_crd_compares_with_one_copy_and_draws_with_another():
 def test_a_merge_from_sigma_one_on_has_the_noise_of_the_whole_grid():
     "With sigma_1 of the merged grid the noise would shrink by the merge itself."
     whole = sigmas(17, 3.0)
-    merged = method_of("e-grpo", steps=17, shift=3.0, merge="entropy:20", window="frozen:1").sampler(0)
+    merged = method_of(
+        "e-grpo", steps=17, shift=3.0, merge="entropy:20", window="frozen:1"
+    ).sampler(0)
     length = 17 - len(merged) + 1
     assert length > 1 and merged.sigmas[0] == 1
     std = merged.coefficients(0)[2]
@@ -88,14 +98,26 @@ def test_weights_by_noise_are_rejected_where_there_is_none(name, weights):
         method_of(name, step_weights=weights, shared_noise=name == "neighbor")
 
 
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("more", [
-    {}, {"updates_per_iteration": 4}, {"images_per_prompt": 2, "updates_per_iteration": 1}, {"drop_flat_groups": True},
-    {"update_batch": 1, "rollout_batch": 1}, {"chunk_fraction": 0.01}], ids=str)
-def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when_read(name, more, tmp_path):
-    (tmp_path / "equal.py").write_text("def same(images, prompts):\n    return [0.5] * len(images)\n")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"updates_per_iteration": 4},
+        {"images_per_prompt": 2, "updates_per_iteration": 1},
+        {"drop_flat_groups": True},
+        {"update_batch": 1, "rollout_batch": 1},
+        {"chunk_fraction": 0.01},
+    ],
+    ids=str,
+)
+def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when_read(
+    name, more, tmp_path
+):
+    (tmp_path / "equal.py").write_text(
+        "def same(images, prompts):\n    return [0.5] * len(images)\n"
+    )
     shape = {"steps": 17}
     if "tree" in name or name == "branch":
         shape["images_per_prompt"] = METHODS[name]["settings"]["images_per_prompt"]
@@ -104,7 +126,9 @@ def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when
     values = SMALL | {"shared_noise": name == "neighbor", "method": name} | more | shape
     for reward in (f"{tmp_path / 'equal.py'}:same", "pocket-clip"):
         try:
-            s = load_settings("pocket/tiny", values | {"reward": reward, "eval_rewards": ("pocket-clip",)})
+            s = load_settings(
+                "pocket/tiny", values | {"reward": reward, "eval_rewards": ("pocket-clip",)}
+            )
             load_method(s)
         except InputError as error:
             assert len(str(error).splitlines()) == 1
@@ -117,8 +141,12 @@ def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when
 
 
 def test_online_dpo_goes_on_where_all_groups_have_equal_rewards(tmp_path):
-    (tmp_path / "equal.py").write_text("def same(images, prompts):\n    return [0.5] * len(images)\n")
-    s = load_settings("pocket/tiny", SMALL | {"method": "online-dpo", "reward": f"{tmp_path / 'equal.py'}:same"})
+    (tmp_path / "equal.py").write_text(
+        "def same(images, prompts):\n    return [0.5] * len(images)\n"
+    )
+    s = load_settings(
+        "pocket/tiny", SMALL | {"method": "online-dpo", "reward": f"{tmp_path / 'equal.py'}:same"}
+    )
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     line = trainer.train_iteration(state)
     assert line["grad_norm"] == 0 and line["skipped_updates"] == 0

@@ -12,7 +12,13 @@ from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
-from chunk_grpo.core.settings import METHODS, find_settings_file, list_presets, load_settings, read_settings_file
+from chunk_grpo.core.settings import (
+    METHODS,
+    find_settings_file,
+    list_presets,
+    load_settings,
+    read_settings_file,
+)
 from chunk_grpo.core.validation import read_yaml_file
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages, nearest_distances
@@ -43,7 +49,9 @@ def method_of(name: str, **more) -> Method:
 
 def context_of(policy, method, iteration: int = 0) -> ReplayContext:
     rows = policy.encode(["a red star", "two blue rings"])
-    paths = sample_trajectories(policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8)
+    paths = sample_trajectories(
+        policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8
+    )
     copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
     return ReplayContext(policy, rows, paths, copies)
 
@@ -53,7 +61,9 @@ def gradient(context, method, chosen=None, moved: float = 0.0) -> torch.Tensor:
     places = method.places(context.trajectories.sampler)
     chunks = method.chunks(torch.ones(len(places)))
     chosen = torch.arange(len(chunks)).expand(8, -1) if chosen is None else chosen
-    work = build_update_batch(torch.arange(8), chosen, chunks, 64, method.weights(context.trajectories.sampler), places)
+    work = build_update_batch(
+        torch.arange(8), chosen, chunks, 64, method.weights(context.trajectories.sampler), places
+    )
     old = all_evidence(context, work, method) if moved and method.ratio else None
     generator, trained = torch.Generator().manual_seed(0), context.policy.trained
     steps = [moved * torch.randn(p.shape, generator=generator) * (moved > 0) for p in trained]
@@ -89,30 +99,48 @@ def test_where_nothing_moved_every_surrogate_has_the_advantages_slope(kind):
 
 
 def test_dppo_without_its_mask_is_epg():
-    at, far = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_(), torch.zeros(50)
-    slopes = [torch.autograd.grad(Surrogate.parse(words, 0.1)(at, torch.ones(50), far).sum(), at)[0]
-              for words in ("dppo:1", "epg")]
+    at, far = (
+        torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_(),
+        torch.zeros(50),
+    )
+    slopes = [
+        torch.autograd.grad(Surrogate.parse(words, 0.1)(at, torch.ones(50), far).sum(), at)[0]
+        for words in ("dppo:1", "epg")
+    ]
     torch.testing.assert_close(*slopes)
 
 
-@pytest.mark.parametrize("words", ["dppo:0.1", "epg", "pepg", "par", "asymmetric:0.1:0.2", "hinge:5"])
+@pytest.mark.parametrize(
+    "words", ["dppo:0.1", "epg", "pepg", "par", "asymmetric:0.1:0.2", "hinge:5"]
+)
 def test_before_the_first_update_every_surrogate_has_the_clips_gradient(policy, words):
     plain = method_of("steps")
     context = context_of(policy, plain)
-    expected, given = (gradient(context, method) for method in (plain, method_of("steps", surrogate=words)))
+    expected, given = (
+        gradient(context, method) for method in (plain, method_of("steps", surrogate=words))
+    )
     assert expected.norm() > 0
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-6 * expected.abs().max().item())
 
 
 COUPLED = [name for name, of in METHODS.items() if "class" not in of]
-FITTED = dict.fromkeys(["chunk", "guard-chunk", "dppo-chunk", "chunk-gain", "guard-chunk-gains", "guard-chunk-wide"], {
-    "chunks": "2,4"}) | {
-    "reweighted": {"step_weights": "2,4"}, "tempflow-seeds": {"sharing": "seeds:2"},
-    "branch": {"sharing": "tree:2@0,3"}, "tree": {"sharing": "tree:2@0,1"},
-    "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"}, **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {
-        "steps": 12}), **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"], {
-            "chunks": "2,2,3", "train_chunks": "2,3"}), "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
-    "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"}}  # what 4 images and 7 steps ask of rows for more
+FITTED = dict.fromkeys(
+    ["chunk", "guard-chunk", "dppo-chunk", "chunk-gain", "guard-chunk-gains", "guard-chunk-wide"],
+    {"chunks": "2,4"},
+) | {
+    "reweighted": {"step_weights": "2,4"},
+    "tempflow-seeds": {"sharing": "seeds:2"},
+    "branch": {"sharing": "tree:2@0,3"},
+    "tree": {"sharing": "tree:2@0,1"},
+    "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3"},
+    **dict.fromkeys(["mix-flash", "mix-flash-frozen"], {"steps": 12}),
+    **dict.fromkeys(
+        ["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"],
+        {"chunks": "2,2,3", "train_chunks": "2,3"},
+    ),
+    "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
+    "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"},
+}  # what 4 images and 7 steps ask of rows for more
 
 
 @pytest.mark.parametrize("name", COUPLED)
@@ -120,15 +148,29 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     "Credit times log-density of every trained transition, by its weight, each chunk a mean: written without ratios."
     images, method = 4, method_of(name, images_per_prompt=4, **FITTED.get(name, {}))
     keys = [(0, 0, 0, g) for g in range(images)]
-    sampler, rows, row = method.sampler(0), policy.encode(["a red star"]), torch.zeros(images, dtype=torch.long)
+    sampler, rows, row = (
+        method.sampler(0),
+        policy.encode(["a red star"]),
+        torch.zeros(images, dtype=torch.long),
+    )
     paths = sample_trajectories(policy, rows, row, keys, sampler, images, False, table=method.table)
     places, weights = method.places(sampler), method.weights(sampler)
     chunks = method.chunks(torch.ones(len(places)))
     credit = torch.randn(images, len(sampler), generator=torch.Generator().manual_seed(0))
-    for part in chunks.slices:  # alike within a chunk, and over all of a path where credit is an image's
-        credit[:, places[part]] = credit[:, :1] if method.s.credit_of == "image" else credit[:, places[part][:1]]
-    work = build_update_batch(torch.arange(images), torch.arange(len(chunks)).expand(images, -1), chunks, 64, weights,
-                              places)
+    for (
+        part
+    ) in chunks.slices:  # alike within a chunk, and over all of a path where credit is an image's
+        credit[:, places[part]] = (
+            credit[:, :1] if method.s.credit_of == "image" else credit[:, places[part][:1]]
+        )
+    work = build_update_batch(
+        torch.arange(images),
+        torch.arange(len(chunks)).expand(images, -1),
+        chunks,
+        64,
+        weights,
+        places,
+    )
     given = credit[:, places[0]] if method.s.credit_of == "image" else credit
     policy.transformer.zero_grad()
     accumulate_gradients(ReplayContext(policy, rows, paths), work, given, method)
@@ -138,12 +180,18 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     for part in chunks.slices:
         for place in places[part].tolist():
             now, index = paths.latents[:, place], torch.full((images,), place)
-            mean, std = sampler.mean_std(policy.velocity(now, sampler.sigmas[index], alike), now, index)
+            mean, std = sampler.mean_std(
+                policy.velocity(now, sampler.sigmas[index], alike), now, index
+            )
             away = (paths.latents[:, place + 1] - mean).square().flatten(1).mean(1)
-            density = -away if sampler.kind == "cps" else -away / (2 * std.flatten() ** 2)  # CPS leaves it out
+            density = (
+                -away if sampler.kind == "cps" else -away / (2 * std.flatten() ** 2)
+            )  # CPS leaves it out
             scale = std.flatten() if method.s.statistic in ("scaled", "guard") else 1.0  # Guard's
             weight = 1.0 if weights is None else weights[places[part]].mean()
-            worth = worth + (credit[:, place] * weight * scale * density).mean() / len(places[part]) / len(chunks)
+            worth = worth + (credit[:, place] * weight * scale * density).mean() / len(
+                places[part]
+            ) / len(chunks)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
     assert expected.norm() > 0
     torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4 * expected.abs().max().item())
@@ -155,9 +203,13 @@ def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(nam
     method, (v, target, x) = method_of(name), torch.randn(3, 4, 2, 3, generator=noise)
     method.weight, v = "simple", v.requires_grad_()
     new = method.losses(v, {}, target, x, levels.reshape(-1, 1, 1))
-    worth = method.objective(method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4))
+    worth = method.objective(
+        method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4)
+    )
     matched = -ADVANTAGE[:4] * (v - target).square().mean((1, 2))
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), v)[0] for y in (worth, matched)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), v)[0] for y in (worth, matched)), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["dgpo", "online-dpo"])
@@ -171,7 +223,9 @@ def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_
     statistic = method.statistic(new, tuple(e.detach() for e in new))
     worth = method.objective(statistic, advantage, torch.zeros(4, dtype=torch.long))
     (slope,) = torch.autograd.grad(worth.sum(), v)
-    weight = advantage / 2 if name == "dgpo" else method.beta / 2 * torch.tensor([1.0, -1.0, 0.0, 0.0])
+    weight = (
+        advantage / 2 if name == "dgpo" else method.beta / 2 * torch.tensor([1.0, -1.0, 0.0, 0.0])
+    )
     (expected,) = torch.autograd.grad(-(weight * (v - target).square().mean((1, 2))).sum(), v)
     torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
 
@@ -181,9 +235,16 @@ def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
     v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
     index = torch.full((4000,), 2)
     mean, std = sampler.mean_std(v, x, index)
-    then, pull = mean + std * torch.randn(mean.shape, generator=generator), sampler.coefficients(2)[1]
-    guard, raw = (method.statistic(*(method.evidence(at, {}, then, x, sampler, index) for at in (v + 0.2 / pull, v)))
-                  for method in (method_of("guard"), method_of("steps")))
+    then, pull = (
+        mean + std * torch.randn(mean.shape, generator=generator),
+        sampler.coefficients(2)[1],
+    )
+    guard, raw = (
+        method.statistic(
+            *(method.evidence(at, {}, then, x, sampler, index) for at in (v + 0.2 / pull, v))
+        )
+        for method in (method_of("guard"), method_of("steps"))
+    )
     assert guard.mean().abs() < 4 * guard.std() / len(guard) ** 0.5
     assert raw.mean() < -0.5 * 0.2**2 / (2 * float(std[0]) ** 2)
 
@@ -192,21 +253,33 @@ def test_nfts_row_cancels_in_value_and_not_in_gradient(policy):
     method = method_of("nft")
     (good, bad), _ = method.replay(context_of(policy, method), torch.arange(8), torch.full((8,), 3))
     assert torch.equal(good, bad)
-    up, down = (torch.cat([g.flatten() for g in torch.autograd.grad(x.sum(), policy.trained, retain_graph=True)])
-                for x in (good, bad))
+    up, down = (
+        torch.cat(
+            [g.flatten() for g in torch.autograd.grad(x.sum(), policy.trained, retain_graph=True)]
+        )
+        for x in (good, bad)
+    )
     assert up.norm() > 0
     torch.testing.assert_close(up, -down, rtol=1e-3, atol=1e-5 * up.abs().max().item())
 
 
 def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
-    method, noise, levels = method_of("awm"), torch.Generator().manual_seed(0), torch.tensor([0.9, 0.6, 0.3, 0.1])
+    method, noise, levels = (
+        method_of("awm"),
+        torch.Generator().manual_seed(0),
+        torch.tensor([0.9, 0.6, 0.3, 0.1]),
+    )
     v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
     v.requires_grad_()
     new = method.losses(v, {"ema": v.detach()}, target, x, levels.reshape(-1, 1, 1))
-    worth = method.objective(method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4))
+    worth = method.objective(
+        method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4)
+    )
     bent = 4 * (v - target).square().mean((1, 2)) ** 0.25
     expected = -ADVANTAGE[:4] / method.s.advantage_clamp * levels * bent
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), v)[0] for y in (worth, expected)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y.sum(), v)[0] for y in (worth, expected)), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_credit_of_one_reward_is_the_groups_where_forms_say_so():
@@ -228,25 +301,36 @@ def test_a_window_of_all_transitions_is_steps_and_chunks_of_one_are_steps(policy
     context, again = context_of(policy, plain), context_of(policy, window)
     assert torch.equal(context.trajectories.latents, again.trajectories.latents)
     expected = gradient(context, plain)
-    assert torch.equal(expected, gradient(again, window)) and torch.equal(expected, gradient(context, ones))
+    assert torch.equal(expected, gradient(again, window)) and torch.equal(
+        expected, gradient(context, ones)
+    )
 
 
 @pytest.mark.parametrize("name, file", [("guard", "guard.py:Guard"), ("nft", "nft.py:NFT")])
 def test_a_row_is_the_method_that_a_users_file_wrote(policy, name, file):
     "The same gradient, before and after the weights moved."
     ours = method_of(name)
-    theirs = load_method(load_settings("pocket/tiny", {**SMALL, "method": f"{FOLDER / file}", "chunks": "steps"}))
+    theirs = load_method(
+        load_settings("pocket/tiny", {**SMALL, "method": f"{FOLDER / file}", "chunks": "steps"})
+    )
     context = context_of(policy, ours)
     count = len(ours.places(context.trajectories.sampler))
     for moved in (0.0, 1e-3):
-        given = [gradient(context, method, torch.arange(count).expand(8, -1), moved) for method in (ours, theirs)]
+        given = [
+            gradient(context, method, torch.arange(count).expand(8, -1), moved)
+            for method in (ours, theirs)
+        ]
         torch.testing.assert_close(*given, rtol=1e-4, atol=1e-6 * given[0].abs().max().item())
         assert given[0].norm() > 0
 
 
 def test_mixs_window_is_that_of_a_users_file():
-    theirs = load_method(load_settings("pocket/tiny", {**SMALL, "iterations": 200, "method": f"{FOLDER / 'mix.py'}:Mix",
-                                                       "chunks": "steps"}))
+    theirs = load_method(
+        load_settings(
+            "pocket/tiny",
+            {**SMALL, "iterations": 200, "method": f"{FOLDER / 'mix.py'}:Mix", "chunks": "steps"},
+        )
+    )
     for i in (0, 24, 25, 60, 80):
         assert torch.equal(method_of("mix").sampler(i).eta, theirs.sampler(i).eta)
 
@@ -310,16 +394,39 @@ def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor)
 @pytest.mark.parametrize("name", ["steps", "awm"])
 def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path):
     "With two iterations between its moves the anchor is 0 at the beginning of iterations 1, 3, 5 and of no other."
-    s = load_settings("pocket/tiny", {**SMALL, "method": name, "kl": 0.01, "anchor": "velocity", "anchor_every": 2,
-                                      "iterations": 4, "eval_every": 0, "eval_count": 1, "threads": 1,
-                                      "updates_per_iteration": 1, "learning_rate": 1e-3})
+    s = load_settings(
+        "pocket/tiny",
+        {
+            **SMALL,
+            "method": name,
+            "kl": 0.01,
+            "anchor": "velocity",
+            "anchor_every": 2,
+            "iterations": 4,
+            "eval_every": 0,
+            "eval_count": 1,
+            "threads": 1,
+            "updates_per_iteration": 1,
+            "learning_rate": 1e-3,
+        },
+    )
     state, found = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
     for _ in range(4):
         trainer.train_iteration(state)
-        found.append([torch.equal(a, b) for a, b in zip(state.copies["reference"], state.policy.trained, strict=True)])
+        found.append(
+            [
+                torch.equal(a, b)
+                for a, b in zip(state.copies["reference"], state.policy.trained, strict=True)
+            ]
+        )
     assert [all(same) for same in found] == [False, True, False, True]
-    paths = sample_trajectories(state.policy, state.policy.encode(["a red star"]), torch.zeros(4, dtype=torch.long),
-                                KEYS[:4], state.method.sampler(0))
+    paths = sample_trajectories(
+        state.policy,
+        state.policy.encode(["a red star"]),
+        torch.zeros(4, dtype=torch.long),
+        KEYS[:4],
+        state.method.sampler(0),
+    )
     context = ReplayContext(state.policy, state.policy.encode(["a red star"]), paths, state.copies)
     away = [state.method.replay(context, torch.arange(3), torch.arange(3))[1]]
     with torch.no_grad():
@@ -355,25 +462,45 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
         assert torch.equal(short.sigmas[: after + 1], long.sigmas[: after + 1])
         assert len(short) == after + max(1, int(0.4 * (25 - after))) and short.sigmas[-1] == 0
         assert not short.second_order[short.stochastic].any() and not short.second_order[after]
-    star = method_of("mix-flash-frozen", window="frozen:2", merge="rest:0.8")  # 4 of the 5 that are left
-    assert star.counts().rollout / method_of("mix-frozen", window="frozen:2").counts().rollout == 6 / 7
+    star = method_of(
+        "mix-flash-frozen", window="frozen:2", merge="rest:0.8"
+    )  # 4 of the 5 that are left
+    assert (
+        star.counts().rollout / method_of("mix-frozen", window="frozen:2").counts().rollout == 6 / 7
+    )
     context, sampler = context_of(policy, star), star.sampler(0)
     paths, images = context.trajectories, torch.arange(8)
     x = {i: paths.latents[:, i] for i in range(7)}
     with torch.no_grad():
-        v = {i: policy.velocity(x[i], sampler.sigmas[i].expand(8), context.rows(images)) for i in (2, 3, 4)}
+        v = {
+            i: policy.velocity(x[i], sampler.sigmas[i].expand(8), context.rows(images))
+            for i in (2, 3, 4)
+        }
     image = {i: x[i] - sampler.sigmas[i] * v[i] for i in v}
     torch.testing.assert_close(x[3], sampler.mean_std(v[2], x[2], 2)[0], rtol=1e-4, atol=1e-4)
     for i in (3, 4):
         more = sampler.second_order[i].float() * (image[i] - image[i - 1])
         assert more.abs().max() > 1e-2
-        torch.testing.assert_close(x[i + 1], sampler.mean_std(v[i], x[i], i)[0] + more, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            x[i + 1], sampler.mean_std(v[i], x[i], i)[0] + more, rtol=1e-4, atol=1e-4
+        )
     assert gradient(context, star).norm() > 0
 
 
 def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
-    s = load_settings("pocket/tiny", {**SMALL, "method": "chunk-recut", "profile_every": 2, "iterations": 3,
-                                      "eval_every": 0, "eval_count": 1, "threads": 1, "learning_rate": 1e-2})
+    s = load_settings(
+        "pocket/tiny",
+        {
+            **SMALL,
+            "method": "chunk-recut",
+            "profile_every": 2,
+            "iterations": 3,
+            "eval_every": 0,
+            "eval_count": 1,
+            "threads": 1,
+            "learning_rate": 1e-2,
+        },
+    )
     state, profiles = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
     for _ in range(3):
         trainer.train_iteration(state)
@@ -382,16 +509,33 @@ def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
     assert json.loads((tmp_path / "profile.json").read_text())["mean"] == profiles[2].tolist()
 
 
-@pytest.mark.parametrize("family, rank", [("sd3", 4), pytest.param("qwen", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family, rank", [("sd3", 4), pytest.param("qwen", 0, marks=pytest.mark.slow)]
+)
 def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypatch):
     "Coupled and decoupled, adapter and all weights: an iteration each, whose gradient is finite and not 0."
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     (tmp_path / "prompts.txt").write_text("a red star\ntwo cats\n")
     folder, prompts = tiny_families.build(family, tmp_path / "model"), str(tmp_path / "prompts.txt")
-    base = {"model": str(folder), "prompts": prompts, "eval_prompts": prompts, "resolution": 64, "eval_resolution": 64,
-            "max_tokens": 8, "dtype": "float32", "lora_rank": rank, "steps": 6, "images_per_prompt": 4, "threads": 1,
-            "prompts_per_iteration": 2, "eval_count": 1, "shared_noise": False, "reward": "incompressibility",
-            "iterations": 2, "eval_every": 0}
+    base = {
+        "model": str(folder),
+        "prompts": prompts,
+        "eval_prompts": prompts,
+        "resolution": 64,
+        "eval_resolution": 64,
+        "max_tokens": 8,
+        "dtype": "float32",
+        "lora_rank": rank,
+        "steps": 6,
+        "images_per_prompt": 4,
+        "threads": 1,
+        "prompts_per_iteration": 2,
+        "eval_count": 1,
+        "shared_noise": False,
+        "reward": "incompressibility",
+        "iterations": 2,
+        "eval_every": 0,
+    }
     for name in ("guard", "mix", "tempflow", "awm", "nft", "dgpo"):
         s = load_settings({**base, "method": name})
         state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
@@ -403,14 +547,28 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
     "Neighbor: the likeliest next state is the path's own; a step along the gradient raises the chance of the best."
     method = method_of("neighbor", shared_noise=True)
     rows = policy.encode(["a red star"])
-    paths = sample_trajectories(policy, rows, torch.zeros(4, dtype=torch.long), KEYS[:4], method.sampler(0), 4, True,
-                                spread=0.3)
+    paths = sample_trajectories(
+        policy,
+        rows,
+        torch.zeros(4, dtype=torch.long),
+        KEYS[:4],
+        method.sampler(0),
+        4,
+        True,
+        spread=0.3,
+    )
     context, image, index = ReplayContext(policy, rows, paths), torch.arange(4), torch.full((4,), 4)
     (chances, own), _ = method.replay(context, image, index)
     assert (chances.argmax(1) == image).all() and (own == image).all()
     torch.testing.assert_close(chances.exp().sum(1), torch.ones(4))
-    work = build_update_batch(torch.tensor([2, 0, 3, 1]), torch.full((4, 1), 4), Chunks.steps(6), 64, None,
-                              method.places(paths.sampler))
+    work = build_update_batch(
+        torch.tensor([2, 0, 3, 1]),
+        torch.full((4, 1), 4),
+        Chunks.steps(6),
+        64,
+        None,
+        method.places(paths.sampler),
+    )
     policy.transformer.zero_grad()
     accumulate_gradients(context, work, torch.tensor([-1.0, 3.0, -1.0, -1.0]), method)
     kept = [p.detach().clone() for p in policy.trained]
@@ -425,7 +583,9 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
     moved = torch.cat([after - chances, own[:, None]], 1)
     slope = torch.ones_like(moved)
     said = method.item_metrics(moved, slope, torch.ones(4), torch.zeros(4))
-    torch.testing.assert_close((said["ratio"] - 1).abs(), (moved[:, :-1].exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7)
+    torch.testing.assert_close(
+        (said["ratio"] - 1).abs(), (moved[:, :-1].exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7
+    )
 
 
 def test_matched_chances_pull_by_what_they_differ():
@@ -433,7 +593,9 @@ def test_matched_chances_pull_by_what_they_differ():
     method, n = method_of("tmpo"), 6
     density = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     group = torch.tensor([0, 5] * 4)
-    advantage = torch.tensor([1.0, 0.7, 0.0, 0.7, -1.5, 0.7, 0.5, 0.7])  # one image of the first group is at its mean
+    advantage = torch.tensor(
+        [1.0, 0.7, 0.0, 0.7, -1.5, 0.7, 0.5, 0.7]
+    )  # one image of the first group is at its mean
     worth = method.objective(density, advantage, group)
     (slope,) = torch.autograd.grad(worth.sum(), density)
     mine = group == 0
@@ -449,8 +611,14 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     place = int(sampler.stochastic)
     rows, row = policy.encode(["a red star"]), torch.zeros(4, dtype=torch.long)
     paths = sample_trajectories(policy, rows, row, KEYS[:4], sampler, 4, False, table=method.table)
-    paths.latents[3, place + 1] = paths.latents[1, place + 1]  # the last branch is the best one's twin
-    context, image, index = ReplayContext(policy, rows, paths), torch.tensor([2, 0, 3, 1]), torch.full((4,), place)
+    paths.latents[3, place + 1] = paths.latents[
+        1, place + 1
+    ]  # the last branch is the best one's twin
+    context, image, index = (
+        ReplayContext(policy, rows, paths),
+        torch.tensor([2, 0, 3, 1]),
+        torch.full((4,), place),
+    )
     gains = torch.tensor([-1.0, 0.3, -2.0, 1.5])  # in the order of `image`
     new, _ = method.replay(context, image, index)
     worth = method.objective(method.statistic(new, new), gains, torch.zeros(4, dtype=torch.long))
@@ -462,20 +630,35 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     mean, _ = sampler.mean_std(v.detach(), x, place)
     target = v.detach() + (paths.latents[image, place + 1] - mean) / b
     loss = b**2 / (2 * std**2) * (used.detach() * (v - target).square().flatten(1).mean(1)).sum()
-    printed, ours = (torch.cat([g.flatten() for g in torch.autograd.grad(of, policy.trained, retain_graph=True)])
-                     for of in (loss, -worth.sum()))
+    printed, ours = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(of, policy.trained, retain_graph=True)])
+        for of in (loss, -worth.sum())
+    )
     torch.testing.assert_close(printed, ours, rtol=1e-3, atol=1e-4 * float(ours.abs().max()))
 
 
 def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
     "Self-OPD's baseline: forwards and scores are what the plan counts, and the branches of a group have one baseline."
-    more = {"images_per_prompt": 4, "rollout_batch": 8, "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1,
-            "threads": 1}
+    more = {
+        "images_per_prompt": 4,
+        "rollout_batch": 8,
+        "prompts_per_iteration": 2,
+        "eval_every": 0,
+        "eval_count": 1,
+        "threads": 1,
+    }
     s = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
-    state, asked, scored = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), [], []
+    state, asked, scored = (
+        iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)),
+        [],
+        [],
+    )
     velocity, reward = state.policy.velocity, state.rewards["pocket-clip"]
     state.policy.velocity = lambda x, *given: (asked.append(len(x)), velocity(x, *given))[1]
-    state.rewards["pocket-clip"] = lambda images, prompts: (scored.append(len(images)), reward(images, prompts))[1]
+    state.rewards["pocket-clip"] = lambda images, prompts: (
+        scored.append(len(images)),
+        reward(images, prompts),
+    )[1]
     drawn, counts = iteration.sample_groups(state), state.method.counts()
     assert sum(asked) == counts.rollout and sum(scored) == counts.scored == 8 + 2
     gains = iteration.chunk_gains(state, drawn.context, drawn.scores)[0][1]["pocket-clip"]
@@ -485,8 +668,17 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
 
 def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tmp_path):
     "Half of the images by pocket-clip against pocket-geneval; with a share of 1 nothing else is scored."
-    base = {**SMALL, "method": "gardo", "eval_rewards": ("pocket-clip", "pocket-geneval"), "anchor_every": 0,
-            "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1, "threads": 1, "updates_per_iteration": 1}
+    base = {
+        **SMALL,
+        "method": "gardo",
+        "eval_rewards": ("pocket-clip", "pocket-geneval"),
+        "anchor_every": 0,
+        "prompts_per_iteration": 2,
+        "eval_every": 0,
+        "eval_count": 1,
+        "threads": 1,
+        "updates_per_iteration": 1,
+    }
     s = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     drawn = iteration.sample_groups(state)
@@ -501,16 +693,32 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
 
 def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_path):
     "GARDO's diversity: twins of a group earn nothing, bad images keep what they have, and the mean of distances is 1."
-    features = torch.nn.functional.normalize(torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), dim=2)
+    features = torch.nn.functional.normalize(
+        torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), dim=2
+    )
     features[0, 1] = features[0, 0] * 3
     apart = nearest_distances(features)
     torch.testing.assert_close(apart.mean(1), torch.ones(2))
     assert apart[0, :2].abs().max() < 1e-5 < apart[0, 2:].min()
-    base = {**SMALL, "method": "gardo", "prompts_per_iteration": 2, "eval_every": 0, "eval_count": 1, "threads": 1}
+    base = {
+        **SMALL,
+        "method": "gardo",
+        "prompts_per_iteration": 2,
+        "eval_every": 0,
+        "eval_count": 1,
+        "threads": 1,
+    }
     made = {}
     for diverse in (False, True):
-        s = load_settings("pocket/tiny", {**base, "anchor_share": 1.0, "diversity": diverse,
-                                         "reward_options": {"pocket-clip": {"worker": False}}})
+        s = load_settings(
+            "pocket/tiny",
+            {
+                **base,
+                "anchor_share": 1.0,
+                "diversity": diverse,
+                "reward_options": {"pocket-clip": {"worker": False}},
+            },
+        )
         state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
         made[diverse] = iteration.sample_groups(state).advantage
     good = made[False] > 0
@@ -519,38 +727,74 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
 
 
 WRONG = [
-    ("steps", {"window": "frozen:7"}, "window"), ("steps", {"window": "sliding:2"}, "window"),
-    ("steps", {"window": "progressive:2"}, "window"), ("steps", {"window": "random:0"}, "window"),
-    ("steps", {"window": "random:2:3"}, "window"), ("chunk", {"window": "frozen:4", "chunks": "2,4"}, "chunks"),
-    ("mix", {"step_weights": "2,4"}, "step_weights"), ("steps", {"step_weights": "loud"}, "step_weights"),
-    ("cps", {"statistic": "guard", "chunks": "steps"}, "statistic"), ("steps", {"statistic": "raw"}, "statistic"),
-    ("cps", {"statistic": "scaled", "chunks": "steps"}, "statistic"), ("steps", {"surrogate": "dppo"}, "surrogate"),
-    ("steps", {"surrogate": "dppo:-1"}, "surrogate"), ("steps", {"surrogate": "ppo"}, "surrogate"),
-    ("steps", {"surrogate": "clip:0.2"}, "surrogate"), ("steps", {"surrogate": "hinge:nan"}, "surrogate"),
-    ("steps", {"credit": "elo"}, "credit"), ("steps", {"anchor": "kl"}, "anchor"),
-    ("awm", {"shared_noise": True}, "shared_noise"), ("nft", {"window": "frozen:2"}, "window"),
-    ("nft", {"statistic": "guard"}, "statistic"), ("nft", {"surrogate": "epg"}, "surrogate"),
-    ("awm", {"surrogate": "dppo:1e-6"}, "surrogate"), ("dgpo", {"step_weights": "noise"}, "step_weights"),
-    ("crd", {"train_chunks": "1,8"}, "train_chunks"), ("elbo-epg", {"chunks": "2,4"}, "chunks"),
-    ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"), ("best-of-n", {"sharing": "group"}, "sharing"),
-    ("online-dpo", {"credit_of": "gain"}, "credit_of"), ("steps", {"credit_of": "depth"}, "credit_of"),
-    ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"), ("steps", {"sharing": "seeds:3"}, "sharing"),
-    ("mixed", {}, "method"), ("steps", {"merge": "window"}, "merge"), ("mix", {"merge": "entropy"}, "merge"),
-    ("mix", {"merge": "entropy:2.2"}, "window"), ("mix", {"merge": "entropy:0", "window": "random:1"}, "merge"),
+    ("steps", {"window": "frozen:7"}, "window"),
+    ("steps", {"window": "sliding:2"}, "window"),
+    ("steps", {"window": "progressive:2"}, "window"),
+    ("steps", {"window": "random:0"}, "window"),
+    ("steps", {"window": "random:2:3"}, "window"),
+    ("chunk", {"window": "frozen:4", "chunks": "2,4"}, "chunks"),
+    ("mix", {"step_weights": "2,4"}, "step_weights"),
+    ("steps", {"step_weights": "loud"}, "step_weights"),
+    ("cps", {"statistic": "guard", "chunks": "steps"}, "statistic"),
+    ("steps", {"statistic": "raw"}, "statistic"),
+    ("cps", {"statistic": "scaled", "chunks": "steps"}, "statistic"),
+    ("steps", {"surrogate": "dppo"}, "surrogate"),
+    ("steps", {"surrogate": "dppo:-1"}, "surrogate"),
+    ("steps", {"surrogate": "ppo"}, "surrogate"),
+    ("steps", {"surrogate": "clip:0.2"}, "surrogate"),
+    ("steps", {"surrogate": "hinge:nan"}, "surrogate"),
+    ("steps", {"credit": "elo"}, "credit"),
+    ("steps", {"anchor": "kl"}, "anchor"),
+    ("awm", {"shared_noise": True}, "shared_noise"),
+    ("nft", {"window": "frozen:2"}, "window"),
+    ("nft", {"statistic": "guard"}, "statistic"),
+    ("nft", {"surrogate": "epg"}, "surrogate"),
+    ("awm", {"surrogate": "dppo:1e-6"}, "surrogate"),
+    ("dgpo", {"step_weights": "noise"}, "step_weights"),
+    ("crd", {"train_chunks": "1,8"}, "train_chunks"),
+    ("elbo-epg", {"chunks": "2,4"}, "chunks"),
+    ("v-grpo", {"chunk_weighting": "dynamics"}, "chunk_weighting"),
+    ("best-of-n", {"sharing": "group"}, "sharing"),
+    ("online-dpo", {"credit_of": "gain"}, "credit_of"),
+    ("steps", {"credit_of": "depth"}, "credit_of"),
+    ("chunk", {"credit_of": "gain", "chunks": "profile"}, "chunks"),
+    ("steps", {"sharing": "seeds:3"}, "sharing"),
+    ("mixed", {}, "method"),
+    ("steps", {"merge": "window"}, "merge"),
+    ("mix", {"merge": "entropy"}, "merge"),
+    ("mix", {"merge": "entropy:2.2"}, "window"),
+    ("mix", {"merge": "entropy:0", "window": "random:1"}, "merge"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "2,2"}, "chunks"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "profile"}, "merge"),
-    ("steps", {"profile_every": 5}, "profile_every"), ("steps", {"anchor_every": 5}, "anchor_every"),
-    ("neighbor", {}, "noise_spread"), ("neighbor", {"shared_noise": True, "window": "frozen:2"}, "window"),
-    ("neighbor", {"shared_noise": True, "noise_spread": 0.0}, "shared_noise"), ("tmpo", {"chunks": "2,4"}, "chunks"),
+    ("steps", {"profile_every": 5}, "profile_every"),
+    ("steps", {"anchor_every": 5}, "anchor_every"),
+    ("neighbor", {}, "noise_spread"),
+    ("neighbor", {"shared_noise": True, "window": "frozen:2"}, "window"),
+    ("neighbor", {"shared_noise": True, "noise_spread": 0.0}, "shared_noise"),
+    ("tmpo", {"chunks": "2,4"}, "chunks"),
     ("neighbor", {"shared_noise": True, "surrogate": "dppo:1"}, "surrogate"),
-    ("gardo", {"kl": 0.0, "anchor_every": 0}, "anchor_share"), ("steps", {"completion_steps": 3}, "completion_steps"),
-    ("steps", {"noise_spread": 0.3}, "noise_spread"), ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
-    ("stepwise", {"chunks": "adaptive"}, "chunks"), ("self-opd", {"credit_of": "image"}, "credit_of"),
+    ("gardo", {"kl": 0.0, "anchor_every": 0}, "anchor_share"),
+    ("steps", {"completion_steps": 3}, "completion_steps"),
+    ("steps", {"noise_spread": 0.3}, "noise_spread"),
+    ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
+    ("stepwise", {"chunks": "adaptive"}, "chunks"),
+    ("self-opd", {"credit_of": "image"}, "credit_of"),
     ("gardo", {"diversity": True, "reward": "incompressibility", "eval_rewards": ()}, "diversity"),
-    ("gardo", {"diversity": True, "reward": "pocket-clip", "reward_options": {"pocket-clip": {"worker": True}},
-               "eval_rewards": ()}, "diversity"),
-    ("self-opd", {"window": "frozen:2"}, "window"), ("self-opd", {"sharing": "seeds:2"}, "sharing"),
-    ("e-grpo", {"chunk_weighting": "profile"}, "merge"), ("nft", {"merge": "window", "window": "frozen:2"}, "window")]
+    (
+        "gardo",
+        {
+            "diversity": True,
+            "reward": "pocket-clip",
+            "reward_options": {"pocket-clip": {"worker": True}},
+            "eval_rewards": (),
+        },
+        "diversity",
+    ),
+    ("self-opd", {"window": "frozen:2"}, "window"),
+    ("self-opd", {"sharing": "seeds:2"}, "sharing"),
+    ("e-grpo", {"chunk_weighting": "profile"}, "merge"),
+    ("nft", {"merge": "window", "window": "frozen:2"}, "window"),
+]
 
 
 @pytest.mark.parametrize("name, more, field", WRONG)
@@ -576,26 +820,49 @@ def test_a_preset_of_a_methods_authors_is_planned():
     assert done.returncode == 0 and "1,152 = 48 prompts x 24 images" in done.stdout, done.stderr
 
 
-TINY = ["iterations=2", "steps=17", "prompts_per_iteration=2", "shared_noise=false", "eval_every=0", "eval_count=1",
-        "eval_steps=2", "hybrid_split=1", "checkpoint_every=1", "threads=1", "learning_rate=3e-4"]
+TINY = [
+    "iterations=2",
+    "steps=17",
+    "prompts_per_iteration=2",
+    "shared_noise=false",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+    "checkpoint_every=1",
+    "threads=1",
+    "learning_rate=3e-4",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_goes_on_bit_for_bit_and_two_processes_draw_the_same(name, tmp_path):
-    words = ["train", "pocket/tiny", *TINY, *["images_per_prompt=8"] * ("tree" not in name and name != "branch"),
-             *["shared_noise=true"] * (name == "neighbor"),
-             "clip_range=0.1"]  # wide: one item that rounding pushes over the edge would change the norm by 3 percent
+    words = [
+        "train",
+        "pocket/tiny",
+        *TINY,
+        *["images_per_prompt=8"] * ("tree" not in name and name != "branch"),
+        *["shared_noise=true"] * (name == "neighbor"),
+        "clip_range=0.1",
+    ]  # wide: one item that rounding pushes over the edge would change the norm by 3 percent
     run(*words, f"method={name}", "--out", tmp_path / "whole", "--no-report")
     run(*words, "iterations=1", f"method={name}", "--out", tmp_path / "cut", "--no-report")
     run(*words, f"method={name}", "--out", tmp_path / "cut", "--resume", "--no-report")
     run(*words, f"method={name}", "--out", tmp_path / "two", "--processes", "2", "--no-report")
-    whole, again, two = ([json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-                         for run in ("whole", "cut", "two"))
+    whole, again, two = (
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "cut", "two")
+    )
     for a, b in zip(whole, again, strict=True):
-        assert {k: x for k, x in a.items() if not k.startswith(("seconds", "eval_")) and b.get(k) != x} == {}
+        assert {
+            k: x for k, x in a.items() if not k.startswith(("seconds", "eval_")) and b.get(k) != x
+        } == {}
     for file in (tmp_path / "whole/final").rglob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
+        assert (
+            file.read_bytes()
+            == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
+        )
     assert two[1]["reward_mean"] == pytest.approx(whole[1]["reward_mean"], abs=1e-5)
     assert two[1]["grad_norm"] == pytest.approx(whole[1]["grad_norm"], rel=0.02)
     assert sys.float_info.max > two[2]["grad_norm"] > 0

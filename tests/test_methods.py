@@ -15,13 +15,30 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
 from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch, split_updates
+from chunk_grpo.training.update import (
+    accumulate_gradients,
+    all_evidence,
+    build_update_batch,
+    split_updates,
+)
 
 FOLDER = Path(__file__).parent / "methods"
 FILES = {"Guard": "guard.py", "Mix": "mix.py", "NFT": "nft.py"}
 METHODS = {name: f"{FOLDER / file}:{name}" for name, file in FILES.items()}
-SMALL = ["iterations=4", "steps=7", "chunks=2,4", "images_per_prompt=4", "updates_per_iteration=2", "eval_every=0",
-         "eval_count=1", "eval_steps=2", "hybrid_split=1", "checkpoint_every=1", "threads=1", "learning_rate=3e-4"]
+SMALL = [
+    "iterations=4",
+    "steps=7",
+    "chunks=2,4",
+    "images_per_prompt=4",
+    "updates_per_iteration=2",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+    "checkpoint_every=1",
+    "threads=1",
+    "learning_rate=3e-4",
+]
 KEYS = [(0, 0, p, g) for p in range(2) for g in range(4)]
 
 
@@ -32,7 +49,11 @@ def words(name: str) -> list[str]:
 
 def method_of(name: str, **more) -> Method:
     "A method with small settings."
-    return load_method(settings.load_settings("pocket/tiny", [*words(name), *(f"{k}={v}" for k, v in more.items())]))
+    return load_method(
+        settings.load_settings(
+            "pocket/tiny", [*words(name), *(f"{k}={v}" for k, v in more.items())]
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +75,14 @@ def work_of(context, method, share=0, limit=64):
     chunks = method.partition(context.trajectories, profile)
     chosen = sample_chunks(context.trajectories, chunks, 1.0)
     places = method.places(context.trajectories.sampler)
-    return build_update_batch(split_updates(KEYS, 4, 2)[share], chosen, chunks, limit,
-                              method.weights(context.trajectories.sampler), places)
+    return build_update_batch(
+        split_updates(KEYS, 4, 2)[share],
+        chosen,
+        chunks,
+        limit,
+        method.weights(context.trajectories.sampler),
+        places,
+    )
 
 
 def gradient(context, work, advantage, method, old=None):
@@ -71,21 +98,30 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     cut = [*words(name)[1:], "iterations=2"]
     run("train", "pocket/tiny", *cut, "--out", tmp_path / "cut", "--no-report")
     run("train", "pocket/tiny", *words(name), "--out", tmp_path / "cut", "--resume", "--no-report")
-    lines = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
-             for run in ("whole", "cut")]
+    lines = [
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("whole", "cut")
+    ]
     for whole, again in zip(*lines, strict=True):
         for key in whole.keys() & again.keys():
             assert key.startswith(("seconds", "eval_")) or whole[key] == again[key], key
     for file in (tmp_path / "whole/final").rglob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
+        assert (
+            file.read_bytes()
+            == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
+        )
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_plan_counts_what_it_computes(name):
     counts, images = method_of(name).counts(), 2 * 4
-    trained = {"Guard": 6 * 0.5, "Mix": 4 * 0.5, "NFT": 3}[name]  # of an image: of 6, of a window of 4, of 7 places
+    trained = {"Guard": 6 * 0.5, "Mix": 4 * 0.5, "NFT": 3}[
+        name
+    ]  # of an image: of 6, of a window of 4, of 7 places
     assert counts.trained == images * trained
-    assert counts.extra == pytest.approx(images * trained * {"Guard": 0.5, "Mix": 0.5, "NFT": 1}[name])
+    assert counts.extra == pytest.approx(
+        images * trained * {"Guard": 0.5, "Mix": 0.5, "NFT": 1}[name]
+    )
 
 
 def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has_not(policy):
@@ -94,13 +130,18 @@ def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has
     generator, index = torch.Generator().manual_seed(0), torch.full((4000,), 2)
     v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
     mean, std = sampler.mean_std(v, x, index)
-    then, moved = mean + std * torch.randn(mean.shape, generator=generator), v + 0.2 / sampler.coefficients(2)[1]
+    then, moved = (
+        mean + std * torch.randn(mean.shape, generator=generator),
+        v + 0.2 / sampler.coefficients(2)[1],
+    )
     new, old = (method.evidence(at, {}, then, x, sampler, index) for at in (moved, v))
     guard, raw = method.statistic(new, old), Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5
     assert guard.mean().abs() < 4 * error
     assert raw.mean() < -0.5 * 0.2**2 / (2 * float(std[0]) ** 2)
-    torch.testing.assert_close(guard, 0.2 * ((then - mean) / std).flatten(1).mean(1), rtol=0, atol=1e-4)  # eps d
+    torch.testing.assert_close(
+        guard, 0.2 * ((then - mean) / std).flatten(1).mean(1), rtol=0, atol=1e-4
+    )  # eps d
 
 
 def test_a_window_of_all_transitions_is_steps(policy):
@@ -113,11 +154,18 @@ def test_a_window_of_all_transitions_is_steps(policy):
         made, advantage = [], torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
         for method in (mix, steps):
             context = context_of(policy, method)
-            made.append((context.trajectories, gradient(context, work_of(context, method), advantage, method)[0]))
+            made.append(
+                (
+                    context.trajectories,
+                    gradient(context, work_of(context, method), advantage, method)[0],
+                )
+            )
     finally:
         module.WIDTH = before
     (a, one), (b, two) = made
-    assert torch.equal(a.latents, b.latents) and torch.equal(a.logp, b.logp) and torch.equal(one, two)
+    assert (
+        torch.equal(a.latents, b.latents) and torch.equal(a.logp, b.logp) and torch.equal(one, two)
+    )
 
 
 def test_a_window_slides_and_its_weights_stay_inside(policy):
@@ -127,10 +175,15 @@ def test_a_window_slides_and_its_weights_stay_inside(policy):
     context = context_of(policy, method, 25)
     assert context.trajectories.logp.shape == (8, 4)
     work = work_of(context, method)
-    assert set(work.index.tolist()) == {1, 2, 3, 4} and method.weights(context.trajectories.sampler)[1:5].mean() == 1
+    assert (
+        set(work.index.tolist()) == {1, 2, 3, 4}
+        and method.weights(context.trajectories.sampler)[1:5].mean() == 1
+    )
     again, _ = method.replay(context, work.sample, work.index)
     places = work.index - 1
-    torch.testing.assert_close(again[0].detach(), context.trajectories.logp[work.sample, places], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        again[0].detach(), context.trajectories.logp[work.sample, places], rtol=0, atol=1e-4
+    )
 
 
 def test_nfts_terms_cancel_in_value_before_the_first_update_and_not_in_gradient(policy):
@@ -158,10 +211,13 @@ def test_the_ratio_is_exactly_one_before_the_first_update(policy, name):
             assert torch.equal(ratio, torch.ones(len(work.owner))) or old is not None and limit == 1
 
 
-@pytest.mark.parametrize("name, more, sentence", [
-    ("NFT", {"shared_noise": "true"}, "`shared_noise` must be false"),
-    ("Guard", {"chunks": "2,3"}, "`chunks` must add up to the 6"),
-])
+@pytest.mark.parametrize(
+    "name, more, sentence",
+    [
+        ("NFT", {"shared_noise": "true"}, "`shared_noise` must be false"),
+        ("Guard", {"chunks": "2,3"}, "`chunks` must add up to the 6"),
+    ],
+)
 def test_wrong_pairs_are_refused_in_words(name, more, sentence):
     with pytest.raises(InputError, match=sentence):
         method_of(name, **more)
@@ -175,13 +231,21 @@ def test_a_ratio_of_deterministic_transitions_is_refused():
         Clipped(settings.load_settings("pocket/tiny", words("NFT"))).check()
 
 
-def test_a_file_is_found_beside_its_settings_and_a_missing_one_is_said_before_anything_is_written(tmp_path):
+def test_a_file_is_found_beside_its_settings_and_a_missing_one_is_said_before_anything_is_written(
+    tmp_path,
+):
     shutil.copy(FOLDER / "mix.py", tmp_path / "mix.py")
     (tmp_path / "mine.yaml").write_text("like: pocket/tiny\nmethod: mix.py:Mix\n")
     s = settings.load_settings(tmp_path / "mine.yaml")
     assert s.method == f"{tmp_path / 'mix.py'}:Mix" and type(load_method(s)).__name__ == "Mix"
-    done = call("train", "pocket/tiny", "method=nowhere.py:Mix", "--out", tmp_path / "run", cwd=tmp_path)
-    assert done.returncode == 2 and "nowhere.py" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    done = call(
+        "train", "pocket/tiny", "method=nowhere.py:Mix", "--out", tmp_path / "run", cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and "nowhere.py" in done.stderr
+        and len(done.stderr.strip().splitlines()) == 1
+    )
 
 
 def test_a_preset_sets_axes_and_what_stands_beside_it_wins():
@@ -193,7 +257,9 @@ def test_a_preset_sets_axes_and_what_stands_beside_it_wins():
 
 def test_a_run_of_somebody_elses_imports_no_code_without_trust(tmp_path):
     mark = tmp_path / "imported"
-    (tmp_path / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nfrom chunk_grpo.training.methods import Method\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(mark)!r}, 'w')\nfrom chunk_grpo.training.methods import Method\n"
+    )
     run("train", "pocket/tiny", *SMALL, "--out", tmp_path / "run", "--no-report")
     file = tmp_path / "run/run.json"
     note = json.loads(file.read_text())
@@ -208,7 +274,9 @@ def test_a_run_of_somebody_elses_imports_no_code_without_trust(tmp_path):
 @pytest.mark.parametrize("name", FILES)
 def test_two_processes_report_and_evaluate(name, tmp_path):
     run("train", "pocket/tiny", *words(name), "--processes", "2", "--out", tmp_path / "run")
-    assert (tmp_path / "run/evaluation/summary.json").is_file() and list((tmp_path / "run").glob("*.html"))
+    assert (tmp_path / "run/evaluation/summary.json").is_file() and list(
+        (tmp_path / "run").glob("*.html")
+    )
 
 
 @pytest.mark.slow
@@ -218,7 +286,9 @@ def test_a_study_of_two_seeds(name, tmp_path):
     home.mkdir()
     shutil.copy(FOLDER / FILES[name], home / FILES[name])
     base = settings.read_settings_file("pocket/tiny") | dict(word.split("=") for word in SMALL[6:])
-    base = {k: json.loads(v) if isinstance(v, str) and v[0].isdigit() else v for k, v in base.items()}
+    base = {
+        k: json.loads(v) if isinstance(v, str) and v[0].isdigit() else v for k, v in base.items()
+    }
     base |= {"iterations": 2, "shared_noise": False, "eval_prompts": str(home / "prompts.txt")}
     (home / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
     (home / "base.yaml").write_text(json.dumps(base))

@@ -14,7 +14,12 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.models.policy import decode_latents
-from chunk_grpo.planning.plan import find_model_config, fit_update_batch, meta_policy, read_model_config
+from chunk_grpo.planning.plan import (
+    find_model_config,
+    fit_update_batch,
+    meta_policy,
+    read_model_config,
+)
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
 
@@ -36,28 +41,43 @@ def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
     asked = {}
 
     def fetch(model, allow_patterns, ignore_patterns):
-        asked["files"] = {*filter_repo_objects(
-            SD35.split(), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)}
+        asked["files"] = {
+            *filter_repo_objects(
+                SD35.split(), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        }
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     inputs.locate_model("some/model")
     left = {*SD35.split()} - asked["files"]
     assert not [file for file in asked["files"] if "fp16" in file or "text_encoders/" in file]
-    assert all("fp16" in file or file.startswith("text_encoders/") or "/" not in file for file in left), left
+    assert all(
+        "fp16" in file or file.startswith("text_encoders/") or "/" not in file for file in left
+    ), left
     assert "model_index.json" in asked["files"] and "tokenizer_3/spiece.model" in asked["files"]
 
 
-SHARES = {"black-forest-labs/FLUX.1-dev": 0.7, "black-forest-labs/FLUX.2-klein-4B": 0.9, "Qwen/Qwen-Image": 0.6,
-          "stabilityai/stable-diffusion-3.5-medium": 0.6, "Tongyi-MAI/Z-Image-Turbo": 0.95}
+SHARES = {
+    "black-forest-labs/FLUX.1-dev": 0.7,
+    "black-forest-labs/FLUX.2-klein-4B": 0.9,
+    "Qwen/Qwen-Image": 0.6,
+    "stabilityai/stable-diffusion-3.5-medium": 0.6,
+    "Tongyi-MAI/Z-Image-Turbo": 0.95,
+}
 
 
 def widest(model, images):
     "The most numbers that any layer of the decoder makes of so many images."
     most, hooks = [], []
     for part in model.vae.modules():
-        hooks.append(part.register_forward_hook(
-            lambda _, given, out: most.append(max(x.numel() for x in (*given, out) if isinstance(x, torch.Tensor)))))
+        hooks.append(
+            part.register_forward_hook(
+                lambda _, given, out: most.append(
+                    max(x.numel() for x in (*given, out) if isinstance(x, torch.Tensor))
+                )
+            )
+        )
     noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(images)])
     decode_latents(model, noise, batch=images)
     for hook in hooks:
@@ -68,7 +88,9 @@ def widest(model, images):
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
     "The rule is no less than what a decode makes, and at most twice as much."
-    model = policy.load_policy(str(tiny_families.build(name, tmp_path / "model")), resolution=64, max_tokens=16)
+    model = policy.load_policy(
+        str(tiny_families.build(name, tmp_path / "model")), resolution=64, max_tokens=16
+    )
     counted = policy._largest_vae_activation(model.vae.config, 64)
     assert widest(model, 1) <= counted <= 2 * widest(model, 1)
 
@@ -80,7 +102,9 @@ def test_a_decode_is_split_below_32_bits(tmp_path, monkeypatch):
     model = policy.load_policy("pocket", resolution=64, max_tokens=12)
     noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(5)])
     whole, sizes, decode = decode_latents(model, noise), [], type(model).decode
-    monkeypatch.setattr(type(model), "decode", lambda self, x: sizes.append(len(x)) or decode(self, x))
+    monkeypatch.setattr(
+        type(model), "decode", lambda self, x: sizes.append(len(x)) or decode(self, x)
+    )
     monkeypatch.setattr(type(model), "decode_limit", 2)
     torch.testing.assert_close(decode_latents(model, noise), whole, rtol=0, atol=1e-5)
     assert sizes == [2, 2, 1]
@@ -91,12 +115,27 @@ def test_an_adapter_stands_beside_every_attention_and_feed_forward_layer(name, t
     "All linear layers within blocks but those that only modulate; and what nothing reads has none that is trained."
     folder = str(tiny_families.build(name, tmp_path / "model"))
     model = trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, lora_rank=2)
-    adapted = {part.split(".lora_A")[0] for part, _ in model.transformer.named_modules() if part.endswith(".lora_A")}
-    left = [part.removesuffix(".base_layer") for part, layer in model.transformer.named_modules()
-            if isinstance(layer, torch.nn.Linear) and ".lora_" not in part]
+    adapted = {
+        part.split(".lora_A")[0]
+        for part, _ in model.transformer.named_modules()
+        if part.endswith(".lora_A")
+    }
+    left = [
+        part.removesuffix(".base_layer")
+        for part, layer in model.transformer.named_modules()
+        if isinstance(layer, torch.nn.Linear) and ".lora_" not in part
+    ]
     left = [part for part in left if part not in adapted and "." in part]
-    outside = ("norm", "mod", "ada", "embed", "final_layer")  # what modulates, and what is outside of blocks
-    assert adapted and not [part for part in left if not any(word in part.lower() for word in outside)]
+    outside = (
+        "norm",
+        "mod",
+        "ada",
+        "embed",
+        "final_layer",
+    )  # what modulates, and what is outside of blocks
+    assert adapted and not [
+        part for part in left if not any(word in part.lower() for word in outside)
+    ]
     assert 0.1 < trainable.trained_share(model) < 1
 
 
@@ -116,7 +155,16 @@ def test_a_run_says_what_share_it_trains(tmp_path):
     shares = {}
     for name, words in (("all", []), ("attention", ["lora_targets=[to_q, to_k, to_v]"])):
         out = tmp_path / name
-        said = run("train", "pocket/tiny", "lora_rank=2", "iterations=1", *words, "--out", out, "--no-report")
+        said = run(
+            "train",
+            "pocket/tiny",
+            "lora_rank=2",
+            "iterations=1",
+            *words,
+            "--out",
+            out,
+            "--no-report",
+        )
         shares[name] = json.loads((out / "run.json").read_text())["trained_share"]
         assert f"beside {shares[name]:.1%} of the model" in said + (out / "train.log").read_text()
     assert 0 < shares["attention"] < shares["all"] < 1
@@ -125,16 +173,25 @@ def test_a_run_says_what_share_it_trains(tmp_path):
 def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     "On a GPU torch.compile needs one of C; nothing is loaded without."
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr(trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read")
+    )
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
-        with pytest.raises(InputError, match=f"`compile` must be off on a machine without a {word}"):
+        with pytest.raises(
+            InputError, match=f"`compile` must be off on a machine without a {word}"
+        ):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
 
 
-MISSING = {"scheduler": "scheduler/scheduler_config.json", "tokenizer": "no vocabulary under tokenizer/",
-           "tokenizer_2/tokenizer.json": "no vocabulary under tokenizer_2/", "text_encoder": "text_encoder/config.json",
-           "text_encoder_2/model.safetensors": "no weights (*.safetensors) under text_encoder_2/",
-           "vae/config.json": "vae/config.json", "transformer/config.json": "transformer/config.json"}
+MISSING = {
+    "scheduler": "scheduler/scheduler_config.json",
+    "tokenizer": "no vocabulary under tokenizer/",
+    "tokenizer_2/tokenizer.json": "no vocabulary under tokenizer_2/",
+    "text_encoder": "text_encoder/config.json",
+    "text_encoder_2/model.safetensors": "no weights (*.safetensors) under text_encoder_2/",
+    "vae/config.json": "vae/config.json",
+    "transformer/config.json": "transformer/config.json",
+}
 
 
 @pytest.fixture
@@ -149,13 +206,21 @@ def test_a_model_that_lacks_a_part_makes_no_run(pocket_copy, tmp_path, name):
     gone = pocket_copy / name
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     with pytest.raises(InputError, match=r"model: ") as error:
-        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+        run_folder.create_run(
+            settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run"
+        )
     assert MISSING[name] in str(error.value) and not (tmp_path / "run").exists()
 
 
-TOKENIZERS = {"empty": "", "cut": None, "a list": "[]", "an object": "{}",
-              "no model": '{"version": "1.0", "model": {}}',
-              "bytes": "\\0\\1\\2", "deep": "[" * 10_000}
+TOKENIZERS = {
+    "empty": "",
+    "cut": None,
+    "a list": "[]",
+    "an object": "{}",
+    "no model": '{"version": "1.0", "model": {}}',
+    "bytes": "\\0\\1\\2",
+    "deep": "[" * 10_000,
+}
 
 
 @pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
@@ -165,7 +230,9 @@ def test_a_damaged_tokenizer_makes_no_run(pocket_copy, tmp_path, part, damage):
     file = pocket_copy / part / "tokenizer.json"
     file.write_text(file.read_text()[:1000] if TOKENIZERS[damage] is None else TOKENIZERS[damage])
     with pytest.raises(InputError, match=f"model: .*{part}") as error:
-        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+        run_folder.create_run(
+            settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run"
+        )
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
@@ -173,10 +240,14 @@ def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
     "Its tokens are numbers that the encoder has no row for."
     file = pocket_copy / "tokenizer/tokenizer.json"
     content = json.loads(file.read_text())
-    content["model"]["vocab"] = {word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {
+        word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()
+    }
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
-        run_folder.create_run(settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run")
+        run_folder.create_run(
+            settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run"
+        )
 
 
 def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
@@ -184,9 +255,20 @@ def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
     folder = tiny_families.build("sd3", tmp_path / "model")
     (folder / "text_encoder_2/config.json").write_text("{}")
     (tmp_path / "few.txt").write_text("a red star\ntwo cats\n")
-    done = call("train", "pocket/tiny", f"model={folder}", f"prompts={tmp_path / 'few.txt'}",
-                f"eval_prompts={tmp_path / 'few.txt'}", "max_tokens=8", "dtype=float32", "reward=incompressibility",
-                "eval_rewards=[]", "--out", tmp_path / "run", CHUNK_GRPO_CACHE=tmp_path / "cache")
+    done = call(
+        "train",
+        "pocket/tiny",
+        f"model={folder}",
+        f"prompts={tmp_path / 'few.txt'}",
+        f"eval_prompts={tmp_path / 'few.txt'}",
+        "max_tokens=8",
+        "dtype=float32",
+        "reward=incompressibility",
+        "eval_rewards=[]",
+        "--out",
+        tmp_path / "run",
+        CHUNK_GRPO_CACHE=tmp_path / "cache",
+    )
     assert done.returncode == 2 and not (tmp_path / "run").exists(), done.stderr
     assert "`model` must have text encoders whose config.json fits their weights" in done.stderr
 
@@ -196,7 +278,9 @@ def test_every_part_of_every_family_can_be_used(name, tmp_path):
     inputs.check_parts(tiny_families.build(name, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"]
+)
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
 def test_a_damaged_file_of_a_model_is_one_sentence(pocket_copy, name, text):
     (pocket_copy / name).write_text(text)
@@ -205,8 +289,18 @@ def test_a_damaged_file_of_a_model_is_one_sentence(pocket_copy, name, text):
     assert name in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("change", [{"num_layers": 0}, {"num_single_layers": 0}, {"num_layers": 9}, {"in_channels": 4},
-                                    {"num_layers": -1}, {"num_layers": "two"}, {"num_attention_heads": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 0},
+        {"num_single_layers": 0},
+        {"num_layers": 9},
+        {"in_channels": 4},
+        {"num_layers": -1},
+        {"num_layers": "two"},
+        {"num_attention_heads": 0},
+    ],
+)
 def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch, change):
     "Before weights are read: fewer layers would be trained, further ones would be random."
     file = pocket_copy / "transformer" / "config.json"
@@ -222,14 +316,22 @@ def test_what_diffusers_saved_belongs_together(name, tmp_path):
     "Of every family."
     folder = tiny_families.build(name, tmp_path / "model")
     family = inputs.find_family(inputs.check_pipeline_folder(folder))
-    inputs.check_network_weights(folder, "transformer", inputs.import_class(family.network_classes[0]))
+    inputs.check_network_weights(
+        folder, "transformer", inputs.import_class(family.network_classes[0])
+    )
 
 
 def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, monkeypatch):
     "`./pocket` of a user's own: an update takes as many rows as fit of this model, not of the one that is shipped."
     own = tiny_flux.build(tmp_path / "pocket")
     monkeypatch.chdir(tmp_path)
-    given = {"model": "./pocket", "resolution": 64, "eval_resolution": 64, "max_tokens": 8, "update_memory": 0.01}
+    given = {
+        "model": "./pocket",
+        "resolution": 64,
+        "eval_resolution": 64,
+        "max_tokens": 8,
+        "update_memory": 0.01,
+    }
     s = settings.load_settings("pocket/tiny", given)
     (tmp_path / "run").mkdir()
     state = load_policy_and_optimizer(prepare_state(s, tmp_path / "run"))

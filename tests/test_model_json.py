@@ -14,7 +14,14 @@ from chunk_grpo.planning import plan
 from chunk_grpo.runs import run_folder
 
 QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-CONTENTS = {"list": [], "text": "text", "number": 3, "null": None, "true": True, "list of lists": [["_class_name"]]}
+CONTENTS = {
+    "list": [],
+    "text": "text",
+    "number": 3,
+    "null": None,
+    "true": True,
+    "list of lists": [["_class_name"]],
+}
 
 
 @pytest.fixture
@@ -44,9 +51,16 @@ def rejected(model, tmp_path, monkeypatch, *words, load=True, planned=True):
     assert not (tmp_path / "run").exists()
 
 
-FILES = ["model_index.json", "transformer/config.json", "vae/config.json", "scheduler/scheduler_config.json",
-         "text_encoder/config.json", "text_encoder_2/config.json", "tokenizer/tokenizer_config.json",
-         "tokenizer/tokenizer.json"]
+FILES = [
+    "model_index.json",
+    "transformer/config.json",
+    "vae/config.json",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder_2/config.json",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/tokenizer.json",
+]
 
 
 @pytest.mark.parametrize("kind", CONTENTS)
@@ -70,20 +84,31 @@ def test_quantized_part_is_rejected(model, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_quantized_part_of_every_family_is_rejected(name, tmp_path, monkeypatch):
     folder = tiny_families.build(name, tmp_path / "model")
-    for file in sorted([*folder.glob("transformer/config.json"), *folder.glob("text_encoder*/config.json")]):
+    for file in sorted(
+        [*folder.glob("transformer/config.json"), *folder.glob("text_encoder*/config.json")]
+    ):
         whole = file.read_text()
         file.write_text(json.dumps(json.loads(whole) | QUANTIZED))
-        monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
+        monkeypatch.setattr(
+            policy, "_load_network", lambda *given: pytest.fail("weights were read")
+        )
         said = sentence(lambda: policy.load_policy(str(folder), resolution=64, max_tokens=16))
         assert "quantization_config" in said and file.parent.name in said
         file.write_text(whole)
 
 
-WRONG = [("model_index.json", {"_class_name": []}), ("model_index.json", {"_class_name": 3}),
-         ("model_index.json", {"_class_name": None}), ("model_index.json", {"_class_name": {"a": 1}}),
-         ("transformer/config.json", {"axes_dims_rope": [None]}), ("transformer/config.json", {"axes_dims_rope": "x"}),
-         ("transformer/config.json", {"in_channels": [4]}), ("transformer/config.json", {"num_layers": None}),
-         ("vae/config.json", {"block_out_channels": "many"}), ("vae/config.json", {"block_out_channels": [None]})]
+WRONG = [
+    ("model_index.json", {"_class_name": []}),
+    ("model_index.json", {"_class_name": 3}),
+    ("model_index.json", {"_class_name": None}),
+    ("model_index.json", {"_class_name": {"a": 1}}),
+    ("transformer/config.json", {"axes_dims_rope": [None]}),
+    ("transformer/config.json", {"axes_dims_rope": "x"}),
+    ("transformer/config.json", {"in_channels": [4]}),
+    ("transformer/config.json", {"num_layers": None}),
+    ("vae/config.json", {"block_out_channels": "many"}),
+    ("vae/config.json", {"block_out_channels": [None]}),
+]
 
 
 @pytest.mark.parametrize(("name", "change"), WRONG, ids=str)
@@ -94,8 +119,17 @@ def test_values_of_a_wrong_type_are_rejected(model, tmp_path, monkeypatch, name,
     rejected(model, tmp_path, monkeypatch, name.partition("/")[0], load=not late)
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": "x"}, {"num_attention_heads": None}, {"hidden_size": []},
-                                    {"layer_norm_eps": [None]}, {"pad_token_id": {}}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": "x"},
+        {"num_attention_heads": None},
+        {"hidden_size": []},
+        {"layer_norm_eps": [None]},
+        {"pad_token_id": {}},
+    ],
+    ids=str,
+)
 def test_text_encoder_of_a_wrong_type_is_one_sentence(model, tmp_path, monkeypatch, change):
     "Before a run, and where a policy from Python encodes its first prompt."
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
@@ -117,16 +151,32 @@ def test_missing_class_name_is_said(model, tmp_path, monkeypatch):
 
 def test_command_ends_with_code_2_and_leaves_no_folder(model, tmp_path):
     (model / "model_index.json").write_text("[]")
-    for words in (("train", "pocket/tiny", f"model={model}", "--out", tmp_path / "run"),
-                  ("plan", "pocket/tiny", f"model={model}")):
+    for words in (
+        ("train", "pocket/tiny", f"model={model}", "--out", tmp_path / "run"),
+        ("plan", "pocket/tiny", f"model={model}"),
+    ):
         done = call(*words)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert "model_index.json must hold a JSON object" in " ".join(done.stderr.split())
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("words", [{"dtype": "float16"}, {"dtype": "fp8"}, {"dtype": 16}, {"dtype": None},
-                                   {"dtype": []}, {"weights": "float16"}, {"weights": 3}, {"weights": ""}], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"dtype": "float16"},
+        {"dtype": "fp8"},
+        {"dtype": 16},
+        {"dtype": None},
+        {"dtype": []},
+        {"weights": "float16"},
+        {"weights": 3},
+        {"weights": ""},
+    ],
+    ids=str,
+)
 def test_unknown_number_format_is_rejected_by_name(words):
-    with pytest.raises(InputError, match=f"`{[*words][0]}` of load_policy must be .*float32.*bfloat16.*; got"):
+    with pytest.raises(
+        InputError, match=f"`{[*words][0]}` of load_policy must be .*float32.*bfloat16.*; got"
+    ):
         policy.load_policy("pocket", resolution=64, **words)

@@ -22,15 +22,21 @@ from chunk_grpo.method.objective import (
     segment_ratio,
 )
 
-partitions = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(lambda sizes: Chunks(tuple(sizes)))
+partitions = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
+    lambda sizes: Chunks(tuple(sizes))
+)
 seeds = st.integers(0, 2**31)
 clips = st.sampled_from([1e-4, 1e-2, 0.2])
-texts = st.one_of(st.text(max_size=12), st.text(alphabet="0123456789,: -equalstpwhofi", max_size=12))
+texts = st.one_of(
+    st.text(max_size=12), st.text(alphabet="0123456789,: -equalstpwhofi", max_size=12)
+)
 
 
 def drawn(*strategies):
     """Like `given`, with the same draws on every run."""
-    return lambda test: settings(max_examples=60, deadline=None, derandomize=True)(given(*strategies)(test))
+    return lambda test: settings(max_examples=60, deadline=None, derandomize=True)(
+        given(*strategies)(test)
+    )
 
 
 def randn(seed, *shape):
@@ -41,7 +47,9 @@ def ragged(seed, chunks, samples):
     """Segments of `samples` images that drew chunks without replacement, in shuffled order."""
     generator = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, len(chunks) + 1, (), generator=generator))
-    chosen = torch.stack([torch.randperm(len(chunks), generator=generator)[:count] for _ in range(samples)])
+    chosen = torch.stack(
+        [torch.randperm(len(chunks), generator=generator)[:count] for _ in range(samples)]
+    )
     _, _, segment = flatten_chunks(chunks, chosen)
     return segment[torch.randperm(len(segment), generator=generator)]
 
@@ -75,7 +83,9 @@ def test_any_text_is_chunks_or_one_sentence(text, transitions):
     try:
         chunks = chunks_from_setting(text, transitions)
     except InputError as error:
-        assert str(error).startswith("`chunks` ") and "got " in str(error) and "\n" not in str(error)
+        assert (
+            str(error).startswith("`chunks` ") and "got " in str(error) and "\n" not in str(error)
+        )
     else:
         assert chunks.transitions == transitions and Chunks.parse(str(chunks)) == chunks
 
@@ -94,8 +104,12 @@ def test_equal_chunks_divide(transitions, size):
 def test_segments_are_three_loops(chunks, seed, samples):
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(chunks), (samples, 3), generator=generator)
-    expected = [(b, i, 3 * b + p) for b in range(samples) for p in range(3)
-                for i in range(chunks.transitions)[chunks.slices[chosen[b, p]]]]
+    expected = [
+        (b, i, 3 * b + p)
+        for b in range(samples)
+        for p in range(3)
+        for i in range(chunks.transitions)[chunks.slices[chosen[b, p]]]
+    ]
     assert list(zip(*(v.tolist() for v in flatten_chunks(chunks, chosen)), strict=True)) == expected
 
 
@@ -106,9 +120,18 @@ def test_batches_cover_once_and_keep_items_whole(chunks, seed, samples, limit):
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(segment)))
     assert all(1 <= len(part) <= limit for part in parts)
     sizes = segment.bincount()
-    homes = [{n for n, part in enumerate(parts) if (segment[part] == item).any()} for item in range(len(sizes))]
-    assert all(len(home) == 1 for home, size in zip(homes, sizes.tolist(), strict=True) if size <= limit)
-    assert fits_in_batch(segment, limit) == all(len(home) == 1 for home in homes) == bool((sizes <= limit).all())
+    homes = [
+        {n for n, part in enumerate(parts) if (segment[part] == item).any()}
+        for item in range(len(sizes))
+    ]
+    assert all(
+        len(home) == 1 for home, size in zip(homes, sizes.tolist(), strict=True) if size <= limit
+    )
+    assert (
+        fits_in_batch(segment, limit)
+        == all(len(home) == 1 for home in homes)
+        == bool((sizes <= limit).all())
+    )
 
 
 # objective
@@ -120,7 +143,9 @@ def test_the_ratio_is_exactly_one_where_nothing_changed(chunks, seed, dtype):
     assert torch.equal(chunk_ratio(logp, logp, chunks), torch.ones(4, len(chunks), dtype=dtype))
     segment = ragged(seed, chunks, 4)
     flat = randn(seed, len(segment)).to(dtype)
-    assert torch.equal(segment_ratio(flat, flat, segment), torch.ones(int(segment.max()) + 1, dtype=dtype))
+    assert torch.equal(
+        segment_ratio(flat, flat, segment), torch.ones(int(segment.max()) + 1, dtype=dtype)
+    )
 
 
 @drawn(partitions, seeds)
@@ -129,7 +154,9 @@ def test_flat_and_rectangular_ratios_agree(chunks, seed):
     sample, index, segment = flatten_chunks(chunks, torch.arange(len(chunks)).expand(3, -1))
     order = torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))
     flat = segment_ratio(new[sample, index][order], old[sample, index][order], segment[order])
-    torch.testing.assert_close(flat.reshape(3, -1), chunk_ratio(new, old, chunks), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        flat.reshape(3, -1), chunk_ratio(new, old, chunks), rtol=1e-12, atol=0
+    )
 
 
 @drawn(seeds, clips)
@@ -154,7 +181,11 @@ def test_order_of_a_group_does_not_matter(chunks, seed, clip_range):
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@drawn(st.floats(-1e4, 1e4, width=32), st.integers(2, 40), st.sampled_from([torch.float32, torch.float64]))
+@drawn(
+    st.floats(-1e4, 1e4, width=32),
+    st.integers(2, 40),
+    st.sampled_from([torch.float32, torch.float64]),
+)
 def test_equal_rewards_have_no_advantage(reward, group, dtype):
     rewards = torch.full((2, group), reward, dtype=dtype)
     assert torch.equal(group_advantages(rewards), torch.zeros(2, group, dtype=dtype))
@@ -178,7 +209,9 @@ def test_to_first_order_chunks_are_weights_on_steps(chunks, seed):
         new = torch.zeros(3, n, dtype=torch.float64, requires_grad=True)
         clipped_objective(chunk_ratio(new, new.detach(), partition), advantage, 0.1).backward()
         gradients.append(new.grad)
-    torch.testing.assert_close(gradients[0], gradients[1] * step_weights(chunks, torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradients[0], gradients[1] * step_weights(chunks, torch.float64), rtol=1e-12, atol=0
+    )
 
 
 def test_wrong_shapes_are_said_in_words():

@@ -30,7 +30,9 @@ sys.stdin.read()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
 def test_a_child_that_hears_nothing_ends_with_its_parent():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, DEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, DEAF], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
@@ -42,8 +44,12 @@ def test_the_processes_of_a_run_end_with_the_command(tmp_path):
     "kill -9 of the command that started two of them: a crash that nobody can write down."
     write(tmp_path, reward="tiny_rewards:slow_red")
     out = tmp_path / "run"
-    child = subprocess.Popen(command("train", tmp_path / "s.yaml", "--out", out, "--processes", 2, "--no-report"),
-                             env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        command("train", tmp_path / "s.yaml", "--out", out, "--processes", 2, "--no-report"),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     wait_for(out, 1, child)
     workers = children.descendants(child.pid)
     assert len(workers) >= 2
@@ -61,14 +67,24 @@ with temporary_folder("report") as folder:
 """
 
 
-def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(
+    tmp_path, monkeypatch
+):
     "And what a living one has there is left alone, as is what anything else put there."
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "chunk-grpo-other-1").mkdir()
     (tmp_path / "chunk-grpo-report-of-mine.html").touch()
-    killed, living = (subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                       text=True, env=environment(TMPDIR=tmp_path)) for _ in range(2))
+    killed, living = (
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(TMPDIR=tmp_path),
+        )
+        for _ in range(2)
+    )
     left, used = (Path(child.stdout.readline().strip()) for child in (killed, living))
     killed.kill()
     killed.wait()
@@ -77,11 +93,17 @@ def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_ne
         assert own.is_dir() and not left.exists() and (used / "half.ipynb").read_text() == "half"
     living.communicate()
     assert living.returncode == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"chunk-grpo-other-1", "chunk-grpo-report-of-mine.html"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "chunk-grpo-other-1",
+        "chunk-grpo-report-of-mine.html",
+    }
 
 
-@pytest.mark.parametrize("foreign", [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"RANK": "1"}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "foreign",
+    [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"RANK": "1"}],
+    ids=str,
+)
 def test_a_foreign_launcher_is_said_at_once(tmp_path, monkeypatch, foreign):
     for name, value in foreign.items():
         monkeypatch.setenv(name, value)

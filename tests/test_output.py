@@ -21,7 +21,9 @@ def nobody(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as pipe:
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, encoding="ascii", write_through=True))
+        monkeypatch.setattr(
+            sys, "stdout", io.TextIOWrapper(pipe, encoding="ascii", write_through=True)
+        )
         yield
         monkeypatch.undo()
 
@@ -52,7 +54,9 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
     assert done == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="only Linux has a disk that is always full"
+)
 def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
@@ -62,8 +66,13 @@ def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
         monkeypatch.undo()
         with pytest.raises(OSError) as error:
             print("three", file=full, flush=True)
-        assert main.describe_error(error.value) == (1, "the output cannot be written (No space left on device)")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it is closed with what is left in it
+        assert main.describe_error(error.value) == (
+            1,
+            "the output cannot be written (No space left on device)",
+        )
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), full.fileno()
+        )  # it is closed with what is left in it
 
 
 def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
@@ -82,7 +91,10 @@ def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
 
 def test_a_line_that_cannot_be_printed_ends_no_training(tmp_path, nobody):
     "A script that calls `train` has no command line that looks after its output."
-    launch.print_progress({"iteration": 1, "reward_mean": 0.5, "reward_se": 0.1}, settings.load_settings("pocket/tiny"))
+    launch.print_progress(
+        {"iteration": 1, "reward_mean": 0.5, "reward_se": 0.1},
+        settings.load_settings("pocket/tiny"),
+    )
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -96,16 +108,28 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error
     monkeypatch.setattr(launch, "train", train)
     assert start(monkeypatch, "train", "pocket/tiny", "--out", tmp_path / "run") == code
     said = capfd.readouterr().err.strip()
-    assert said == f"interrupted; go on with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"
+    assert (
+        said
+        == f"interrupted; go on with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"
+    )
 
 
-@pytest.mark.parametrize(("error", "code", "words"), [
-    (InputError("`eta` must be above 0"), 2, "`eta` must be above 0"),
-    (OSError(errno.ELOOP, "Too many links", "a/b"), 2, "the path a/b cannot be used"),
-    (KeyError("et\na"), 1, "an unforeseen KeyError: 'et\\na'; the traceback is in "),
-    (RuntimeError("two\nlines"), 1, "an unforeseen RuntimeError: two lines; the traceback is in ")])
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InputError("`eta` must be above 0"), 2, "`eta` must be above 0"),
+        (OSError(errno.ELOOP, "Too many links", "a/b"), 2, "the path a/b cannot be used"),
+        (KeyError("et\na"), 1, "an unforeseen KeyError: 'et\\na'; the traceback is in "),
+        (
+            RuntimeError("two\nlines"),
+            1,
+            "an unforeseen RuntimeError: two lines; the traceback is in ",
+        ),
+    ],
+)
 def test_every_error_is_one_sentence(monkeypatch, tmp_path, capfd, error, code, words):
     "Of an unforeseen one the traceback is in the file that the sentence names."
+
     def load(*_):
         raise error
 
@@ -115,4 +139,6 @@ def test_every_error_is_one_sentence(monkeypatch, tmp_path, capfd, error, code, 
     said = capfd.readouterr().err
     assert said.startswith(f"chunk-grpo: {words}") and said.count("\n") == 1
     logs = list(tmp_path.iterdir())
-    assert len(logs) == (code == 1) and all(str(file) in said and "in load\n" in file.read_text() for file in logs)
+    assert len(logs) == (code == 1) and all(
+        str(file) in said and "in load\n" in file.read_text() for file in logs
+    )

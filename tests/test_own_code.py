@@ -15,9 +15,20 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import import_callable
 from chunk_grpo.rewards.rewards import score_images
 
-FEW = ["iterations=1", "eval_every=0", "eval_count=1", "eval_images=1", "prompts_per_iteration=1",
-       "images_per_prompt=2", "updates_per_iteration=1", "eval_steps=2", "hybrid_split=1", "steps=3", "chunks=steps",
-       "train_chunks=all"]
+FEW = [
+    "iterations=1",
+    "eval_every=0",
+    "eval_count=1",
+    "eval_images=1",
+    "prompts_per_iteration=1",
+    "images_per_prompt=2",
+    "updates_per_iteration=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+    "steps=3",
+    "chunks=steps",
+    "train_chunks=all",
+]
 RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 
 
@@ -25,25 +36,45 @@ def installed(folder: Path, *words, **more) -> subprocess.CompletedProcess:
     "The installed command, whose path has neither the tests nor the working folder."
     script = Path(sys.executable).with_name("chunk-grpo")
     clean = {k: v for k, v in environment(**more).items() if k != "PYTHONPATH"}
-    return subprocess.run([script, *map(str, words)], cwd=folder, env=clean, capture_output=True, text=True,
-                          check=False)
+    return subprocess.run(
+        [script, *map(str, words)],
+        cwd=folder,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_the_installed_command_finds_ones_own_reward_in_training_and_evaluation(tmp_path):
     (tmp_path / "my_rewards.py").write_text(RED)
     (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
     few = [*FEW, f"eval_prompts={tmp_path / 'few.txt'}"]
-    told = installed(tmp_path, "train", "pocket/demo", *few, "reward=my_rewards:red", "--out", "one")
+    told = installed(
+        tmp_path, "train", "pocket/demo", *few, "reward=my_rewards:red", "--out", "one"
+    )
     assert told.returncode == 0 and (tmp_path / "one/report.html").is_file(), told.stderr
-    assert "my_rewards:red" in json.loads((tmp_path / "one/evaluation/summary.json").read_text())["rewards"]
+    assert (
+        "my_rewards:red"
+        in json.loads((tmp_path / "one/evaluation/summary.json").read_text())["rewards"]
+    )
     (tmp_path / "away").mkdir()
-    told = call("evaluate", tmp_path / "one", "eval_seed=1", "--no-report", cwd=tmp_path / "away", PYTHONPATH="")
+    told = call(
+        "evaluate",
+        tmp_path / "one",
+        "eval_seed=1",
+        "--no-report",
+        cwd=tmp_path / "away",
+        PYTHONPATH="",
+    )
     assert told.returncode == 2 and "my_rewards" in told.stderr and "Traceback" not in told.stderr
     # A run from elsewhere: its reward is not taken from the folder in which the user stands, though Python looks there.
     note = json.loads((tmp_path / "one/run.json").read_text())
     (tmp_path / "one/run.json").write_text(json.dumps(note | {"run_id": "another"}))
     (tmp_path / "my_rewards.py").write_text("open('ran', 'w')\n" + RED)
-    told = call("evaluate", "one", "eval_seed=2", "--no-report", "--trust", cwd=tmp_path, PYTHONPATH="")
+    told = call(
+        "evaluate", "one", "eval_seed=2", "--no-report", "--trust", cwd=tmp_path, PYTHONPATH=""
+    )
     assert told.returncode == 2 and "my_rewards" in told.stderr and not (tmp_path / "ran").exists()
 
 
@@ -54,13 +85,19 @@ def test_what_the_user_names_is_found_and_leaves_no_trace(tmp_path, monkeypatch)
     before = list(sys.path)
     with pytest.raises(InputError, match="No module named 'mine_here'"):
         import_callable("mine_here:red", here=False)
-    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *before])  # as `python -m` and a shell have it
+    monkeypatch.setattr(
+        sys, "path", ["", str(tmp_path), *before]
+    )  # as `python -m` and a shell have it
     with pytest.raises(InputError, match="No module named 'mine_here'"):
         import_callable("mine_here:red", here=False)
     with pytest.raises(InputError, match="from the root"):
         import_callable("mine_here.py:red", here=False)
     sys.path[:] = before
-    assert import_callable("mine_here:red").__name__ == import_callable("mine_here.py:red").__name__ == "red"
+    assert (
+        import_callable("mine_here:red").__name__
+        == import_callable("mine_here.py:red").__name__
+        == "red"
+    )
     assert import_callable(f"{tmp_path}/mine_here.py:red", here=False).__name__ == "red"
     assert sys.path == before
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path}")
@@ -68,15 +105,18 @@ def test_what_the_user_names_is_found_and_leaves_no_trace(tmp_path, monkeypatch)
     assert import_callable("mine_here:red", here=False).__name__ == "red"
 
 
-@pytest.mark.parametrize("text, words", [
-    ("def red(images, prompts)\n    return 1\n", ["SyntaxError", "line 1"]),
-    ("x = 1\n1 / 0\n", ["ZeroDivisionError", "line 2", "division by zero"]),
-    ("import sys\nsys.exit(3)\n", ["SystemExit", "line 2"]),
-    ("import no_such_package_at_all\n", ["ModuleNotFoundError", "no_such_package_at_all"]),
-    ("raise ValueError('one\\ntwo')\n", ["ValueError", "one"]),
-    ("red = 3\n", ["function or class"]),
-    ("\0", ["null bytes"]),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def red(images, prompts)\n    return 1\n", ["SyntaxError", "line 1"]),
+        ("x = 1\n1 / 0\n", ["ZeroDivisionError", "line 2", "division by zero"]),
+        ("import sys\nsys.exit(3)\n", ["SystemExit", "line 2"]),
+        ("import no_such_package_at_all\n", ["ModuleNotFoundError", "no_such_package_at_all"]),
+        ("raise ValueError('one\\ntwo')\n", ["ValueError", "one"]),
+        ("red = 3\n", ["function or class"]),
+        ("\0", ["null bytes"]),
+    ],
+)
 @pytest.mark.parametrize("ending", ["", ".py"])
 def test_a_faulty_file_is_one_sentence_and_is_forgotten(tmp_path, monkeypatch, text, words, ending):
     monkeypatch.chdir(tmp_path)
@@ -86,16 +126,26 @@ def test_a_faulty_file_is_one_sentence_and_is_forgotten(tmp_path, monkeypatch, t
     with pytest.raises(InputError) as caught:
         import_callable(f"faulty_file{ending}:red", "chunks")
     said = str(caught.value)
-    assert said.startswith("`chunks` must be package.module:name or file.py:name") and "\n" not in said
-    assert all(word in said for word in [f"got 'faulty_file{ending}:red'"] * (text != "red = 3\n") + words), said
-    assert sys.path == before and (text == "red = 3\n" or not [name for name in sys.modules if "faulty_file" in name])
+    assert (
+        said.startswith("`chunks` must be package.module:name or file.py:name") and "\n" not in said
+    )
+    assert all(
+        word in said for word in [f"got 'faulty_file{ending}:red'"] * (text != "red = 3\n") + words
+    ), said
+    assert sys.path == before and (
+        text == "red = 3\n" or not [name for name in sys.modules if "faulty_file" in name]
+    )
 
 
-@pytest.mark.parametrize("path", [":f", ".x:f", "..:f", "name=x", "name", "a b:f", "math:", "math:1", "", ":"])
+@pytest.mark.parametrize(
+    "path", [":f", ".x:f", "..:f", "name=x", "name", "a b:f", "math:", "math:1", "", ":"]
+)
 def test_what_is_no_path_is_refused_with_what_is_allowed(path):
     with pytest.raises(InputError) as caught:
         import_callable(path)
-    assert str(caught.value) == f"`reward` must be package.module:name or file.py:name; got {path!r}"
+    assert (
+        str(caught.value) == f"`reward` must be package.module:name or file.py:name; got {path!r}"
+    )
 
 
 def test_what_no_file_has_is_refused():
@@ -107,10 +157,13 @@ def test_what_no_file_has_is_refused():
 
 def test_an_async_reward_is_refused_in_one_sentence(recwarn):
     "Beside it Python would print that nobody awaited the reward."
+
     async def reward(images, prompts):
         return [0.0]
 
-    with pytest.raises(InputError, match="later returned a coroutine that cannot be read as numbers"):
+    with pytest.raises(
+        InputError, match="later returned a coroutine that cannot be read as numbers"
+    ):
         score_images("later", reward, torch.zeros(1, 3, 8, 8), ["a red star"])
     gc.collect()
     assert not [str(said.message) for said in recwarn]

@@ -11,7 +11,14 @@ from chunk_grpo.pocket.geneval import images_to_numpy
 from chunk_grpo.reward_serving import server
 from chunk_grpo.rewards import rewards
 
-NAMES = ["pocket-clip", "pocket-geneval", "pocket-low", "pocket-low-pixels", "incompressibility", "compressibility"]
+NAMES = [
+    "pocket-clip",
+    "pocket-geneval",
+    "pocket-low",
+    "pocket-low-pixels",
+    "incompressibility",
+    "compressibility",
+]
 
 
 def image(value=None, place=(0, 1, 2, 3)):
@@ -22,13 +29,23 @@ def image(value=None, place=(0, 1, 2, 3)):
     return x
 
 
-WRONG = {"nan": image(float("nan")), "inf": image(float("inf")), "-inf": image(float("-inf"), (1, 2, 63, 63)),
-         "too large": image(1.5), "negative": image(-0.5), "of bytes as floats": image() * 255,
-         "of a VAE": image() * 2 - 1.5, "half nan": image(float("nan")).half(),
-         "bfloat16 inf": image(float("inf")).bfloat16(),
-         "whole numbers": torch.zeros(2, 3, 64, 64, dtype=torch.int64), "truth": torch.zeros(2, 3, 64, 64).bool(),
-         "channels last": torch.zeros(2, 64, 64, 3), "one image": torch.zeros(3, 64, 64),
-         "four channels": torch.zeros(2, 4, 64, 64), "no pixels": torch.zeros(2, 3, 0, 64)}
+WRONG = {
+    "nan": image(float("nan")),
+    "inf": image(float("inf")),
+    "-inf": image(float("-inf"), (1, 2, 63, 63)),
+    "too large": image(1.5),
+    "negative": image(-0.5),
+    "of bytes as floats": image() * 255,
+    "of a VAE": image() * 2 - 1.5,
+    "half nan": image(float("nan")).half(),
+    "bfloat16 inf": image(float("inf")).bfloat16(),
+    "whole numbers": torch.zeros(2, 3, 64, 64, dtype=torch.int64),
+    "truth": torch.zeros(2, 3, 64, 64).bool(),
+    "channels last": torch.zeros(2, 64, 64, 3),
+    "one image": torch.zeros(3, 64, 64),
+    "four channels": torch.zeros(2, 4, 64, 64),
+    "no pixels": torch.zeros(2, 3, 0, 64),
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -56,7 +73,9 @@ def test_images_of_every_allowed_kind_score_the_same(name):
         torch.testing.assert_close(reward(other, prompts), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf", "-inf", "too large", "negative", "of bytes as floats", "of a VAE"])
+@pytest.mark.parametrize(
+    "kind", ["nan", "inf", "-inf", "too large", "negative", "of bytes as floats", "of a VAE"]
+)
 def test_reward_server_rejects_pixels_outside_of_an_image(kind):
     with pytest.raises(ValueError, match="images must be finite numbers from 0 to 1") as error:
         server.unpack_request(server.pack_request(WRONG[kind].numpy(), ["a", "b"]))

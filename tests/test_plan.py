@@ -26,14 +26,23 @@ from chunk_grpo.runs import launch
 ROOT = Path(__file__).resolve().parents[1]
 # what studies and papers state; machines stand in runs/hosts
 OTHERS = ("methods.yaml", "published_tables.yaml", "study.yaml", "base.yaml", "tuned.yaml")
-FILES = sorted(f for f in (ROOT / "runs").rglob("*.yaml") if f.name not in OTHERS and f.parent.name != "hosts")
+FILES = sorted(
+    f for f in (ROOT / "runs").rglob("*.yaml") if f.name not in OTHERS and f.parent.name != "hosts"
+)
 DEMO = ROOT / "runs/results/demo/seed-0"
 SIDE, TOKENS = 64, 16
 
 
-@pytest.mark.parametrize("chunks, expected", [
-    ("2,3,4,7", (5, 8.0, 11)), ("steps", (8, 8.0, 8)), ("whole", (16, 16.0, 16)), ("equal:4", (8, 8.0, 8)),
-    ("profile", (1, 8.0, 16))])
+@pytest.mark.parametrize(
+    "chunks, expected",
+    [
+        ("2,3,4,7", (5, 8.0, 11)),
+        ("steps", (8, 8.0, 8)),
+        ("whole", (16, 16.0, 16)),
+        ("equal:4", (8, 8.0, 8)),
+        ("profile", (1, 8.0, 16)),
+    ],
+)
 def test_transitions_of_an_image(chunks, expected):
     assert plan.transitions_per_image(settings.load_settings({"chunks": chunks})) == expected
 
@@ -42,28 +51,59 @@ def test_an_iterations_forwards():
     "Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."
     s = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
     counts = plan.iteration_counts(s)
-    assert counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192) and plan._backward_forwards(s) == 3
-    two = settings.load_settings(s, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4})
+    assert (
+        counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192)
+        and plan._backward_forwards(s) == 3
+    )
+    two = settings.load_settings(
+        s, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4}
+    )
     assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan._backward_forwards(two) == 3
     looking = plan.iteration_counts(settings.load_settings(s, {"baseline_images": 2}))
     assert looking == dataclasses.replace(counts, baseline=16 * 2 * 16 + 16, scored=192 + 32)
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    flops = [plan.iteration_flops(settings.load_settings(s, {"true_cfg_scale": scale}), network) for scale in (1, 3)]
+    flops = [
+        plan.iteration_flops(settings.load_settings(s, {"true_cfg_scale": scale}), network)
+        for scale in (1, 3)
+    ]
     assert all(flops[1][phase] == 2 * n for phase, n in flops[0].items())
     other = plan.IterationCounts(rollout=10, trained=2, extra=1)  # of another method
     forward = plan.forward_flops(network, s.resolution, s.max_tokens)
-    assert plan.iteration_flops(s, network, other) == {"rollout": 10 * forward, "update": 7 * forward}
+    assert plan.iteration_flops(s, network, other) == {
+        "rollout": 10 * forward,
+        "update": 7 * forward,
+    }
 
 
 def test_a_final_evaluation_draws_five_arms():
-    words = {"eval_steps": 50, "hybrid_split": 0, "true_cfg_scale": 3.0, "eval_resolution": 64, "resolution": 128}
-    assert plan._evaluation_forwards(settings.load_settings(words)) == {"ODE": (2, 100, 64), "as trained": (2, 34, 128)}
+    words = {
+        "eval_steps": 50,
+        "hybrid_split": 0,
+        "true_cfg_scale": 3.0,
+        "eval_resolution": 64,
+        "resolution": 128,
+    }
+    assert plan._evaluation_forwards(settings.load_settings(words)) == {
+        "ODE": (2, 100, 64),
+        "as trained": (2, 34, 128),
+    }
     assert plan.held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    sizes = [plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network) for x in (0, 0.9)]
-    assert [parts["checkpoints"] / plan.model_sizes(network)["transformer"] for parts in sizes] == [12 * 3, 16 * 3]
-    whole, parts = (plan._host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp"))
-    assert whole["weights while they load"] == 2 * parts["weights while they load"]  # float32 and bfloat16
+    sizes = [
+        plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network)
+        for x in (0, 0.9)
+    ]
+    assert [parts["checkpoints"] / plan.model_sizes(network)["transformer"] for parts in sizes] == [
+        12 * 3,
+        16 * 3,
+    ]
+    whole, parts = (
+        plan._host_memory(settings.load_settings({"sharding": x}), network, 8)
+        for x in ("none", "fsdp")
+    )
+    assert (
+        whole["weights while they load"] == 2 * parts["weights while they load"]
+    )  # float32 and bfloat16
 
 
 def test_counts_name_everything_once():
@@ -101,15 +141,20 @@ def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
     "Two rows of conditioning whose prompts are as long as they may be."
     config, length = model.transformer.config, TOKENS + network.extra_tokens
     width = config.get("joint_attention_dim") or config.get("cap_feat_dim")
-    return {"prompt_embeds": torch.randn(2, length, width), "prompt_embeds_mask": torch.ones(2, length, dtype=bool),
-            "pooled_prompt_embeds": torch.randn(2, config.get("pooled_projection_dim", 1))}
+    return {
+        "prompt_embeds": torch.randn(2, length, width),
+        "prompt_embeds_mask": torch.ones(2, length, dtype=bool),
+        "pooled_prompt_embeds": torch.randn(2, config.get("pooled_projection_dim", 1)),
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     "Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."
     network = plan.find_model_config(family)
-    real = trainable.load_trainable_policy(family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank)
+    real = trainable.load_trainable_policy(
+        family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank
+    )
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
     assert plan.model_sizes(network)["transformer"] == sum(p.numel() for p in base)
     trained = plan._count_trained_parameters(network, rank)
@@ -119,13 +164,23 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
     assert plan.latent_numel(network, SIDE) == x[0].numel()
     if not rank:
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # it counts this
+        with (
+            FlopCounterMode(display=False) as counter,
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # it counts this
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
         assert 2 * plan.forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
 
     with plan._track_saved_tensors(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
-    words = {"model": family, "resolution": SIDE, "max_tokens": TOKENS, "dtype": "float32", "lora_rank": rank}
+    words = {
+        "model": family,
+        "resolution": SIDE,
+        "max_tokens": TOKENS,
+        "dtype": "float32",
+        "lora_rank": rank,
+    }
     s = settings.load_settings({**words, "update_batch": 2, "gradient_checkpointing": False})
     assert counted_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
 
@@ -140,7 +195,15 @@ def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
 @contextlib.contextmanager
 def run_every_block(net, total):
     "In place of `_run_alike_once`."
-    blocks, each = [block for part in net.children() if isinstance(part, torch.nn.ModuleList) for block in part], []
+    blocks, each = (
+        [
+            block
+            for part in net.children()
+            if isinstance(part, torch.nn.ModuleList)
+            for block in part
+        ],
+        [],
+    )
 
     def watch(block):
         run = block.forward
@@ -168,7 +231,15 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
     lists = {name: 6 for name in sizes if name in ("num_layers", "num_single_layers", "n_layers")}
     network = dataclasses.replace(network, transformer=json.dumps(sizes | lists))
     assert lists
-    given = network, SIDE, TOKENS, "bfloat16", rank, settings.load_settings().lora_targets, checkpointing
+    given = (
+        network,
+        SIDE,
+        TOKENS,
+        "bfloat16",
+        rank,
+        settings.load_settings().lora_targets,
+        checkpointing,
+    )
     few = plan._counted_bytes.__wrapped__(*given)
     monkeypatch.setattr(plan, "_run_alike_once", run_every_block)
     assert few == plan._counted_bytes.__wrapped__(*given)
@@ -184,9 +255,15 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     assert few == plan._decode_bytes.__wrapped__(*given)
 
 
-@pytest.mark.parametrize("model", [
-    name if name.endswith(("FLUX.1-dev", "klein-4B")) else pytest.param(name, marks=pytest.mark.slow)
-    for name in plan.known_model_configs()])
+@pytest.mark.parametrize(
+    "model",
+    [
+        name
+        if name.endswith(("FLUX.1-dev", "klein-4B"))
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in plan.known_model_configs()
+    ],
+)
 def test_every_known_model_has_a_whole_plan(model):
     "On a device that has no room for some of them."
     s = settings.load_settings(
@@ -205,7 +282,9 @@ def test_every_known_model_has_a_whole_plan(model):
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
-@pytest.mark.parametrize("changes, factor", [({}, 1), ({"ema": 0.9}, 4 / 3), ({"lora_rank": 32}, 131 / 11901)])
+@pytest.mark.parametrize(
+    "changes, factor", [({}, 1), ({"ema": 0.9}, 4 / 3), ({"lora_rank": 32}, 131 / 11901)]
+)
 def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
     "Three of twelve bytes a weight, or of sixteen with a moving average."
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
@@ -215,7 +294,12 @@ def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
 
 
 def test_a_plan_says_what_the_host_needs():
-    words = ["plan", "machines/8x80gb-full-flux1-dev", "--device", "h100"]  # the preset carries its eight processes
+    words = [
+        "plan",
+        "machines/8x80gb-full-flux1-dev",
+        "--device",
+        "h100",
+    ]  # the preset carries its eight processes
     answer = CliRunner().invoke(main.app, words)
     assert answer.exit_code == 0, answer.output
     rows = {line.split("  ")[0]: line for line in answer.output.splitlines()}
@@ -223,28 +307,40 @@ def test_a_plan_says_what_the_host_needs():
     assert "190 GB at most: weights while they load" in rows["memory of the host"]
 
 
-@pytest.mark.parametrize("changes, processes, part, factor", [
-    ({"optimizer": "adamw-8bit"}, 1, "moments", 1 / 4),
-    ({"sharding": "fsdp"}, 8, "moments", 1 / 8),
-    ({"sharding": "fsdp"}, 8, "weights", 1 / 8),
-    ({"sharding": "fsdp"}, 8, "gradients", 1 / 8),
-    ({"latents_dtype": "bfloat16"}, 1, "trajectories", 1 / 2),
-    ({"latents_on": "host"}, 1, "trajectories", 0),
-    ({"prompts_per_iteration": 32}, 1, "trajectories", 2),
-    ({"lora_rank": 16}, 1, "base weights kept aside", 0),
-    ({"true_cfg_scale": 3.0}, 1, "activations", 2),
-    ({"update_batch": 8}, 1, "activations", 2)])
+@pytest.mark.parametrize(
+    "changes, processes, part, factor",
+    [
+        ({"optimizer": "adamw-8bit"}, 1, "moments", 1 / 4),
+        ({"sharding": "fsdp"}, 8, "moments", 1 / 8),
+        ({"sharding": "fsdp"}, 8, "weights", 1 / 8),
+        ({"sharding": "fsdp"}, 8, "gradients", 1 / 8),
+        ({"latents_dtype": "bfloat16"}, 1, "trajectories", 1 / 2),
+        ({"latents_on": "host"}, 1, "trajectories", 0),
+        ({"prompts_per_iteration": 32}, 1, "trajectories", 2),
+        ({"lora_rank": 16}, 1, "base weights kept aside", 0),
+        ({"true_cfg_scale": 3.0}, 1, "activations", 2),
+        ({"update_batch": 8}, 1, "activations", 2),
+    ],
+)
 def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
-    m, base = plan.find_model_config("black-forest-labs/FLUX.1-dev"), settings.load_settings({"dtype": "float32"})
+    m, base = (
+        plan.find_model_config("black-forest-labs/FLUX.1-dev"),
+        settings.load_settings({"dtype": "float32"}),
+    )
     before, after = (
         plan.training_memory(base, m),
         plan.training_memory(settings.load_settings(base, changes), m, processes),
     )
-    assert after[part] == pytest.approx(before[part] * factor, rel=0.01)  # activations have a part of no batch
+    assert after[part] == pytest.approx(
+        before[part] * factor, rel=0.01
+    )  # activations have a part of no batch
 
 
 def test_update_memory_is_used_and_not_exceeded():
-    m, base = plan.find_model_config("black-forest-labs/FLUX.1-dev"), {"lora_rank": 32, "true_cfg_scale": 2.0}
+    m, base = (
+        plan.find_model_config("black-forest-labs/FLUX.1-dev"),
+        {"lora_rank": 32, "true_cfg_scale": 2.0},
+    )
     for gigabytes in (8, 30, 60.5):
         s = plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
         more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
@@ -254,31 +350,51 @@ def test_update_memory_is_used_and_not_exceeded():
             < plan._batch_activation_bytes(m, more)
         )
     assert (
-        plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch
+        plan.fit_update_batch(
+            m, settings.load_settings({**base, "update_memory": 0.001})
+        ).update_batch
         == 1
     )
 
 
 def test_every_settings_file_is_a_preset():
     "Each of which is planned in test_cli, or counted in test_method_table."
-    assert [str(f.relative_to(ROOT / "runs").with_suffix("")) for f in FILES] == settings.list_presets()
+    assert [
+        str(f.relative_to(ROOT / "runs").with_suffix("")) for f in FILES
+    ] == settings.list_presets()
 
 
-@pytest.mark.parametrize("preset, device, processes", [
-    ("one-h200-lora", "h200", 1), ("one-24gb-lora", "rtx4090", 1), ("eight-gpu-full", "h100", 8),
-    ("eight-gpu-full", "a100-80", 8)])
+@pytest.mark.parametrize(
+    "preset, device, processes",
+    [
+        ("one-h200-lora", "h200", 1),
+        ("one-24gb-lora", "rtx4090", 1),
+        ("eight-gpu-full", "h100", 8),
+        ("eight-gpu-full", "a100-80", 8),
+    ],
+)
 def test_presets_fit_what_they_are_for(preset, device, processes):
     words = ["plan", f"paper/{preset}", "--device", device, "--processes", str(processes)]
     answer = CliRunner().invoke(main.app, words)
     assert answer.exit_code == 0, answer.output
-    assert f"{device}" in answer.output and " fits, " in answer.output and "not measured on" in answer.output
+    assert (
+        f"{device}" in answer.output
+        and " fits, " in answer.output
+        and "not measured on" in answer.output
+    )
     shared = "measured on h200 in forwards of FLUX.1-dev" in answer.output
     assert shared == (device == "h200") and ("%, assumed" in answer.output) == (device != "h200")
 
 
 def test_what_does_not_fit_is_said():
-    answer = CliRunner().invoke(main.app, ["plan", "paper/chunk", "--device", "h800", "--processes", "8"])
-    assert answer.exit_code == 0 and "does not fit, 26" in answer.output and "of 80 GB" in answer.output
+    answer = CliRunner().invoke(
+        main.app, ["plan", "paper/chunk", "--device", "h800", "--processes", "8"]
+    )
+    assert (
+        answer.exit_code == 0
+        and "does not fit, 26" in answer.output
+        and "of 80 GB" in answer.output
+    )
 
 
 def test_a_share_makes_it_longer():
@@ -290,12 +406,17 @@ def test_a_share_makes_it_longer():
     assert "at a share of 989 TFLOP/s: 30%, given" in text["time an iteration"]
 
 
-@pytest.mark.parametrize("words, parts", [
-    (["pocket/tiny", "--device", "h300"], ["`--device`", "h200", "rtx4090", "'h300'"]),
-    (["pocket/tiny", "--share", "0.5"], ["`--share`", "`--device`", "0.5"]),
-    (["pocket/tiny", "--device", "h200", "--share", "1.5"], ["`--share`", "at most 1", "1.5"]),
-    (["pocket/tiny", "--device", "h200", "--rate", "3"], ["`--rate`", "`--device`", "3"]),
-    (["--run", "nowhere"], ["'nowhere'"]), ([], ["settings", "--run"])])
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        (["pocket/tiny", "--device", "h300"], ["`--device`", "h200", "rtx4090", "'h300'"]),
+        (["pocket/tiny", "--share", "0.5"], ["`--share`", "`--device`", "0.5"]),
+        (["pocket/tiny", "--device", "h200", "--share", "1.5"], ["`--share`", "at most 1", "1.5"]),
+        (["pocket/tiny", "--device", "h200", "--rate", "3"], ["`--rate`", "`--device`", "3"]),
+        (["--run", "nowhere"], ["'nowhere'"]),
+        ([], ["settings", "--run"]),
+    ],
+)
 def test_wrong_options_are_said_in_a_sentence(words, parts):
     said = run("plan", *words, code=2)
     assert all(part in said for part in parts) and "Traceback" not in said
@@ -304,12 +425,18 @@ def test_wrong_options_are_said_in_a_sentence(words, parts):
 def test_a_runs_seconds_stand_beside_the_prediction(tmp_path):
     shutil.copytree(DEMO, tmp_path / "demo")
     note = json.loads((DEMO / "run.json").read_text())
-    note["settings"]["eval_prompts"] = "pocket:test"  # it was measured before the held-out prompts were divided
+    # it was measured before the held-out prompts were divided
+    note["settings"]["eval_prompts"] = "pocket:test"
     (tmp_path / "demo/run.json").write_text(json.dumps(note))
-    for words in (["--run", tmp_path / "demo"], ["pocket/demo", "ema=0.9", "--run", tmp_path / "demo"]):
+    for words in (
+        ["--run", tmp_path / "demo"],
+        ["pocket/demo", "ema=0.9", "--run", tmp_path / "demo"],
+    ):
         answer = CliRunner().invoke(main.app, ["plan", *map(str, words), "--rate", "0.1"])
         assert answer.exit_code == 0, answer.output
-        said = {line.split()[0]: line for line in answer.output.splitlines() if " measured " in line}
+        said = {
+            line.split()[0]: line for line in answer.output.splitlines() if " measured " in line
+        }
         assert {"rollout", "update", "evaluate"} <= set(said)
         assert "predicted at least" in said["rollout"] and "median of 60" in said["update"]
         assert "no prediction" in said["decode"] and "memory" in answer.output
@@ -318,26 +445,30 @@ def test_a_runs_seconds_stand_beside_the_prediction(tmp_path):
 
 def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
     "All families are asked by name, and only the one that has the model is imported; no weight is read."
-    code = ("import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
-            "assert 'chunk_grpo.models.families' not in sys.modules\n"
-            "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
-            "assert len([find_family(name).known_configs for name in FAMILIES]) == 5\n"
-            "pipelines = [n for n in sys.modules if n.startswith('diffusers.pipelines.')]\n"
-            "assert not any('_' in n.split('.')[-1] for n in pipelines)\n"
-            "from chunk_grpo.planning import plan\n"
-            "import safetensors.torch; safetensors.torch.load_file = safetensors.safe_open = None\n"
-            "plan.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
-            "there = [name for name in sys.modules if name.startswith('diffusers.pipelines.')]\n"
-            "words = ('qwen', 'z_image', 'flux2', 'stable_diffusion_3')\n"
-            "others = [name for name in there if any(word in name for word in words)]\n"
-            "sys.exit(3 + bool(others))")
+    code = (
+        "import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
+        "assert 'chunk_grpo.models.families' not in sys.modules\n"
+        "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
+        "assert len([find_family(name).known_configs for name in FAMILIES]) == 5\n"
+        "pipelines = [n for n in sys.modules if n.startswith('diffusers.pipelines.')]\n"
+        "assert not any('_' in n.split('.')[-1] for n in pipelines)\n"
+        "from chunk_grpo.planning import plan\n"
+        "import safetensors.torch; safetensors.torch.load_file = safetensors.safe_open = None\n"
+        "plan.describe_estimates(settings.load_settings('paper/chunk'), 1e15)\n"
+        "there = [name for name in sys.modules if name.startswith('diffusers.pipelines.')]\n"
+        "words = ('qwen', 'z_image', 'flux2', 'stable_diffusion_3')\n"
+        "others = [name for name in there if any(word in name for word in words)]\n"
+        "sys.exit(3 + bool(others))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 3
 
 
 @pytest.fixture
 def two_cores(monkeypatch):
     "A machine of two cores without a GPU."
-    monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": [], "cores": 2, "memory_gb": 16.0})
+    monkeypatch.setattr(
+        machine, "machine_info", lambda: {"gpus": [], "cores": 2, "memory_gb": 16.0}
+    )
 
 
 def test_a_plan_is_of_as_many_processes_as_a_run_would_have(two_cores):
@@ -350,13 +481,25 @@ def test_a_plan_is_of_as_many_processes_as_a_run_would_have(two_cores):
         assert "1 process\n" in said(*words)
 
 
-@pytest.mark.parametrize("words, before, wanted", [
-    (["pocket/demo"], None, 2), (["pocket/demo", "--processes", "1"], None, 1), (["pocket/tiny"], None, 1),
-    (["pocket/demo", "--processes", "3"], None, 3), (["pocket/demo", "--resume"], 1, 1),
-    (["pocket/tiny", "--resume"], 2, 2), (["pocket/demo", "--resume", "--processes", "4"], 1, 4)])
-def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, two_cores, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "words, before, wanted",
+    [
+        (["pocket/demo"], None, 2),
+        (["pocket/demo", "--processes", "1"], None, 1),
+        (["pocket/tiny"], None, 1),
+        (["pocket/demo", "--processes", "3"], None, 3),
+        (["pocket/demo", "--resume"], 1, 1),
+        (["pocket/tiny", "--resume"], 2, 2),
+        (["pocket/demo", "--resume", "--processes", "4"], 1, 4),
+    ],
+)
+def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
+    words, before, wanted, two_cores, monkeypatch, tmp_path
+):
     seen = {}
-    monkeypatch.setattr(launch, "train", lambda s, out, resume, n, *rest, **how: seen.update(n=n) or out)
+    monkeypatch.setattr(
+        launch, "train", lambda s, out, resume, n, *rest, **how: seen.update(n=n) or out
+    )
     monkeypatch.setattr(main, "_finish_training", lambda run, report: None)
     if before:
         (tmp_path / "run.json").write_text(json.dumps({"processes": before}))
@@ -368,7 +511,9 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(words, before, wanted, 
 @pytest.mark.parametrize("gpus, wanted", [(8, 8), (1, 1)])
 def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
     "To `train` where the machine has as many devices; to `plan` always, unless a number is given."
-    monkeypatch.setattr(machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0})
+    monkeypatch.setattr(
+        machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
+    )
     s = settings.load_settings("machines/8x80gb-full-flux1-dev")
     assert plan.processes_here(s, "machines/8x80gb-full-flux1-dev") == wanted
     assert plan.processes_here(s, "paper/chunk") == 1
@@ -380,7 +525,9 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     "Else each of four would start two."
     monkeypatch.setenv("WORLD_SIZE", "4")
     answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
-    assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(answer.exception)
+    assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(
+        answer.exception
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -394,19 +541,34 @@ def test_what_would_fit_is_looked_for_among_settings_that_go_together():
     assert least < plan._peak_memory(s, network, 8)[0]
 
 
-@pytest.mark.parametrize("preset, changes, device, expected", [
-    ("paper/one-h200-lora", {}, "l40s", {"gradient_checkpointing", "reward_options"}),
-    ("paper/one-h200-lora", {"gradient_checkpointing": True, "update_batch": 1, "rollout_batch": 1}, "a100-40",
-     {"reward_options"}),
-    ("machines/24gb-lora-sd35-medium", {"vae_tiling": False, "rollout_batch": 12, "eval_resolution": 1024},
-     "rtx4090", {"vae_tiling"})])
+@pytest.mark.parametrize(
+    "preset, changes, device, expected",
+    [
+        ("paper/one-h200-lora", {}, "l40s", {"gradient_checkpointing", "reward_options"}),
+        (
+            "paper/one-h200-lora",
+            {"gradient_checkpointing": True, "update_batch": 1, "rollout_batch": 1},
+            "a100-40",
+            {"reward_options"},
+        ),
+        (
+            "machines/24gb-lora-sd35-medium",
+            {"vae_tiling": False, "rollout_batch": 12, "eval_resolution": 1024},
+            "rtx4090",
+            {"vae_tiling"},
+        ),
+    ],
+)
 def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
     s = settings.load_settings(preset, changes)
     network, where = plan.find_model_config(s.model), plan.find_device(device)
     assert not where.fits(plan._peak_memory(s, network)[0])
     found, total = plan._find_smaller(s, network, where)
     assert set(found) == expected
-    assert where.fits(total) and plan._peak_memory(settings.load_settings(s, found), network)[0] == total
+    assert (
+        where.fits(total)
+        and plan._peak_memory(settings.load_settings(s, found), network)[0] == total
+    )
     text = dict(plan.describe_estimates(s, 1e15, device=device))["  would fit with"]
     assert all(name in text for name in expected)
 
@@ -414,19 +576,41 @@ def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
 def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     s = settings.load_settings("paper/one-h200-lora")  # its weights alone are 24 GB
     text = dict(plan.describe_estimates(s, 1e15, device="rtx4090"))["  would fit with"]
-    assert text.startswith("nothing that plan knows: with every saving it still takes 2") and text.endswith(" GB")
+    assert text.startswith(
+        "nothing that plan knows: with every saving it still takes 2"
+    ) and text.endswith(" GB")
 
 
-@pytest.mark.parametrize("name, gigabytes", [
-    ("A100", 80), ("a100-40", 40), ("l40s", 48), ("GH200", 96), ("b200", 180), ("RTX 4090", 24), ("rtx_5090", 32)])
+@pytest.mark.parametrize(
+    "name, gigabytes",
+    [
+        ("A100", 80),
+        ("a100-40", 40),
+        ("l40s", 48),
+        ("GH200", 96),
+        ("b200", 180),
+        ("RTX 4090", 24),
+        ("rtx_5090", 32),
+    ],
+)
 def test_devices_are_known_by_their_usual_names(name, gigabytes):
     assert plan.find_device(name).gigabytes == gigabytes
 
 
-@pytest.mark.parametrize("gpu, name", [
-    ("NVIDIA H200", "h200"), ("NVIDIA H100 PCIe", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("NVIDIA B200", "b200"),
-    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA L40S", "l40s"),
-    ("NVIDIA GeForce RTX 5090", "rtx5090"), ("Tesla T4", None)])
+@pytest.mark.parametrize(
+    "gpu, name",
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 PCIe", "h100"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("Tesla T4", None),
+    ],
+)
 def test_a_gpu_is_recognised_by_what_torch_calls_it(gpu, name):
     assert plan.recognise_gpu(gpu) == name
 
@@ -435,8 +619,13 @@ def test_decoding_is_counted_by_the_batch_that_is_decoded():
     "Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     s = settings.load_settings("paper/one-h200-lora")
-    assert plan.images_decoded_at_once(network, 1024, 12) == 7 and plan.images_decoded_at_once(network, 512, 12) == 12
+    assert (
+        plan.images_decoded_at_once(network, 1024, 12) == 7
+        and plan.images_decoded_at_once(network, 512, 12) == 12
+    )
     planned = plan.decode_bytes_on_gpu(network, 1024, s.dtype, False, 7)
     assert plan._peak_memory(s, network)[1]["decoding"] == planned
     assert planned == pytest.approx(15.052e9, rel=1e-3)  # measured on an H200, see the page speed
-    assert planned - plan._decode_bytes(network, 1024, s.dtype, False, 7)[0] == 7 * 256 * 1024**2 * 2
+    assert (
+        planned - plan._decode_bytes(network, 1024, s.dtype, False, 7)[0] == 7 * 256 * 1024**2 * 2
+    )

@@ -22,7 +22,14 @@ from chunk_grpo.pocket.world import (
 )
 from chunk_grpo.rewards import rewards
 
-POCKET_REWARDS = ["pocket-clip", "pocket-geneval", "pocket-partial", "pocket-warm", "pocket-low", "pocket-low-pixels"]
+POCKET_REWARDS = [
+    "pocket-clip",
+    "pocket-geneval",
+    "pocket-partial",
+    "pocket-warm",
+    "pocket-low",
+    "pocket-low-pixels",
+]
 OFFLINE = """
 import socket
 
@@ -60,7 +67,10 @@ def scenes():
     "Three hundred fresh scenes of both prompt lists, their pictures and prompts."
     rng = np.random.default_rng(2026)
     prompts = [
-        str(p) for p in rng.choice(pocket.read_pocket_prompts("train") + pocket.read_pocket_prompts("test"), 300)
+        str(p)
+        for p in rng.choice(
+            pocket.read_pocket_prompts("train") + pocket.read_pocket_prompts("test"), 300
+        )
     ]
     drawn = [sample_scene(p, rng) for p in prompts]
     return rng, prompts, [render_scene(s) for s in drawn]
@@ -82,17 +92,25 @@ def test_every_shipped_file_is_as_measured_and_small():
     assert pocket.verify_pocket_files() == len(manifest["sha256"])
     on_disk = {
         f.relative_to(pocket.POCKET_DIR).as_posix()
-        for part in ("base", "clip", "prompts") for f in (pocket.POCKET_DIR / part).rglob("*") if f.is_file()
+        for part in ("base", "clip", "prompts")
+        for f in (pocket.POCKET_DIR / part).rglob("*")
+        if f.is_file()
     }
     assert on_disk == set(manifest["sha256"])
-    assert sum((pocket.POCKET_DIR / name).stat().st_size for name in on_disk) == manifest["bytes"] < 20e6
+    assert (
+        sum((pocket.POCKET_DIR / name).stat().st_size for name in on_disk)
+        == manifest["bytes"]
+        < 20e6
+    )
 
 
 def test_no_shipped_file_names_the_machine_it_was_made_on():
     for name in pocket.read_pocket_manifest()["sha256"]:
         if name.endswith(".json"):
             content = json.loads((pocket.POCKET_DIR / name).read_text())
-            assert "_name_or_path" not in content or not content["_name_or_path"].startswith("/"), name
+            assert "_name_or_path" not in content or not content["_name_or_path"].startswith("/"), (
+                name
+            )
 
 
 def test_prompt_lists_are_disjoint_and_balanced():
@@ -100,8 +118,13 @@ def test_prompt_lists_are_disjoint_and_balanced():
     assert lists == split_prompts()
     assert len({p for prompts in lists for p in prompts}) == sum(map(len, lists))
     for prompts, count in zip(lists[1:], (8, 16), strict=True):
-        assert [sum(parse_caption(p).category == c for p in prompts) for c in POCKET_CATEGORIES] == [count] * 6
-    said = [{parse_caption(p) for p in prompts if parse_caption(p).category != "single_object"} for prompts in lists]
+        assert [
+            sum(parse_caption(p).category == c for p in prompts) for c in POCKET_CATEGORIES
+        ] == [count] * 6
+    said = [
+        {parse_caption(p) for p in prompts if parse_caption(p).category != "single_object"}
+        for prompts in lists
+    ]
     assert not said[0] & said[1] and not said[0] & said[2] and not said[1] & said[2]
     with pytest.raises(InputError, match="train, validation, test or test192"):
         pocket.read_pocket_prompts("heldout")
@@ -125,7 +148,9 @@ def test_what_passes_shows_every_object(scenes):
         assert low <= np.mean(sum(objects, [])) <= high
 
 
-@pytest.mark.parametrize("caption", ["a red star", "two stars", "a star and a ring", "a ring above a star"])
+@pytest.mark.parametrize(
+    "caption", ["a red star", "two stars", "a star and a ring", "a ring above a star"]
+)
 def test_checker_refuses_what_is_not_quite_it(caption):
     rng = np.random.default_rng(1)
     scene = sample_scene(caption, rng)
@@ -149,7 +174,9 @@ def test_clip_ranks_true_over_one_word_changed():
 
 def test_rewards_take_every_kind_of_image_and_go_by_name(scenes):
     _, prompts, images = scenes
-    bytes_ = torch.stack([torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]])
+    bytes_ = torch.stack(
+        [torch.from_numpy(np.asarray(i).copy()).permute(2, 0, 1) for i in images[:20]]
+    )
     for name in POCKET_REWARDS:
         reward = rewards.load_reward(name)
         scores = [reward(kind, prompts[:20]) for kind in (images[:20], bytes_, bytes_ / 255)]
@@ -162,7 +189,9 @@ def test_manifest_states_the_quality_of_the_base():
     quality = pocket.read_pocket_manifest()["quality"]
     for sampler in ("ode", "sde"):
         assert 0.4 < quality[sampler]["geneval"] < 0.65  # room for reinforcement learning
-        assert quality[sampler]["clip_auc_in_prompt"] > 0.7  # the reward orders the model's own images
+        assert (
+            quality[sampler]["clip_auc_in_prompt"] > 0.7
+        )  # the reward orders the model's own images
 
 
 @pytest.mark.parametrize("name", POCKET_REWARDS)
@@ -192,20 +221,38 @@ def test_the_whole_training_in_miniature_writes_what_is_shipped(trainer, tmp_pat
 
     tiny = {name: {"steps": 3, "batch": 4, "count": 8} for name in trainer.PARTS}
     tiny["misled"] = tiny["flow"] | {"wrong": 0.5}
-    made = trainer.build_pocket(tmp_path / "out", tmp_path / "work", tiny, images=0, log=lambda line: None)
+    made = trainer.build_pocket(
+        tmp_path / "out", tmp_path / "work", tiny, images=0, log=lambda line: None
+    )
     assert pocket.verify_pocket_files(tmp_path / "out") == len(made["sha256"])
     assert set(made["sha256"]) == set(pocket.read_pocket_manifest()["sha256"])
     pipeline = FluxPipeline.from_pretrained(tmp_path / "out" / "base")
     pipeline.set_progress_bar_config(disable=True)
-    kwargs = {"height": 64, "width": 64, "max_sequence_length": pocket.MAX_TOKENS, "num_inference_steps": 2}
+    kwargs = {
+        "height": 64,
+        "width": 64,
+        "max_sequence_length": pocket.MAX_TOKENS,
+        "num_inference_steps": 2,
+    }
     assert pipeline("a star", **kwargs).images[0].size == (64, 64)
-    again = trainer.build_pocket(tmp_path / "again", tmp_path / "work", tiny, images=0, log=lambda line: None)
+    again = trainer.build_pocket(
+        tmp_path / "again", tmp_path / "work", tiny, images=0, log=lambda line: None
+    )
     assert again["sha256"] == made["sha256"]  # read back from the work folder
 
 
 @pytest.mark.parametrize("part", ["flow", "clip"])
-def test_an_interrupted_training_ends_where_a_straight_one_ends(trainer, vae, part, tmp_path, monkeypatch):
-    settings = {"vae": vae, "steps": 6, "batch": 8, "count": 24, "every": 3, "log": lambda line: None}
+def test_an_interrupted_training_ends_where_a_straight_one_ends(
+    trainer, vae, part, tmp_path, monkeypatch
+):
+    settings = {
+        "vae": vae,
+        "steps": 6,
+        "batch": 8,
+        "count": 24,
+        "every": 3,
+        "log": lambda line: None,
+    }
     train = getattr(trainer, f"train_{part}")
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     straight = train(tmp_path / "one", **settings)
@@ -226,8 +273,14 @@ def test_captions_that_mislead_are_one_word_off_and_never_held_out(trainer):
     changed = [(a.split(), b.split()) for a, b in zip(captions, wrong, strict=True) if a != b]
     assert 0.4 < len(changed) / len(captions) < 0.6
     assert all(sum(x != y for x, y in zip(a, b, strict=True)) == 1 for a, b in changed)
-    held = {spec for spec in map(parse_caption, pocket.read_pocket_prompts("test")) if spec.category != "single_object"}
-    assert not held & set(map(parse_caption, wrong)) and not set(wrong) & set(pocket.read_pocket_prompts("test"))
+    held = {
+        spec
+        for spec in map(parse_caption, pocket.read_pocket_prompts("test"))
+        if spec.category != "single_object"
+    }
+    assert not held & set(map(parse_caption, wrong)) and not set(wrong) & set(
+        pocket.read_pocket_prompts("test")
+    )
     assert trainer.mislead_captions(captions, 0.0) == captions
 
 

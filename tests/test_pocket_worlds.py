@@ -33,7 +33,11 @@ SECOND = pocket.read_pocket_prompts("test192")
 
 def plain(prompt):
     "A prompt without capitals, punctuation, articles and the spaces between words."
-    return "".join(word for word in re.findall("[a-z0-9]+", prompt.casefold()) if word not in ("a", "an", "the"))
+    return "".join(
+        word
+        for word in re.findall("[a-z0-9]+", prompt.casefold())
+        if word not in ("a", "an", "the")
+    )
 
 
 def category(prompt):
@@ -79,7 +83,9 @@ def test_second_test_list_is_balanced_over_categories_combinations_and_phrases()
             assert max(kept_back.values()) - min(kept_back.values()) <= 1, (name, kept_back)
         assert max(seen.values(), default=0) - min(seen.values(), default=0) <= 1, (name, seen)
         # No phrase stands before more than a third of a category's prompts.
-        first = Counter(next((x for x in CAPTION_PREFIXES if x and p.startswith(x)), "") for p in prompts)
+        first = Counter(
+            next((x for x in CAPTION_PREFIXES if x and p.startswith(x)), "") for p in prompts
+        )
         assert len(first) >= 6 and max(first.values()) <= 11, (name, first)
     assert len({parse_caption(p) for p in SECOND}) >= 120
 
@@ -97,8 +103,14 @@ def test_caption_with_two_phrases_means_what_it_means_with_one():
 
 @pytest.mark.parametrize(
     "caption",
-    ["a photo of a print of a star and a ring", "a sketch of a photo of a print of a star", "a photo of a photo of",
-     "of a star", "a photo ofa star", "a photo of  a star"],
+    [
+        "a photo of a print of a star and a ring",
+        "a sketch of a photo of a print of a star",
+        "a photo of a photo of",
+        "of a star",
+        "a photo ofa star",
+        "a photo of  a star",
+    ],
 )
 def test_caption_with_too_many_words_or_phrases_is_rejected(caption):
     with pytest.raises(InputError, match="`caption` must") as error:
@@ -115,7 +127,11 @@ def test_files_of_the_other_bases_are_as_shipped_and_small():
     folder = pocket.POCKET_DIR / "bases"
     files = read_json(folder / "manifest.json")["sha256"]
     assert pocket.verify_pocket_files(folder) == len(files)
-    there = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file() and f.parent.name != "vae"}
+    there = {
+        f.relative_to(folder).as_posix()
+        for f in folder.rglob("*")
+        if f.is_file() and f.parent.name != "vae"
+    }
     assert there == {*files, "manifest.json", "curve.json"}
     assert sum((folder / name).stat().st_size for name in files) < 5e6
 
@@ -131,10 +147,13 @@ def test_changed_file_of_another_base_is_found(tmp_path):
 def test_another_base_draws_with_weights_of_its_own_and_the_shipped_autoencoder(name):
     torch.set_num_threads(1)
     shipped, other = (load_policy(x, resolution=64, max_tokens=12) for x in ("pocket", name))
-    noise = torch.randn(2, *shipped.noise(torch.Generator()).shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(
+        2, *shipped.noise(torch.Generator()).shape, generator=torch.Generator().manual_seed(0)
+    )
     levels = torch.full((2,), 0.9)
     first, second = (
-        policy.velocity(noise, levels, policy.encode(["a star", "two rings"])) for policy in (shipped, other)
+        policy.velocity(noise, levels, policy.encode(["a star", "two rings"]))
+        for policy in (shipped, other)
     )
     assert second.isfinite().all() and not torch.allclose(first, second, atol=1e-2)
     torch.testing.assert_close(shipped.decode(noise), other.decode(noise), rtol=0, atol=0)
@@ -145,7 +164,11 @@ def test_diffusers_alone_loads_another_base_in_float32(name):
     from diffusers import FluxPipeline
 
     pipeline = FluxPipeline.from_pretrained(pocket.pocket_model_path(name))
-    kinds = {p.dtype for part in (pipeline.transformer, pipeline.text_encoder, pipeline.vae) for p in part.parameters()}
+    kinds = {
+        p.dtype
+        for part in (pipeline.transformer, pipeline.text_encoder, pipeline.vae)
+        for p in part.parameters()
+    }
     assert kinds == {torch.float32}
 
 
@@ -153,7 +176,9 @@ def test_diffusers_alone_loads_another_base_in_float32(name):
 def test_unknown_base_is_rejected_by_name_without_network(name, monkeypatch):
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("the hub was asked")
+    )
     with pytest.raises(InputError) as error:
         locate_model(name)
     assert repr(name) in str(error.value) and all(base in str(error.value) for base in BASES)
@@ -161,7 +186,11 @@ def test_unknown_base_is_rejected_by_name_without_network(name, monkeypatch):
 
 def test_unknown_base_ends_training_in_one_sentence(tmp_path):
     done = call("train", "pocket/tiny", "model=pocket/untrained", "--out", tmp_path / "run")
-    assert done.returncode == 2 and "pocket/undertrained" in done.stderr and not (tmp_path / "run").exists()
+    assert (
+        done.returncode == 2
+        and "pocket/undertrained" in done.stderr
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_base_is_the_shipped_one_where_a_folder_has_its_name(tmp_path, monkeypatch):
@@ -186,7 +215,9 @@ def mirrored(image):
 @pytest.mark.parametrize("y, expected", [(16, 0.25), (32, 0.5), (48, 0.75)])
 @pytest.mark.parametrize("shape", ["circle", "square", "triangle", "star", "cross", "ring"])
 def test_taste_is_the_height_of_an_object_whatever_its_shape_colour_and_column(shape, y, expected):
-    images = [picture(SceneObject(shape, colour, x, y, 13)) for colour in POCKET_COLOURS for x in (16, 48)]
+    images = [
+        picture(SceneObject(shape, colour, x, y, 13)) for colour in POCKET_COLOURS for x in (16, 48)
+    ]
     scores = PocketLow()(images, [""] * len(images))
     assert (scores - expected).abs().max() <= 0.5 / 64
 
@@ -200,7 +231,9 @@ def test_taste_is_the_mean_over_well_formed_objects_and_zero_without_any():
 
 @pytest.mark.parametrize("reward", [PocketLow(), PocketLowPixels()])
 def test_taste_and_proxy_do_not_depend_on_prompt_mirror_or_company(reward):
-    image = picture(SceneObject("star", "green", 16, 48, 12), SceneObject("ring", "blue", 48, 16, 12))
+    image = picture(
+        SceneObject("star", "green", 16, 48, 12), SceneObject("ring", "blue", 48, 16, 12)
+    )
     both = torch.from_numpy(np.stack([np.asarray(image), mirrored(image)])).permute(0, 3, 1, 2)
     alone = reward(both[:1], ["a star"])
     scores = reward(both, ["two rings", "no sentence of the world"])
@@ -214,7 +247,9 @@ def test_proxy_is_raised_by_a_strip_of_colour_that_taste_and_checker_reject():
     strip[58:] = POCKET_COLOURS["blue"]
     images = torch.from_numpy(np.stack([np.asarray(picture(star)), strip])).permute(0, 3, 1, 2)
     prompts = ["a star"] * 2
-    proxy, taste, right = (reward(images, prompts) for reward in (PocketLowPixels(), PocketLow(), PocketGenEval()))
+    proxy, taste, right = (
+        reward(images, prompts) for reward in (PocketLowPixels(), PocketLow(), PocketGenEval())
+    )
     assert proxy[1] > proxy[0] + 0.3 and taste[0] == taste[1] and right.tolist() == [1, 0]
 
 
@@ -226,4 +261,7 @@ def test_taste_and_proxy_reject_another_number_of_prompts_than_images(reward):
 
 def test_taste_and_proxy_have_names_in_settings():
     names = ("pocket-low", "pocket-low-pixels")
-    assert load_settings("pocket/tiny", {"reward": names[1], "eval_rewards": names}).eval_rewards == names
+    assert (
+        load_settings("pocket/tiny", {"reward": names[1], "eval_rewards": names}).eval_rewards
+        == names
+    )

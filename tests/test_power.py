@@ -23,17 +23,25 @@ def outcome(session: Session, state: dict, root: Path) -> str:
     begun = (root / "run" / "run.json").is_file()
     again = session.again if begun else ()
     done = call(session.spoken(root, *again), root)
-    if done.returncode == 2 and done.stderr.startswith("chunk-grpo: ") and done.stderr.count("\n") == 1:
+    if (
+        done.returncode == 2
+        and done.stderr.startswith("chunk-grpo: ")
+        and done.stderr.count("\n") == 1
+    ):
         return "" if begun else f"a new run is refused: {done.stderr}"
     if done.returncode:
         return f"exit code {done.returncode}: {done.stderr[-300:]!r}"
     mine, theirs = session.result(root), session.result(session.whole)
-    return "; ".join(f"other {name}: {difference(mine[name], theirs[name])}" for name in theirs
-                     if name != "files" and mine[name] != theirs[name])
+    return "; ".join(
+        f"other {name}: {difference(mine[name], theirs[name])}"
+        for name in theirs
+        if name != "files" and mine[name] != theirs[name]
+    )
 
 
 def check(session: Session, chosen: list, folder: Path) -> None:
     "Go on from every state, two at once."
+
     def one(named):
         with tempfile.TemporaryDirectory(dir=folder) as place:
             return outcome(session, named[1], Path(place) / "root")
@@ -46,7 +54,11 @@ def check(session: Session, chosen: list, folder: Path) -> None:
 
 def late(states: list) -> list:
     "States with a checkpoint, a run that says that it is finished, or its weights."
-    return [one for one in states if any(name in one[1] for name in ("run/checkpoints/000001", "run/final"))]
+    return [
+        one
+        for one in states
+        if any(name in one[1] for name in ("run/checkpoints/000001", "run/final"))
+    ]
 
 
 @pytest.mark.slow
@@ -55,35 +67,58 @@ def test_the_disk_keeps_what_was_synced(tiny_training):
     whole = disk.Disk()
     for step in tiny_training.steps:
         whole.do(step)
-    there = {str(file.relative_to(tiny_training.whole)): file.read_bytes() for file in tiny_training.whole.rglob("*")
-             if file.is_file() and file.suffix != ".log"}
+    there = {
+        str(file.relative_to(tiny_training.whole)): file.read_bytes()
+        for file in tiny_training.whole.rglob("*")
+        if file.is_file() and file.suffix != ".log"
+    }
     found = {name: content for name, content in whole.state("names").items() if content is not None}
     assert found.keys() == there.keys()
-    assert {name: content for name, content in whole.state("contents").items() if content is not None}.items() \
-        <= there.items()
+    assert {
+        name: content for name, content in whole.state("contents").items() if content is not None
+    }.items() <= there.items()
     simple = disk.Disk()
-    for op, path, more in (("mkdir", "a", {}), ("open", "a/b", {"data": b"new"}), ("write", "a/b", {"data": b"1234"})):
+    for op, path, more in (
+        ("mkdir", "a", {}),
+        ("open", "a/b", {"data": b"new"}),
+        ("write", "a/b", {"data": b"1234"}),
+    ):
         simple.do(disk.Step("", 0, op, path, **more))
     assert [simple.state(kind) for kind in disk.KINDS] == [
-        {}, {"a": None, "a/b": b""}, {}, {"a": None, "a/b": b"12"}, {"a": None, "a/b": b"\0" * 4}]
+        {},
+        {"a": None, "a/b": b""},
+        {},
+        {"a": None, "a/b": b"12"},
+        {"a": None, "a/b": b"\0" * 4},
+    ]
 
 
 @pytest.mark.slow
 def test_a_finished_run_is_on_the_disk(tiny_training):
     "At its end nothing of a run is left that a loss of power could take; its cache is none of it."
-    there = {f"run/{file.relative_to(tiny_training.whole / 'run')}": file.read_bytes()
-             for file in (tiny_training.whole / "run").rglob("*") if file.is_file() and file.suffix != ".log"}
+    there = {
+        f"run/{file.relative_to(tiny_training.whole / 'run')}": file.read_bytes()
+        for file in (tiny_training.whole / "run").rglob("*")
+        if file.is_file() and file.suffix != ".log"
+    }
     whole = disk.Disk()
     for step in tiny_training.steps:
         whole.do(step)
-    kept = {name: content for name, content in whole.state("synced").items() if content is not None and
-            name.startswith("run/")}
+    kept = {
+        name: content
+        for name, content in whole.state("synced").items()
+        if content is not None and name.startswith("run/")
+    }
     assert kept == there
 
 
 @pytest.mark.slow
 def test_power_lost_at_a_few_steps(tiny_training, tmp_path):
-    check(tiny_training, random.Random(1).sample(late(disk.states(tiny_training.steps)), SAMPLE), tmp_path)
+    check(
+        tiny_training,
+        random.Random(1).sample(late(disk.states(tiny_training.steps)), SAMPLE),
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -95,8 +130,10 @@ def test_power_lost_at_every_sync_and_rename(tiny_training, tmp_path):
 
 def finished_run(session: Session) -> disk.Disk:
     "A disk that holds what was there before a session, all of it for good."
-    root, before = disk.Disk(), {str(file.relative_to(session.before)): file for file in sorted(
-        session.before.rglob("*"))}
+    root, before = (
+        disk.Disk(),
+        {str(file.relative_to(session.before)): file for file in sorted(session.before.rglob("*"))},
+    )
     for name, file in before.items():
         root.do(disk.Step("", 0, "mkdir" if file.is_dir() else "open", name, data=b"new"))
         if file.is_file():
@@ -121,9 +158,16 @@ def counted_pictures(state: dict) -> dict[str, bytes | None]:
 def test_what_counts_as_drawn_is_on_the_disk(tiny_evaluation):
     "In every state, not only in those that are gone on with below."
     theirs = tiny_evaluation.result(tiny_evaluation.whole)["pictures"]
-    found = [(name, counted_pictures(state))
-             for name, state in disk.every_state(tiny_evaluation.steps, finished_run(tiny_evaluation))]
-    wrong = [f"{name}: {file}" for name, files in found for file, content in files.items() if content != theirs[file]]
+    found = [
+        (name, counted_pictures(state))
+        for name, state in disk.every_state(tiny_evaluation.steps, finished_run(tiny_evaluation))
+    ]
+    wrong = [
+        f"{name}: {file}"
+        for name, files in found
+        for file, content in files.items()
+        if content != theirs[file]
+    ]
     assert not wrong, "\n".join(wrong)
     assert max(len(files) for _, files in found) == len(theirs)
 

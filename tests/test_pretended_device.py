@@ -29,14 +29,22 @@ FAULTS = {
     "where": lambda here, there: torch.where(there > 1, here, there),
     "equal": lambda here, there: torch.equal(here, there),
     "matrix product": lambda here, there: here @ there,
-    "segment_reduce": lambda here, there: torch.segment_reduce(there, "mean", lengths=torch.tensor([3, 1])),
+    "segment_reduce": lambda here, there: torch.segment_reduce(
+        there, "mean", lengths=torch.tensor([3, 1])
+    ),
     "foreach": lambda here, there: torch._foreach_add_([there], [here]),
     "a CPU tensor by a GPU's index": lambda here, there: here[there.long()],
     "a CPU tensor by a GPU's mask": lambda here, there: here[there > 1],
-    "values of another device": lambda here, there: there.__setitem__(torch.tensor([0, 1]), here[:2]),
+    "values of another device": lambda here, there: there.__setitem__(
+        torch.tensor([0, 1]), here[:2]
+    ),
     "numpy": lambda here, there: there.numpy(),
-    "generator": lambda here, there: torch.randn(2, device="cuda", generator=torch.Generator().manual_seed(0)),
-    "generator in place": lambda here, there: there.normal_(generator=torch.Generator().manual_seed(0)),
+    "generator": lambda here, there: torch.randn(
+        2, device="cuda", generator=torch.Generator().manual_seed(0)
+    ),
+    "generator in place": lambda here, there: there.normal_(
+        generator=torch.Generator().manual_seed(0)
+    ),
     "a layer elsewhere": lambda here, there: torch.nn.Linear(4, 2)(there),
     "out": lambda here, there: torch.add(there, 1, out=here),
 }
@@ -63,8 +71,15 @@ def test_right_code_goes_through(cuda):
     there[:2] = here[2:]
     there.copy_(here)
     assert there.tolist() == [0, 1, 2, 3] and there.sum().item() == 6
-    assert here.to(there).device == there.device and there.to("cpu", torch.float64).device.type == "cpu"
-    assert there.view(2, 2).T.is_cuda and torch.zeros_like(there).is_cuda and there.new_tensor([1.0]).is_cuda
+    assert (
+        here.to(there).device == there.device
+        and there.to("cpu", torch.float64).device.type == "cpu"
+    )
+    assert (
+        there.view(2, 2).T.is_cuda
+        and torch.zeros_like(there).is_cuda
+        and there.new_tensor([1.0]).is_cuda
+    )
     assert torch.tensor([there[0], there[1]]).device.type == "cpu", "numbers are read one by one"
     assert torch.as_tensor(here, device="cuda").is_cuda and not here.is_cuda
     assert torch.randn(2, generator=torch.Generator()).to("cuda").is_cuda
@@ -92,7 +107,9 @@ def test_a_step_of_training(cuda):
     assert layer.weight.grad.is_cuda
     torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
     optimizer.step()
-    assert optimizer.state[layer.weight]["exp_avg"].is_cuda and not torch.equal(before, layer.weight)
+    assert optimizer.state[layer.weight]["exp_avg"].is_cuda and not torch.equal(
+        before, layer.weight
+    )
 
     def forgetful(x):
         return layer(x * torch.ones(4) if again.pop() else x)
@@ -107,7 +124,10 @@ def test_every_thread_has_a_current_device():
     "The main thread's is set, another begins at 0: what says `cuda` there lies on another GPU."
     found = []
     with pretended_cuda(current=1) as mode:
-        assert torch.zeros(1, device="cuda").device == torch.device("cuda:1") and torch.cuda.current_device() == 1
+        assert (
+            torch.zeros(1, device="cuda").device == torch.device("cuda:1")
+            and torch.cuda.current_device() == 1
+        )
 
         def other():
             with PretendedCUDA(mode.devices):

@@ -32,8 +32,13 @@ def test_processes_draw_the_same_images(world, tmp_path, many):
     words = [str(world / "s.yaml"), str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(many)]
     alone = call(*words, module=str(tmp_path / "draw.py"))
-    together = subprocess.run([sys.executable, *launcher, str(tmp_path / "draw.py"), *words], env=environment(),
-                              capture_output=True, text=True, timeout=300)
+    together = subprocess.run(
+        [sys.executable, *launcher, str(tmp_path / "draw.py"), *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     for said in (alone, together):
         assert said.returncode == 0, said.stderr[-2000:]
     one = torch.load(tmp_path / "1.0.pt")
@@ -65,18 +70,37 @@ def test_the_process_group_outlives_what_uses_it(world, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     done = call(world / "s.yaml", tmp_path, module=str(tmp_path / "ending.py"), **alone)
-    assert done.returncode == 0 and "wrapped models at the end: 0\n" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "wrapped models at the end: 0\n" in done.stdout, (
+        done.stdout + done.stderr
+    )
 
 
-@pytest.mark.parametrize("processes, sharding", [
-    (2, "none"), pytest.param(4, "none", marks=pytest.mark.slow), pytest.param(1, "fsdp", marks=pytest.mark.slow),
-    pytest.param(2, "fsdp", marks=pytest.mark.slow)])  # two machines with a part each are in test_hosts
+@pytest.mark.parametrize(
+    "processes, sharding",
+    [
+        (2, "none"),
+        pytest.param(4, "none", marks=pytest.mark.slow),
+        pytest.param(1, "fsdp", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+    ],
+)  # two machines with a part each are in test_hosts
 def test_several_processes_train_the_same(world, whole, processes, sharding):
     "As one process: with whole weights in each, and with a part in each."
     out, alone = world / f"{processes}-{sharding}", world / f"{processes}-{sharding}-alone"
-    words = ("train", world / "s.yaml", "baseline_images=2", "--no-report")  # the base draws beside it
+    words = (
+        "train",
+        world / "s.yaml",
+        "baseline_images=2",
+        "--no-report",
+    )  # the base draws beside it
     run(*words, f"sharding={sharding}", "--out", out, "--processes", processes)
     run(*words, "--out", alone)
     assert alike(out, alone) and trained(alone) == trained(whole)
@@ -87,11 +111,28 @@ def test_several_processes_train_the_same(world, whole, processes, sharding):
 @pytest.mark.slow
 def test_parts_with_everything_on(world):
     "Two passes, unequal numbers of forwards, fewer held-out images than processes, KL, moving average, checkpointing."
-    words = ["update_batch=5", "kl=0.01", "ema=0.9", "eval_count=1", "gradient_checkpointing=true", "iterations=2"]
+    words = [
+        "update_batch=5",
+        "kl=0.01",
+        "ema=0.9",
+        "eval_count=1",
+        "gradient_checkpointing=true",
+        "iterations=2",
+    ]
     outs = [world / f"everything-{n}" for n in (1, 2)]
     for n, out in enumerate(outs, 1):
         sharding = ["sharding=fsdp"] * (n > 1)
-        run("train", world / "s.yaml", *words, *sharding, "--out", out, "--processes", n, "--no-report")
+        run(
+            "train",
+            world / "s.yaml",
+            *words,
+            *sharding,
+            "--out",
+            out,
+            "--processes",
+            n,
+            "--no-report",
+        )
     assert alike(outs[1], outs[0])
 
 
@@ -102,11 +143,19 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
     out, slow = world / f"died-{sharding}-{before}-{after}", "reward=tiny_rewards:slow_red"
     words = ["train", world / "s.yaml", slow, f"sharding={sharding}", "--out", out, "--no-report"]
     child = subprocess.Popen(
-        command(*words, "--processes", before), env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        command(*words, "--processes", before),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
     family, dead = children.descendants(child.pid), before - 1
-    (rank,) = [p for p in family if "chunk_grpo.runs.launch" in p.cmdline() and p.environ().get("RANK") == str(dead)]
+    (rank,) = [
+        p
+        for p in family
+        if "chunk_grpo.runs.launch" in p.cmdline() and p.environ().get("RANK") == str(dead)
+    ]
     rank.send_signal(signal.SIGKILL)
     said = child.communicate(timeout=120)[1].decode()
     why = f"rank {dead} was killed by SIGKILL"
@@ -125,7 +174,15 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
     "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
     outs = [world / f"adaptive-{n}" for n in (1, 2)]
     for n, out in enumerate(outs, 1):
-        words = ["chunks=adaptive:1", "steps=10", "iterations=2", "eval_every=0", "--processes", n, "--no-report"]
+        words = [
+            "chunks=adaptive:1",
+            "steps=10",
+            "iterations=2",
+            "eval_every=0",
+            "--processes",
+            n,
+            "--no-report",
+        ]
         run("train", world / "s.yaml", "--out", out, *words)
     one, two = map(metrics, outs)
     assert one[1]["transitions_trained"] not in (0, 16 * 9) and one[1]["ratio_floor"] == 0
@@ -137,11 +194,28 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
 @pytest.mark.slow
 def test_compiled_parts_train_the_same(world):
     "Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."
-    words, outs = ["iterations=2", "eval_every=0", "--no-report"], [world / "plain", world / "compiled-parts"]
+    words, outs = (
+        ["iterations=2", "eval_every=0", "--no-report"],
+        [world / "plain", world / "compiled-parts"],
+    )
     run("train", world / "s.yaml", *words, "--out", outs[0])
     done = subprocess.run(
-        command("train", world / "s.yaml", *words, "sharding=fsdp", "compile=true", "--out", outs[1], "--processes", 2),
-        env=environment(), capture_output=True, text=True, timeout=900)
+        command(
+            "train",
+            world / "s.yaml",
+            *words,
+            "sharding=fsdp",
+            "compile=true",
+            "--out",
+            outs[1],
+            "--processes",
+            2,
+        ),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     assert alike(outs[1], outs[0])
 
@@ -149,7 +223,10 @@ def test_compiled_parts_train_the_same(world):
 @pytest.mark.slow
 def test_a_finished_run_goes_on_with_two_processes(tmp_path):
     "As the page about a GPU host says: more iterations, another number of processes, and what is there stays."
-    words, out = ["train", "pocket/tiny", "--out", tmp_path / "run", "--no-report"], tmp_path / "run"
+    words, out = (
+        ["train", "pocket/tiny", "--out", tmp_path / "run", "--no-report"],
+        tmp_path / "run",
+    )
     run(*words, "iterations=3")
     before = metrics(out)
     said = run(*words, "iterations=4", "--resume", "--processes", 2)

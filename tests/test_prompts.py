@@ -13,9 +13,20 @@ from chunk_grpo.models import inputs, prompt_embeds
 from chunk_grpo.models.families import FluxPolicy
 from chunk_grpo.training import iteration, trainer
 
-SMALL = {"iterations": 3, "prompts_per_iteration": 2, "images_per_prompt": 2, "steps": 3, "chunks": "1,1", "threads": 1,
-         "eval_count": 2, "eval_steps": 1, "hybrid_split": 1, "eval_every": 0, "eval_rewards": [],
-         "reward": "tiny_rewards:red"}
+SMALL = {
+    "iterations": 3,
+    "prompts_per_iteration": 2,
+    "images_per_prompt": 2,
+    "steps": 3,
+    "chunks": "1,1",
+    "threads": 1,
+    "eval_count": 2,
+    "eval_steps": 1,
+    "hybrid_split": 1,
+    "eval_every": 0,
+    "eval_rewards": [],
+    "reward": "tiny_rewards:red",
+}
 
 
 @pytest.fixture
@@ -52,11 +63,20 @@ def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(
     few, odd = tmp_path / "few.txt", tmp_path / "odd.txt"
     few.write_text("a red star\n" * 40)
     odd.write_text("a red star\n" * 40 + "zebras fly over the moon\n")
-    words = ["train", "pocket/tiny", "reward=pocket-geneval", f"prompts={few}", f"eval_prompts={few}"]
+    words = [
+        "train",
+        "pocket/tiny",
+        "reward=pocket-geneval",
+        f"prompts={few}",
+        f"eval_prompts={few}",
+    ]
     done = call(*words, f"{field}={odd}", "--out", tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     (line,) = done.stderr.splitlines()
-    assert f"`{field}` must hold prompts that the reward pocket-geneval can score; number 41 is none" in line
+    assert (
+        f"`{field}` must hold prompts that the reward pocket-geneval can score; number 41 is none"
+        in line
+    )
 
 
 def test_processes_share_the_prompts(monkeypatch, tmp_path):
@@ -66,7 +86,9 @@ def test_processes_share_the_prompts(monkeypatch, tmp_path):
     def needed(rank, processes):
         accelerator = type("A", (), {"process_index": rank, "num_processes": processes})
         texts = [f"train {i}" for i in range(1000)], [f"test {i}" for i in range(50)]
-        return iteration.TrainingState(s, tmp_path, accelerator, *texts, {}, {}, None).needed_prompts()
+        return iteration.TrainingState(
+            s, tmp_path, accelerator, *texts, {}, {}, None
+        ).needed_prompts()
 
     alone, parts = needed(0, 1), [needed(rank, 4) for rank in range(4)]
     assert set().union(*parts) == set(alone) and len(alone) == 3 * 4 + 6
@@ -80,10 +102,14 @@ def flip(file, bit):
     file.write_bytes(content)
 
 
-HARM = {"cut": lambda file, other: file.write_bytes(file.read_bytes()[:-5]),
-        "cut head": lambda file, other: file.write_bytes(file.read_bytes()[:20]),
-        "empty": lambda file, other: file.write_bytes(b""), "text": lambda file, other: file.write_text("?" * 500),
-        "flipped": lambda file, other: flip(file, -3), "of another": lambda file, other: shutil.copy(other, file)}
+HARM = {
+    "cut": lambda file, other: file.write_bytes(file.read_bytes()[:-5]),
+    "cut head": lambda file, other: file.write_bytes(file.read_bytes()[:20]),
+    "empty": lambda file, other: file.write_bytes(b""),
+    "text": lambda file, other: file.write_text("?" * 500),
+    "flipped": lambda file, other: flip(file, -3),
+    "of another": lambda file, other: shutil.copy(other, file),
+}
 
 
 @pytest.mark.parametrize("harm", HARM)
@@ -106,14 +132,18 @@ def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, c
         after = prompt_embeds._load_prompt_embeds(prompts, "key", encode)
         assert calls == wanted and all(torch.equal(after[k], before[k]) for k in before)
         said = capsys.readouterr().out
-        assert said.count("\n") == len(wanted) and said.startswith("warning: prompts: " * len(wanted))
+        assert said.count("\n") == len(wanted) and said.startswith(
+            "warning: prompts: " * len(wanted)
+        )
     assert paths["a cat"].name not in said
 
 
 def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
     "Of its length, its head or its tensors; only the spaces that fill up the head mean nothing."
     file = tmp_path / "a.safetensors"
-    prompt_embeds._save_prompt_embeds(file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k")
+    prompt_embeds._save_prompt_embeds(
+        file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k"
+    )
     unseen = 0
     for bit in range(0, 8 * file.stat().st_size, 3):
         flip(file, bit)
@@ -125,19 +155,28 @@ def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
 
 
 LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval
-    "train.json": ('[{"human_preference": [1, 0], "prompt": "a cat", "image_path": ["a.jpg", "b.jpg"]}, '
-                   '{"human_preference": [0, 1], "prompt": "a cat", "image_path": ["c.jpg", "d.jpg"]}, '
-                   '{"human_preference": [0, 1], "prompt": "a dog", "image_path": ["e.jpg", "f.jpg"]}]',
-                   ["a cat", "a dog"]),
+    "train.json": (
+        '[{"human_preference": [1, 0], "prompt": "a cat", "image_path": ["a.jpg", "b.jpg"]}, '
+        '{"human_preference": [0, 1], "prompt": "a cat", "image_path": ["c.jpg", "d.jpg"]}, '
+        '{"human_preference": [0, 1], "prompt": "a dog", "image_path": ["e.jpg", "f.jpg"]}]',
+        ["a cat", "a dog"],
+    ),
     "anime.json": ('["a knight", "a fox"]', ["a knight", "a fox"]),
-    "PartiPrompts.tsv": ("Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tBiology\n300\tAbstract\tBasic\t\n",
-                         ["bond", "300"]),
-    "drawbench.csv": ('"Prompts","Category"\r\n"A red colored car.","Colors"\r\n"One, two, ""three"".","Counting"\r\n',
-                      ["A red colored car.", 'One, two, "three".']),
+    "PartiPrompts.tsv": (
+        "Prompt\tCategory\tChallenge\tNote\nbond\tAbstract\tBasic\tBiology\n300\tAbstract\tBasic\t\n",
+        ["bond", "300"],
+    ),
+    "drawbench.csv": (
+        '"Prompts","Category"\r\n"A red colored car.","Colors"\r\n"One, two, ""three"".","Counting"\r\n',
+        ["A red colored car.", 'One, two, "three".'],
+    ),
     "from-excel.csv": ("\ufeffPrompts,Category\na cat,Colors\n", ["a cat"]),
-    "evaluation_metadata.jsonl": ('{"tag": "single_object", "include": [], "prompt": "a photo of a bench"}\n',
-                                  ["a photo of a bench"]),
-    "separators.jsonl": ('{"prompt": "a cat\u2028and\x85a dog"}\r\n', ["a cat\u2028and\x85a dog"])}
+    "evaluation_metadata.jsonl": (
+        '{"tag": "single_object", "include": [], "prompt": "a photo of a bench"}\n',
+        ["a photo of a bench"],
+    ),
+    "separators.jsonl": ('{"prompt": "a cat\u2028and\x85a dog"}\r\n', ["a cat\u2028and\x85a dog"]),
+}
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -147,11 +186,23 @@ def test_published_lists_are_read_as_they_come(name, tmp_path):
     assert inputs.read_prompts(str(tmp_path / name)) == prompts
 
 
-@pytest.mark.parametrize("name, text, word", [
-    ("a.csv", "text,id\na cat,1\n", "column Prompt"), ("a.tsv", "", "column Prompt"),
-    ("a.json", '{"prompt": "x"}', "JSON list"), ("a.json", "[{}]", "JSON list"), ("a.json", "[", "JSON list"),
-    ("a.csv", "prompt\n,\n", "holds no prompt"), ("a.json", "[1, 2]", "entry 1 holds 1 where a text"),
-    ("a.txt", "a cat\n" + "x" * 10**7, "line 2 a prompt of 10000000 characters; allowed are 10000")])
+@pytest.mark.parametrize(
+    "name, text, word",
+    [
+        ("a.csv", "text,id\na cat,1\n", "column Prompt"),
+        ("a.tsv", "", "column Prompt"),
+        ("a.json", '{"prompt": "x"}', "JSON list"),
+        ("a.json", "[{}]", "JSON list"),
+        ("a.json", "[", "JSON list"),
+        ("a.csv", "prompt\n,\n", "holds no prompt"),
+        ("a.json", "[1, 2]", "entry 1 holds 1 where a text"),
+        (
+            "a.txt",
+            "a cat\n" + "x" * 10**7,
+            "line 2 a prompt of 10000000 characters; allowed are 10000",
+        ),
+    ],
+)
 def test_other_forms_are_refused_in_a_sentence(name, text, word, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=word):

@@ -38,27 +38,49 @@ def metrics(chunks: int = 4, never: tuple = ()):
     rng, rows = np.random.default_rng(0), [{"iteration": 0}]
     for i in range(1, 11):
         values = [None if k in never else float(rng.uniform(0.01, 0.3)) for k in range(chunks)]
-        rows.append({"iteration": i, "reward_mean": 0.1 * i, "reward_se": 0.01, "reward_a": 0.05 * i, "reward_b": 1.0,
-                     "clip_fraction": values, "ratio_dev": values})
+        rows.append(
+            {
+                "iteration": i,
+                "reward_mean": 0.1 * i,
+                "reward_se": 0.01,
+                "reward_a": 0.05 * i,
+                "reward_b": 1.0,
+                "clip_fraction": values,
+                "ratio_dev": values,
+            }
+        )
     return pd.DataFrame(rows)
 
 
 @pytest.mark.parametrize("words", [r"$\frac$", "$x_1$", r"a \$5 and $6$"])
 def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_path):
     "Prompts, rewards, runs: drawn, and not typeset."
-    image = {"prompt": words, "number": 0, "arm": "base", "seed": 0, "image": Image.new("RGB", (8, 8))}
+    image = {
+        "prompt": words,
+        "number": 0,
+        "arm": "base",
+        "seed": 0,
+        "image": Image.new("RGB", (8, 8)),
+    }
     assert publish._contact_sheet([image]).startswith(b"\x89PNG")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    rows = pd.DataFrame([{"arm": arm, "prompt": words, "seed": 0, "image_index": 0, "file": "a.png"}
-                         for arm in ("base", "plain")])
+    rows = pd.DataFrame(
+        [
+            {"arm": arm, "prompt": words, "seed": 0, "image_index": 0, "file": "a.png"}
+            for arm in ("base", "plain")
+        ]
+    )
     table = pd.DataFrame([{"letter": "A", "label": words, "delta": 0.1, "lo": 0.0, "hi": 0.2}])
     one = metrics().rename(columns={"reward_a": f"reward_{words}"})
     settings = SimpleNamespace(iterations=10, chunks="2,3,4,7", chunk_weighting="uniform")
     lines = [{"iteration": 1, f"eval_{words}": 0.5}]
-    made = [compare.plot_run_images({words: (tmp_path, rows)}),
-            compare.plot_comparison(table, words, {"A": "red"}),
-            compare.plot_reward_curves({words: [one]}, {words: "red"}),
-            train.plot_reward(one, {words: 1.0, "b": 1.0}), figures.plot_progress(lines, settings, words)]
+    made = [
+        compare.plot_run_images({words: (tmp_path, rows)}),
+        compare.plot_comparison(table, words, {"A": "red"}),
+        compare.plot_reward_curves({words: [one]}, {words: "red"}),
+        train.plot_reward(one, {words: 1.0, "b": 1.0}),
+        figures.plot_progress(lines, settings, words),
+    ]
     for figure in made:
         assert any(words in text for text in labels(figure))
         assert not [t for t in figure.findobj(Text) if words in t.get_text() and t.get_parse_math()]
@@ -70,11 +92,17 @@ def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_lin
     shades = [line.get_color() for line in legend.get_lines()]
     named = dict(zip([text.get_text() for text in legend.get_texts()], shades, strict=True))
     assert list(named) == ["2\u20134", "5\u20138", "9\u201315"]
-    drawn = {line.get_label(): line.get_color() for line in figure.axes[1].lines if line.get_label() in named}
+    drawn = {
+        line.get_label(): line.get_color()
+        for line in figure.axes[1].lines
+        if line.get_label() in named
+    }
     assert {k: tuple(v) for k, v in drawn.items()} == {k: tuple(v) for k, v in named.items()}
 
 
-def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_live_figure(whole, tmp_path):
+def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_live_figure(
+    whole, tmp_path
+):
     "No ratio and no clip; a width, a loss a chunk, and text that nobody can draw."
     run = tmp_path / "run"
     shutil.copytree(whole, run)
@@ -87,28 +115,48 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
     page = reports.write_run_report(run).read_text()
     assert "This run measured no clipped ratio" in page and "What else the method measured" in page
     table = train.plot_method_metrics(run_folder.read_metrics(run))
-    assert [axis.get_title(loc="left") for axis in table.axes[:2]] == ["window width", "loss by chunk"]
-    (name, *_), value = reward_weights(run_folder.read_run_settings(run)), {"mean": 0.1, "lo": 0.0, "hi": 0.2}
-    summary = {"n_prompts": 4, "images_per_prompt": 1, "steps": 5, "resolution": 64, "split": 0,
-               "rewards": {name: {"base": value, "plain": value, "plain-base": value}}}
+    assert [axis.get_title(loc="left") for axis in table.axes[:2]] == [
+        "window width",
+        "loss by chunk",
+    ]
+    (name, *_), value = (
+        reward_weights(run_folder.read_run_settings(run)),
+        {"mean": 0.1, "lo": 0.0, "hi": 0.2},
+    )
+    summary = {
+        "n_prompts": 4,
+        "images_per_prompt": 1,
+        "steps": 5,
+        "resolution": 64,
+        "split": 0,
+        "rewards": {name: {"base": value, "plain": value, "plain-base": value}},
+    }
     for folder in (run, shutil.copytree(whole, tmp_path / "other")):
         (folder / "evaluation").mkdir()
         (folder / "evaluation/summary.json").write_text(json.dumps(summary))
     both = [str(run), str(tmp_path / "other")]
     assert reports.write_report("compare", tmp_path / "compare.html", runs=both).is_file()
-    figure = figures.plot_progress(run_folder.read_metrics_lines(run), run_folder.read_run_settings(run))
+    figure = figures.plot_progress(
+        run_folder.read_metrics_lines(run), run_folder.read_run_settings(run)
+    )
     assert figure.axes[1].get_ylabel() == "norm of the gradient"
     bare = [{"iteration": line["iteration"]} for line in lines]
-    assert train.plot_clipping(pd.DataFrame(bare), (2,
-        3)) is None and train.plot_method_metrics(pd.DataFrame(bare)) is None
-    assert figures.plot_progress(bare,
-        run_folder.read_run_settings(run)) and train.plot_gradient_norm(pd.DataFrame(bare)) is None
+    assert (
+        train.plot_clipping(pd.DataFrame(bare), (2, 3)) is None
+        and train.plot_method_metrics(pd.DataFrame(bare)) is None
+    )
+    assert (
+        figures.plot_progress(bare, run_folder.read_run_settings(run))
+        and train.plot_gradient_norm(pd.DataFrame(bare)) is None
+    )
 
 
 @pytest.mark.parametrize("harm", ["half", "empty", "text", "missing", "folder", "huge"])
 def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
     file = tmp_path / "00000_0.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(file)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
+        file
+    )
     whole = file.read_bytes()
     size = (60_000).to_bytes(4, "big") * 2 + whole[24:29]
     huge = whole[:16] + size + zlib.crc32(b"IHDR" + size).to_bytes(4, "big") + whole[33:]
@@ -116,26 +164,52 @@ def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
     if harm == "folder":
         file.mkdir()
     elif harm != "missing":
-        file.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "text": b"red", "huge": huge}[harm])
-    with pytest.raises(InputError, match="a run must hold its images whole; .*00000_0.png cannot be read"):
+        file.write_bytes(
+            {"half": whole[: len(whole) // 2], "empty": b"", "text": b"red", "huge": huge}[harm]
+        )
+    with pytest.raises(
+        InputError, match="a run must hold its images whole; .*00000_0.png cannot be read"
+    ):
         figures.plot_image_grid([[file]], ["a red star"], ["base"])
 
 
-@pytest.mark.parametrize(("name", "edit", "words"), [
-    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-geneval"]["plain-base"].pop("lo"), "lo"),
-    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"]["plain"].update(hi="x"), "hi"),
-    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"].pop("base"), "base"),
-    ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"].update(plain=None), "plain"),
-    ("profile.json", lambda x: x.update(eta="x"), "eta"),
-    ("profile.json", lambda x: x.update(chunks="x"), "chunks"),
-    ("metrics.jsonl", lambda x: x.update(advantage_std_zero_groups="x"), "advantage_std_zero_groups"),
-    ("metrics.jsonl", lambda x: x.update(ratio_max_dev=[1.0]), "ratio_max_dev"),
-    ("metrics.jsonl", lambda x: x.update(ratio_dev="x"), "ratio_dev"),
-    ("metrics.jsonl", lambda x: x.update({"reward_pocket-clip": [1]}), "reward_pocket-clip"),
-    ("metrics.jsonl", lambda x: x.update({"eval_pocket-clip": "high"}), "eval_pocket-clip")])
+@pytest.mark.parametrize(
+    ("name", "edit", "words"),
+    [
+        (
+            "evaluation/summary.json",
+            lambda x: x["rewards"]["pocket-geneval"]["plain-base"].pop("lo"),
+            "lo",
+        ),
+        (
+            "evaluation/summary.json",
+            lambda x: x["rewards"]["pocket-clip"]["plain"].update(hi="x"),
+            "hi",
+        ),
+        ("evaluation/summary.json", lambda x: x["rewards"]["pocket-clip"].pop("base"), "base"),
+        (
+            "evaluation/summary.json",
+            lambda x: x["rewards"]["pocket-clip"].update(plain=None),
+            "plain",
+        ),
+        ("profile.json", lambda x: x.update(eta="x"), "eta"),
+        ("profile.json", lambda x: x.update(chunks="x"), "chunks"),
+        (
+            "metrics.jsonl",
+            lambda x: x.update(advantage_std_zero_groups="x"),
+            "advantage_std_zero_groups",
+        ),
+        ("metrics.jsonl", lambda x: x.update(ratio_max_dev=[1.0]), "ratio_max_dev"),
+        ("metrics.jsonl", lambda x: x.update(ratio_dev="x"), "ratio_dev"),
+        ("metrics.jsonl", lambda x: x.update({"reward_pocket-clip": [1]}), "reward_pocket-clip"),
+        ("metrics.jsonl", lambda x: x.update({"eval_pocket-clip": "high"}), "eval_pocket-clip"),
+    ],
+)
 def test_numbers_of_a_run_that_are_none_are_one_sentence(tmp_path, name, edit, words):
     run = synthetic.write(tmp_path / "run")
-    first, *rest = (run / name).read_text().splitlines() if name.endswith("l") else [(run / name).read_text()]
+    first, *rest = (
+        (run / name).read_text().splitlines() if name.endswith("l") else [(run / name).read_text()]
+    )
     edit(content := json.loads(first))
     (run / name).write_text("\n".join([json.dumps(content), *rest]) + "\n")
     with pytest.raises(InputError, match=f"is damaged: .*{words}"):
@@ -147,7 +221,9 @@ def test_numbers_of_a_run_that_are_none_are_one_sentence(tmp_path, name, edit, w
 def test_a_run_on_two_rewards_shows_both():
     figure = train.plot_reward(metrics(), {"a": 1.0, "b": 0.5})
     total, a, b = figure.axes
-    assert total.lines[0].get_ydata()[-1] == pytest.approx(0.5 + 0.5 * 1.0), "the sum of both, not the first"
+    assert total.lines[0].get_ydata()[-1] == pytest.approx(0.5 + 0.5 * 1.0), (
+        "the sum of both, not the first"
+    )
     assert (a.get_title(loc="left"), b.get_title(loc="left")) == ("a", "b")
     assert a.lines[0].get_ydata()[-1] == pytest.approx(0.5) and b.lines[0].get_ydata()[-1] == 1.0
 
@@ -156,12 +232,19 @@ def test_a_name_of_300_letters_covers_nothing():
     name, value = "x" * 300, {"mean": 0.1, "lo": 0.0, "hi": 0.2}
     table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
     rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
-    made = [train.plot_reward(table, {name: 1.0, "b": 1.0}, [name]), train.plot_heldout(table, [name]),
-            train.plot_reward(table, {name: 1.0}), figures.plot_deltas({name: {"plain-base": value}}),
-            figures.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
-            compare.plot_comparison(rows, name, {"A": "red"})]
+    made = [
+        train.plot_reward(table, {name: 1.0, "b": 1.0}, [name]),
+        train.plot_heldout(table, [name]),
+        train.plot_reward(table, {name: 1.0}),
+        figures.plot_deltas({name: {"plain-base": value}}),
+        figures.plot_categories({"base": {"a": 0.1}, "plain": {"a": 0.2}}, name),
+        compare.plot_comparison(rows, name, {"A": "red"}),
+    ]
     for figure in made:
-        assert any("xxx ... xxx" in text for text in labels(figure)) and max(map(len, labels(figure))) < 80
+        assert (
+            any("xxx ... xxx" in text for text in labels(figure))
+            and max(map(len, labels(figure))) < 80
+        )
 
 
 def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
@@ -169,7 +252,9 @@ def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
     row = {"base": up, "plain": down, "plain-base": down, "as-trained": up, "as-trained-base": up}
     said = tables.count_directions({"clip": row})
     assert said == "trained: clip fell; as trained: clip rose"
-    assert "the largest fall counting with \u22120.250" in tables.describe_extremes({"counting": -0.25, "colors": 0.1})
+    assert "the largest fall counting with \u22120.250" in tables.describe_extremes(
+        {"counting": -0.25, "colors": 0.1}
+    )
     assert tables.describe_extremes({"counting": -0.25}).startswith("nothing rose")
 
 
@@ -194,12 +279,16 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     assert not [text for text in labels(figure) if "lll" in text]
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
     said = reports.unequal_evaluations(unequal)
-    assert f"differ in steps of the ODE (A1 {steps}, B1 5); pixels a side (A1 64, B1 128), so" in said
+    assert (
+        f"differ in steps of the ODE (A1 {steps}, B1 5); pixels a side (A1 64, B1 128), so" in said
+    )
     assert reports.unequal_evaluations(unequal[:1] * 2) == ""
 
 
 def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):
-    page = reports.write_report("compare", tmp_path / "page.html", runs=list(map(str, unequal))).read_text()
+    page = reports.write_report(
+        "compare", tmp_path / "page.html", runs=list(map(str, unequal))
+    ).read_text()
     assert 'class="warning"' in page and page.count("their scores cannot be compared") >= 2
     text = re.sub(r"data:image[^\"]+", "", page)
     assert text.count(LONG) == 1, "the long name stands in the table of the runs alone"
@@ -220,9 +309,17 @@ def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, mon
 def test_the_checkers_no_has_its_reason(tmp_path):
     things = (SceneObject("star", "red", 20, 20, 12), SceneObject("ring", "blue", 46, 46, 12))
     render_scene(Scene("", things)).save(tmp_path / "a.png")
-    row = {"arm": "plain", "prompt_index": 0, "image_index": 0, "prompt": "a red star", "file": "a.png"}
+    row = {
+        "arm": "plain",
+        "prompt_index": 0,
+        "image_index": 0,
+        "prompt": "a red star",
+        "file": "a.png",
+    }
     rows = pd.DataFrame([row | {"scores": {"pocket-geneval": 0.0}}])
-    assert figures.checker_notes(rows, tmp_path) == ["a red star, trained: it sees a red star, a blue ring"]
+    assert figures.checker_notes(rows, tmp_path) == [
+        "a red star, trained: it sees a red star, a blue ring"
+    ]
     assert figures.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
 
 

@@ -19,9 +19,21 @@ def code_of(recipe: str) -> str:
     return code
 
 
-FEW = ["iterations=1", "steps=3", "chunks=steps", "train_chunks=all", "eval_images=1", "eval_steps=2", "hybrid_split=1"]
-FILES = {"Add a method": "my_method.py", "Change an axis": "my_credit.py", "Add a chunker": "my_chunks.py",
-         "Change the clip": "my_clip.py"}
+FEW = [
+    "iterations=1",
+    "steps=3",
+    "chunks=steps",
+    "train_chunks=all",
+    "eval_images=1",
+    "eval_steps=2",
+    "hybrid_split=1",
+]
+FILES = {
+    "Add a method": "my_method.py",
+    "Change an axis": "my_credit.py",
+    "Add a chunker": "my_chunks.py",
+    "Change the clip": "my_clip.py",
+}
 
 
 def test_there_are_six():
@@ -59,4 +71,6 @@ def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_page_to_open_is_found_from_the_index_in_one_step(recipe):
     page = re.search(r"On the page \[\w+\]\((nbs/[^)]+)\)", RECIPES[recipe]).group(1)
-    assert f"]({page.removeprefix('nbs/')})" in "".join((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
+    assert f"]({page.removeprefix('nbs/')})" in "".join(
+        (ROOT / "nbs/index.ipynb").read_text(encoding="utf-8")
+    )

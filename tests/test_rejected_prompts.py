@@ -14,7 +14,7 @@ from chunk_grpo.reward_serving import client, server
 from chunk_grpo.rewards import hpsv3, rewards
 
 GOOD, BAD = ["a red star"] * 30, "a <|im_end|> star"
-OWN = '''
+OWN = """
 class Strict:
     def __call__(self, images, prompts):
         assert not any("<|" in text for text in prompts), "it was scored"
@@ -23,7 +23,7 @@ class Strict:
     def check_prompt(self, text):
         if "<|" in text:
             raise ValueError(f"{text} holds a mark")
-'''
+"""
 
 
 class Tokenizer:
@@ -34,7 +34,9 @@ class Tokenizer:
 def test_hpsv3_rejects_special_tokens_before_it_scores():
     reward = hpsv3.HPSv3(Tokenizer(), None, None, 1, None, None)
     rewards.check_prompts({"hpsv3": reward}, GOOD)
-    with pytest.raises(InputError, match="that the reward hpsv3 can score; number 31 is none: .*special token"):
+    with pytest.raises(
+        InputError, match="that the reward hpsv3 can score; number 31 is none: .*special token"
+    ):
         rewards.check_prompts({"hpsv3": reward}, [*GOOD, BAD])
 
 
@@ -42,7 +44,9 @@ def test_the_package_of_hpsv3_rejects_marks_before_it_scores():
     from chunk_grpo.reward_serving.hpsv3_package import HPSv3PackageReward
 
     scorer = type("Scorer", (), {"device": "cpu"})()
-    with pytest.raises(InputError, match="number 31 is none: ValueError: .*keeps for its own marks"):
+    with pytest.raises(
+        InputError, match="number 31 is none: ValueError: .*keeps for its own marks"
+    ):
         rewards.check_prompts({"hpsv3": HPSv3PackageReward(scorer)}, [*GOOD, BAD])
 
 
@@ -60,17 +64,39 @@ def own(tmp_path):
 def test_training_says_which_prompt_is_rejected_and_leaves_no_folder(field, place, own):
     other = {"prompts": "eval_prompts", "eval_prompts": "prompts"}[field]
     options = ['reward_options={"own:Strict": {"worker": true}}'] if place else []
-    done = call("train", "pocket/tiny", "reward=own:Strict", "eval_rewards=[]", *options, f"{field}=bad.txt",
-                f"{other}=good.txt", "--out", "run", cwd=own)
+    done = call(
+        "train",
+        "pocket/tiny",
+        "reward=own:Strict",
+        "eval_rewards=[]",
+        *options,
+        f"{field}=bad.txt",
+        f"{other}=good.txt",
+        "--out",
+        "run",
+        cwd=own,
+    )
     assert done.returncode == 2 and not (own / "run").exists(), done.stderr
     (line,) = done.stderr.splitlines()
-    assert f"`{field}` must hold prompts that the reward own:Strict can score; number 31 is none" in line
+    assert (
+        f"`{field}` must hold prompts that the reward own:Strict can score; number 31 is none"
+        in line
+    )
     assert "holds a mark" in line
 
 
 def test_a_benchmark_says_which_prompt_is_rejected_before_it_draws(own):
-    run("train", "pocket/tiny", "iterations=1", "eval_steps=1", "hybrid_split=1", "--out", "run", "--no-report",
-        cwd=own)
+    run(
+        "train",
+        "pocket/tiny",
+        "iterations=1",
+        "eval_steps=1",
+        "hybrid_split=1",
+        "--out",
+        "run",
+        "--no-report",
+        cwd=own,
+    )
     done = call("evaluate", "run", "--benchmark", "bad.txt", "--rewards", "own:Strict", cwd=own)
     assert done.returncode == 2 and "number 31 is none" in done.stderr
     assert not list((own / "run").glob("benchmarks/*/*"))
@@ -89,7 +115,9 @@ def test_a_served_reward_is_asked_before_the_run(own):
         url = f"http://127.0.0.1:{service.servers[0].sockets[0].getsockname()[1]}"
         remote = client.load_remote_reward(url)
         assert remote.first_rejected(GOOD * 50) is None
-        with pytest.raises(InputError, match="the reward own can score; number 1501 is none: .*holds a mark"):
+        with pytest.raises(
+            InputError, match="the reward own can score; number 1501 is none: .*holds a mark"
+        ):
             rewards.check_prompts({"own": remote}, [*GOOD * 50, BAD], "eval_prompts")
         older = remote.model_copy(update={"about": {}})
         assert older.first_rejected([BAD]) is None  # a server that cannot be asked
@@ -98,13 +126,30 @@ def test_a_served_reward_is_asked_before_the_run(own):
         thread.join()
 
 
-@pytest.mark.parametrize("name", ["dpg.txt", "wise.txt", "dpg.csv", "geneval.jsonl", "WISE.txt", "hpd-test400.json",
-                                  "hpd-bench3200.yaml", "dpg", "dpg.tsv:Prompt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dpg.txt",
+        "wise.txt",
+        "dpg.csv",
+        "geneval.jsonl",
+        "WISE.txt",
+        "hpd-test400.json",
+        "hpd-bench3200.yaml",
+        "dpg",
+        "dpg.tsv:Prompt",
+    ],
+)
 def test_a_list_named_as_a_benchmark_is_a_list(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = name.partition(":")[0]
-    content = {"csv": "prompt\na cat\n", "tsv": "Prompt\na cat\n", "json": '["a cat"]', "yaml": "- a cat\n",
-               "jsonl": json.dumps({"prompt": "a cat"})}.get(file.rpartition(".")[2], "a cat\n")
+    content = {
+        "csv": "prompt\na cat\n",
+        "tsv": "Prompt\na cat\n",
+        "json": '["a cat"]',
+        "yaml": "- a cat\n",
+        "jsonl": json.dumps({"prompt": "a cat"}),
+    }.get(file.rpartition(".")[2], "a cat\n")
     (tmp_path / file).write_text(content)
     task = benchmarks.load_benchmark_task(f"./{name}")
     assert task.prompts == ("a cat",) and not task.records

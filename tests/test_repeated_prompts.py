@@ -22,8 +22,16 @@ def records(copies: int, images: int, named: bool = True, seed: int = 0) -> list
             for p in range(PROMPTS):
                 for i in range(images):
                     score = means[p] + (arm == "plain") * gains[p] + 0.01 * draw.normal()
-                    out.append({"arm": arm, "prompt_index": copy * PROMPTS + p, "image_index": i, "category": {},
-                                "prompt": f"prompt {p}" if named else f"prompt {copy} {p}", "scores": {"x": score}})
+                    out.append(
+                        {
+                            "arm": arm,
+                            "prompt_index": copy * PROMPTS + p,
+                            "image_index": i,
+                            "category": {},
+                            "prompt": f"prompt {p}" if named else f"prompt {copy} {p}",
+                            "scores": {"x": score},
+                        }
+                    )
     return out
 
 
@@ -32,18 +40,25 @@ def test_listing_prompts_four_times_is_like_four_images_of_each(arm):
     listed = evaluate.summarise_evaluation(records(COPIES, 1))["x"][arm]
     images = evaluate.summarise_evaluation(records(1, COPIES))["x"][arm]
     rows = evaluate.summarise_evaluation(records(COPIES, 1, named=False))["x"][arm]
-    assert listed["n"] == images["n"] == PROMPTS and listed["se"] == pytest.approx(images["se"], rel=0.1)
+    assert listed["n"] == images["n"] == PROMPTS and listed["se"] == pytest.approx(
+        images["se"], rel=0.1
+    )
     assert rows["n"] == PROMPTS * COPIES and rows["se"] < 0.6 * listed["se"]
     assert listed["mean"] == pytest.approx(rows["mean"])  # of all images, as before
-    assert evaluate.compare_arms(records(COPIES, 1), ["base", "plain"], "x")[arm]["se"] == pytest.approx(
-        images["se"], rel=0.1)
+    assert evaluate.compare_arms(records(COPIES, 1), ["base", "plain"], "x")[arm][
+        "se"
+    ] == pytest.approx(images["se"], rel=0.1)
 
 
 def test_prompts_listed_unequally_often_have_intervals_over_prompts():
-    some = [r for r in records(COPIES, 1) if r["prompt_index"] < PROMPTS + 30]  # 30 of 60 stand twice
+    some = [
+        r for r in records(COPIES, 1) if r["prompt_index"] < PROMPTS + 30
+    ]  # 30 of 60 stand twice
     found = evaluate.summarise_evaluation(some)["x"]
     assert found["base"]["n"] == PROMPTS
-    assert found["base"]["mean"] == pytest.approx(np.mean([r["scores"]["x"] for r in some if r["arm"] == "base"]))
+    assert found["base"]["mean"] == pytest.approx(
+        np.mean([r["scores"]["x"] for r in some if r["arm"] == "base"])
+    )
     scores = {}
     for r in some:
         if r["arm"] == "base":
@@ -69,8 +84,12 @@ def test_intervals_cover_the_truth_where_prompts_are_repeated():
 def test_prompts_of_different_categories_stay_apart_and_lists_without_repeats_keep_their_numbers():
     plain = records(1, 2)
     alone = evaluate.summarise_evaluation(plain)["x"]["base"]
-    values = np.array([[r["scores"]["x"] for r in plain if r["arm"] == "base" and r["prompt_index"] == p]
-                       for p in range(PROMPTS)])
+    values = np.array(
+        [
+            [r["scores"]["x"] for r in plain if r["arm"] == "base" and r["prompt_index"] == p]
+            for p in range(PROMPTS)
+        ]
+    )
     assert alone == statistics.bootstrap_images(values)
     sorted_in = [dict(r, category={"x": "ab"[r["prompt_index"] >= PROMPTS]}) for r in records(2, 1)]
     assert evaluate.summarise_evaluation(sorted_in)["x"]["base"]["n"] == 2 * PROMPTS
@@ -78,11 +97,15 @@ def test_prompts_of_different_categories_stay_apart_and_lists_without_repeats_ke
 
 def test_lost_and_gained_images_are_clustered_by_prompt():
     def shares(named):
-        rows = [dict(r, scores={"x": float(r["scores"]["x"] > 0.5)}) for r in records(COPIES, 1, named)]
+        rows = [
+            dict(r, scores={"x": float(r["scores"]["x"] > 0.5)}) for r in records(COPIES, 1, named)
+        ]
         return evaluate.preservation_rates(rows, "plain", "x")["images"]["lost"]
 
     listed, rows = shares(True), shares(False)
-    assert listed["count"] == rows["count"] and listed["n"] < rows["n"] and listed["se"] > rows["se"]
+    assert (
+        listed["count"] == rows["count"] and listed["n"] < rows["n"] and listed["se"] > rows["se"]
+    )
 
 
 def test_genevals_table_counts_a_prompt_once():
@@ -90,9 +113,17 @@ def test_genevals_table_counts_a_prompt_once():
     draw = np.random.default_rng(0)
 
     def lines(copies):
-        return [{"tag": r["tag"], "prompt": r["prompt"], "metadata": json.dumps(r | {"copy": c}), "scorer": "dice",
-                 "correct": bool(len(r["prompt"]) % 2) if draw.random() < 0.9 else False}
-                for c in range(copies) for r in shipped]
+        return [
+            {
+                "tag": r["tag"],
+                "prompt": r["prompt"],
+                "metadata": json.dumps(r | {"copy": c}),
+                "scorer": "dice",
+                "correct": bool(len(r["prompt"]) % 2) if draw.random() < 0.9 else False,
+            }
+            for c in range(copies)
+            for r in shipped
+        ]
 
     assert geneval.summarise_geneval(lines(4))["prompts"] == len(shipped)
     four, one = (geneval.summarise_geneval(lines(copies))["overall"]["se"] for copies in (4, 1))
@@ -113,7 +144,9 @@ def test_scores_of_geneval_from_a_list_with_repeats_are_paired_by_prompt(tmp_pat
     chance = {r["prompt"]: draw.random() for r in shipped}
 
     def scored(images, out, *_, **__):
-        return [{"correct": bool(draw.random() < chance[record["prompt"]] ** 4)} for _, record in images], {}
+        return [
+            {"correct": bool(draw.random() < chance[record["prompt"]] ** 4)} for _, record in images
+        ], {}
 
     monkeypatch.setattr(geneval, "evaluate_geneval", scored)
     arms = {"base": tmp_path, "plain": tmp_path}
@@ -123,9 +156,18 @@ def test_scores_of_geneval_from_a_list_with_repeats_are_paired_by_prompt(tmp_pat
 
 def test_categories_of_questions_are_clustered_by_prompt():
     questions = (judged._Proposition(1, "is it red?", (), "attribute"),)
-    items = [judged.JudgedPrompt(f"{i}", f"prompt {i % 5}", propositions=questions) for i in range(20)]
-    rows = [{"prompt_index": i, "prompt": items[i].prompt, "answered": [i % 2], "objects": {"dpg": [i % 2]}}
-            for i in range(20)]
+    items = [
+        judged.JudgedPrompt(f"{i}", f"prompt {i % 5}", propositions=questions) for i in range(20)
+    ]
+    rows = [
+        {
+            "prompt_index": i,
+            "prompt": items[i].prompt,
+            "answered": [i % 2],
+            "objects": {"dpg": [i % 2]},
+        }
+        for i in range(20)
+    ]
     assert judged._category_shares(items, rows)["attribute"]["answered"]["n"] == 5
 
 

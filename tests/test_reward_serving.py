@@ -66,15 +66,19 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
 @pytest.fixture
 def fault(tmp_path):
     "Writes how often a fault strikes."
+
     def write(times: int) -> Path:
         (tmp_path / "fault").write_text("x\n" * times)
         return tmp_path / "fault"
+
     return write
 
 
 def serve(name="red", reward=red, token=None, **limits):
     "Serves a reward as long as a block lasts."
-    return serve_in_thread(server.create_scoring_app(name, reward, token, server.ServerLimits(**limits)))
+    return serve_in_thread(
+        server.create_scoring_app(name, reward, token, server.ServerLimits(**limits))
+    )
 
 
 def test_bit_for_bit_here_in_a_child_and_over_http():
@@ -109,7 +113,9 @@ def test_a_child_that_hangs_is_ended_with_what_it_started(fault):
 
 def test_a_reward_that_stays_away(fault):
     child = faulty("dying", file := fault(99), retries=1)
-    with pytest.raises(client.RewardUnavailable, match=r"after 2 tries \(the last: it was killed by SIGKILL\)"):
+    with pytest.raises(
+        client.RewardUnavailable, match=r"after 2 tries \(the last: it was killed by SIGKILL\)"
+    ):
         child(PICTURES, PROMPTS)
     assert len(file.read_text().splitlines()) == 97
     file.write_text("")
@@ -133,11 +139,14 @@ def test_prints_harm_nothing(capfd):
     assert capfd.readouterr().err.count('"scores"') == 4
 
 
-@pytest.mark.parametrize(("name", "said"), {
-    "nan": f"reward: nan returned nan for the prompt {PROMPTS[1]!r}",
-    "short": "reward: short must return 5 numbers, one an image; it did not",
-    "raising": "failed in its worker: RuntimeError: the model is not well",
-}.items())
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "nan": f"reward: nan returned nan for the prompt {PROMPTS[1]!r}",
+        "short": "reward: short must return 5 numbers, one an image; it did not",
+        "raising": "failed in its worker: RuntimeError: the model is not well",
+    }.items(),
+)
 def test_wrong_scores_are_errors_at_once(name, said):
     child = faulty(name)
     first = child.child.pid
@@ -207,7 +216,9 @@ def test_an_interrupt_ends_the_child(fault):
 def test_only_the_parent_may_ask_a_child():
     child = faulty("noisy")
     assert httpx.get(child.url + "/health").status_code == 401
-    assert child.token not in " ".join(Path(f"/proc/{child.child.pid}/cmdline").read_text().split("\0")) + repr(child)
+    assert child.token not in " ".join(
+        Path(f"/proc/{child.child.pid}/cmdline").read_text().split("\0")
+    ) + repr(child)
     child.close()
 
 
@@ -288,19 +299,29 @@ def test_what_passes_is_tried_again(endpoint, faults):
     assert len(other.seen) == len(faults) + 1
 
 
-@pytest.mark.parametrize(("fault", "said"), [
-    (401, "refused (401): out of order."), (413, "refused (413)"), (307, "refused (307)"),
-    (b"I am a teapot", "must answer with JSON; it said b'I am a teapot'"), (b"[1]", "must answer with JSON"),
-    (b"[" * 100_000, "must answer with JSON"), (b"{}", "must answer with 5 scores"),
-    (b'{"scores": 3}', "must answer with 5 scores"), (b'{"scores": [1, 2, 3, 4]}', "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, 5, 6]}', "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, "x"]}', "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, [5]]}', "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, true]}', "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, 1e300]}', "returned inf"), (b'{"scores": [1, 2, NaN, 4, 5]}', "returned nan"),
-    (b'{"scores": [1, 2, 3, 4, 1' + b"0" * 400 + b"]}", "must answer with 5 scores"),
-    (b'{"scores": [1, 2, 3, 4, 1' + b"0" * 5000 + b"]}", "must answer with JSON"),
-], ids=range(17))
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (401, "refused (401): out of order."),
+        (413, "refused (413)"),
+        (307, "refused (307)"),
+        (b"I am a teapot", "must answer with JSON; it said b'I am a teapot'"),
+        (b"[1]", "must answer with JSON"),
+        (b"[" * 100_000, "must answer with JSON"),
+        (b"{}", "must answer with 5 scores"),
+        (b'{"scores": 3}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4]}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, 5, 6]}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, "x"]}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, [5]]}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, true]}', "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, 1e300]}', "returned inf"),
+        (b'{"scores": [1, 2, NaN, 4, 5]}', "returned nan"),
+        (b'{"scores": [1, 2, 3, 4, 1' + b"0" * 400 + b"]}", "must answer with 5 scores"),
+        (b'{"scores": [1, 2, 3, 4, 1' + b"0" * 5000 + b"]}", "must answer with JSON"),
+    ],
+    ids=range(17),
+)
 def test_what_would_fail_again_is_said_at_once(endpoint, fault, said):
     remote, other = endpoint
     with pytest.raises(InputError) as error:
@@ -311,7 +332,10 @@ def test_what_would_fail_again_is_said_at_once(endpoint, fault, said):
 
 def test_a_server_that_stays_away(endpoint):
     remote, other = endpoint
-    with pytest.raises(client.RewardUnavailable, match=r"stayed away after 3 tries \(the last: status 500, out of ord"):
+    with pytest.raises(
+        client.RewardUnavailable,
+        match=r"stayed away after 3 tries \(the last: status 500, out of ord",
+    ):
         remote([500] * 9)(IMAGES, PROMPTS)
     assert len(other.seen) == 3
     with pytest.raises(client.RewardUnavailable, match="the last: no answer within 0.1 s"):
@@ -352,7 +376,9 @@ def test_the_token_is_sent_and_nowhere_kept(endpoint, monkeypatch):
         monkeypatch.delenv("A_TOKEN", raising=False)
         if value:
             monkeypatch.setenv("A_TOKEN", value)
-        with pytest.raises(InputError, match="must name an environment variable with the token") as error:
+        with pytest.raises(
+            InputError, match="must name an environment variable with the token"
+        ) as error:
             reward(IMAGES, PROMPTS)
         assert said in str(error.value) and "s3cret" not in str(error.value)
 
@@ -410,7 +436,12 @@ def test_the_server_says_what_it_refuses(monkeypatch):
     def reward(images, prompts):
         if "crash" in prompts:
             raise RuntimeError("no memory")
-        return torch.full((len(prompts),), float("nan")) if "nan" in prompts else torch.zeros(len(prompts))
+        return (
+            torch.full((len(prompts),), float("nan"))
+            if "nan" in prompts
+            else torch.zeros(len(prompts))
+        )
+
     monkeypatch.setenv("A_TOKEN", "right")
     monkeypatch.setenv("ANOTHER", "wrong")
     with serve("r", reward, token="right", images=5, bytes=500_000) as url:
@@ -418,11 +449,15 @@ def test_the_server_says_what_it_refuses(monkeypatch):
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.about["name"] == "r"
         with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
             client.load_remote_reward(url, token_variable="ANOTHER")
-        with pytest.raises(InputError, match=r"refused \(413\): body: it must have at most 500000 bytes"):
+        with pytest.raises(
+            InputError, match=r"refused \(413\): body: it must have at most 500000 bytes"
+        ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
         with pytest.raises(InputError, match=r"refused \(400\): images must be 1 to 5"):
             ask(IMAGES[[0] * 6], ["a"] * 6)
-        with pytest.raises(InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"):
+        with pytest.raises(
+            InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"
+        ):
             ask(IMAGES[:1], ["nan"])
         with pytest.raises(InputError, match=r"refused \(422\): RuntimeError: no memory"):
             ask(IMAGES[:1], ["crash"])
@@ -434,10 +469,16 @@ def head(content: bytes, rest: bytes = b"") -> bytes:
 
 
 WRONG = {
-    "empty": b"", "text": b"hello, server", "long head": (10**9).to_bytes(8, "little") + b" " * 100,
-    "no JSON": head(b"{{{{"), "deep": head(b"[" * 900_000), "huge shape": head(
-        b'{"images":{"dtype":"F32","shape":[1,3,99999999,99999999],"data_offsets":[0,4]}}', b"0000"),
-    "cut": ONE[:-1], "no prompts": head(b'{"images":{"dtype":"U8","shape":[1,3,1,1],"data_offsets":[0,3]}}', b"000"),
+    "empty": b"",
+    "text": b"hello, server",
+    "long head": (10**9).to_bytes(8, "little") + b" " * 100,
+    "no JSON": head(b"{{{{"),
+    "deep": head(b"[" * 900_000),
+    "huge shape": head(
+        b'{"images":{"dtype":"F32","shape":[1,3,99999999,99999999],"data_offsets":[0,4]}}', b"0000"
+    ),
+    "cut": ONE[:-1],
+    "no prompts": head(b'{"images":{"dtype":"U8","shape":[1,3,1,1],"data_offsets":[0,3]}}', b"000"),
     "half a character": server.pack_request(np.zeros((1, 3, 2, 2), np.float32), ["\ud800"]),
     "double precision": server.pack_request(np.zeros((1, 3, 2, 2)), ["a"]),
     "no pixels": server.pack_request(np.zeros((1, 3, 0, 2), np.float32), ["a"]),
@@ -459,14 +500,19 @@ def test_millions_of_empty_objects_cost_no_memory():
     "60 MB of them took 1.4 GB when bodies were JSON."
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with serve() as url:
-        for body in (b"[" + b"{}," * 20_000_000 + b"{}]", head(b"[" + b"{}," * 20_000_000 + b"{}]")):
+        for body in (
+            b"[" + b"{}," * 20_000_000 + b"{}]",
+            head(b"[" + b"{}," * 20_000_000 + b"{}]"),
+        ):
             assert post(url, body).status_code == 400
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # kB, both ends
 
 
 def test_no_pages_about_the_server():
     with serve() as url:
-        assert [httpx.get(url + path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
+        assert [
+            httpx.get(url + path).status_code for path in ("/docs", "/redoc", "/openapi.json")
+        ] == [404] * 3
 
 
 def connect(url: str) -> socket.socket:
@@ -488,8 +534,11 @@ def test_a_body_that_trickles_in_gives_its_place_back():
 
 def test_a_length_that_is_not_said_or_too_large_is_refused_before_the_body(capfd):
     with serve(bytes=1000) as url:
-        for line, status in ((b"Content-Length: 99999999999999999999", b"400 413"), (b"Content-Length: 1001", b"413"),
-                             (b"Transfer-Encoding: chunked", b"411")):
+        for line, status in (
+            (b"Content-Length: 99999999999999999999", b"400 413"),
+            (b"Content-Length: 1001", b"413"),
+            (b"Transfer-Encoding: chunked", b"411"),
+        ):
             slow = connect(url)
             slow.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\n" + line + b"\r\n\r\n")
             assert slow.recv(1000).split()[1] in status.split()
@@ -509,32 +558,44 @@ def test_a_client_that_leaves_makes_no_noise_and_gives_its_place_back(capfd):
 
 def test_a_full_queue_is_tried_again_later():
     begun, free = threading.Event(), threading.Event()
+
     def reward(images, prompts):
         begun.set()
         free.wait(60)
         return torch.zeros(len(prompts))
+
     with serve("r", reward, waiting=1) as url, ThreadPoolExecutor(4) as pool:
         ask = client.load_remote_reward(url, retries=0)
         first = [pool.submit(ask, IMAGES[:1], PROMPTS[:1])]
-        assert begun.wait(60)  # it is being scored, so the next one waits; sent together, one might be refused
+        assert begun.wait(
+            60
+        )  # it is being scored, so the next one waits; sent together, one might be refused
         first.append(pool.submit(ask, IMAGES[:1], PROMPTS[:1]))
         end = time.monotonic() + 60
         while client.load_remote_reward(url).about["waiting"] < 1 and time.monotonic() < end:
             time.sleep(0.05)
-        with pytest.raises(client.RewardUnavailable, match="status 503, server: 2 requests wait already"):
+        with pytest.raises(
+            client.RewardUnavailable, match="status 503, server: 2 requests wait already"
+        ):
             ask(IMAGES[:1], PROMPTS[:1])
-        patient = pool.submit(client.load_remote_reward(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1])
+        patient = pool.submit(
+            client.load_remote_reward(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1]
+        )
         free.set()
         assert [f.result(60).tolist() for f in (*first, patient)] == [[0.0]] * 3
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
     thread, order = ThreadPoolExecutor(1), []
+
     def reward(images, prompts):
         order.append(len(prompts))
         time.sleep(0.05)
         return images[:, 0].mean((1, 2))
-    futures = [thread.submit(rewards.score_images, "r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)]
+
+    futures = [
+        thread.submit(rewards.score_images, "r", reward, IMAGES[:n], PROMPTS[:n]) for n in (5, 1, 3)
+    ]
     wrong = thread.submit(rewards.score_images, "r", lambda i, p: [1.0], IMAGES, PROMPTS)
     assert [f.result(20).shape[0] for f in futures] == [5, 1, 3] == order
     with pytest.raises(InputError, match="returned scores of shape"):

@@ -15,17 +15,53 @@ from chunk_grpo.rewards import rewards
 from chunk_grpo.runs import launch
 
 POCKET = {
-    "model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:test", "resolution": 64,
-    "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "steps": 5, "chunks": "2,2", "iterations": 2,
-    "prompts_per_iteration": 2, "images_per_prompt": 4, "rollout_batch": 4, "update_batch": 32, "eval_steps": 3,
-    "eval_images": 1, "eval_count": 6, "eval_every": 1, "hybrid_split": 1, "lora_rank": 2, "learning_rate": 1e-3,
-    "clip_range": 1e-3, "checkpoint_every": 1, "threads": 1, "reward": {"pocket-clip": 1.0, "pocket-geneval": 2.0},
+    "model": "pocket",
+    "prompts": "pocket:train",
+    "eval_prompts": "pocket:test",
+    "resolution": 64,
+    "eval_resolution": 64,
+    "max_tokens": 12,
+    "dtype": "float32",
+    "steps": 5,
+    "chunks": "2,2",
+    "iterations": 2,
+    "prompts_per_iteration": 2,
+    "images_per_prompt": 4,
+    "rollout_batch": 4,
+    "update_batch": 32,
+    "eval_steps": 3,
+    "eval_images": 1,
+    "eval_count": 6,
+    "eval_every": 1,
+    "hybrid_split": 1,
+    "lora_rank": 2,
+    "learning_rate": 1e-3,
+    "clip_range": 1e-3,
+    "checkpoint_every": 1,
+    "threads": 1,
+    "reward": {"pocket-clip": 1.0, "pocket-geneval": 2.0},
 }
 TINY = {
-    "resolution": 64, "eval_resolution": 64, "max_tokens": 8, "dtype": "float32", "steps": 6, "chunks": "2,3",
-    "iterations": 3, "images_per_prompt": 4, "prompts_per_iteration": 2, "rollout_batch": 4, "update_batch": 32,
-    "learning_rate": 1e-3, "clip_range": 1e-2, "eval_steps": 3, "eval_images": 1, "eval_count": 2, "hybrid_split": 0,
-    "eval_every": 0, "checkpoint_every": 1, "threads": 1,
+    "resolution": 64,
+    "eval_resolution": 64,
+    "max_tokens": 8,
+    "dtype": "float32",
+    "steps": 6,
+    "chunks": "2,3",
+    "iterations": 3,
+    "images_per_prompt": 4,
+    "prompts_per_iteration": 2,
+    "rollout_batch": 4,
+    "update_batch": 32,
+    "learning_rate": 1e-3,
+    "clip_range": 1e-2,
+    "eval_steps": 3,
+    "eval_images": 1,
+    "eval_count": 2,
+    "hybrid_split": 0,
+    "eval_every": 0,
+    "checkpoint_every": 1,
+    "threads": 1,
 }
 
 
@@ -41,7 +77,9 @@ def train(folder, chosen: dict) -> None:
     "Train in this process what a run folder asks for, or go on with it."
     if not folder.exists():
         s = settings.Settings(**chosen)
-        write_json(folder / "run.json", {"status": "created", "settings": s.model_dump(mode="json")})
+        write_json(
+            folder / "run.json", {"status": "created", "settings": s.model_dump(mode="json")}
+        )
     launch.train_folder(folder)
 
 
@@ -65,7 +103,10 @@ def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     ) as url:
         options = {"pocket-clip": {"worker": True}, "pocket-geneval": {"url": url}}
         train(far, POCKET | {"reward_options": options})
-    assert len(metrics(near)) == 3 and {"eval_pocket-clip", "eval_pocket-geneval"} <= metrics(near)[-1].keys()
+    assert (
+        len(metrics(near)) == 3
+        and {"eval_pocket-clip", "eval_pocket-geneval"} <= metrics(near)[-1].keys()
+    )
     assert metrics(far) == metrics(near)
     assert weights(far) == weights(near) != {}
 
@@ -82,17 +123,24 @@ def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("FAULTS", str(faults))
     options = {"worker": True, "timeout": 5, "retries": 1, "pause": 0.01}
     chosen |= {"reward": "tiny_rewards:faulty", "reward_options": {"tiny_rewards:faulty": options}}
-    faults.write_text("none\ndie\nnone\nhang\nnan")  # the base, the first iteration and its repetition, the second
+    faults.write_text(
+        "none\ndie\nnone\nhang\nnan"
+    )  # the base, the first iteration and its repetition, the second
     with pytest.raises(InputError, match="tiny_rewards:faulty returned nan for the prompt"):
         train(there, chosen)
     assert [line["iteration"] for line in metrics(there)] == [0, 1]
 
     faults.write_text("die\ndie")
-    with pytest.raises(InputError, match="the worker of tiny_rewards:faulty stayed away after 2 tries.*can be resumed"):
+    with pytest.raises(
+        InputError,
+        match="the worker of tiny_rewards:faulty stayed away after 2 tries.*can be resumed",
+    ):
         train(there, chosen)
     assert [line["iteration"] for line in metrics(there)] == [0, 1]
 
     train(there, chosen)
-    renamed = json.loads(json.dumps(metrics(there)).replace("tiny_rewards:faulty", "tiny_rewards:red"))
+    renamed = json.loads(
+        json.dumps(metrics(there)).replace("tiny_rewards:faulty", "tiny_rewards:red")
+    )
     assert renamed == metrics(here)
     assert weights(there) == weights(here) != {}

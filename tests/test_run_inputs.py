@@ -13,7 +13,13 @@ from chunk_grpo.runs import run_folder
 
 MINE = "a red star\na blue square\ntwo circles\na green star\n"
 OTHER = "three stars\nfour squares\na blue circle\ntwo squares\n"
-TINY = ["iterations=1", "eval_steps=1", "hybrid_split=1", "eval_images=1", "prompts_per_iteration=2"]
+TINY = [
+    "iterations=1",
+    "eval_steps=1",
+    "hybrid_split=1",
+    "eval_images=1",
+    "prompts_per_iteration=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +29,18 @@ def trained(tmp_path_factory):
     home.mkdir()
     (home / "mine.txt").write_text(MINE)
     shutil.copytree(pocket.pocket_model_path(), home / "model")
-    run("train", "pocket/tiny", "model=model", "prompts=mine.txt", "eval_prompts=mine.txt", *TINY, "--out", "run",
-        "--no-report", cwd=home)
+    run(
+        "train",
+        "pocket/tiny",
+        "model=model",
+        "prompts=mine.txt",
+        "eval_prompts=mine.txt",
+        *TINY,
+        "--out",
+        "run",
+        "--no-report",
+        cwd=home,
+    )
     return home
 
 
@@ -53,7 +69,10 @@ def sentence(done) -> str:
 
 def test_a_run_notes_its_inputs_from_the_root(trained):
     s = run_folder.read_run_settings(trained / "run")
-    assert (s.model, s.prompts, s.eval_prompts) == (str(trained / "model"), *[str(trained / "mine.txt")] * 2)
+    assert (s.model, s.prompts, s.eval_prompts) == (
+        str(trained / "model"),
+        *[str(trained / "mine.txt")] * 2,
+    )
 
 
 def test_a_run_is_evaluated_on_its_own_prompts_from_another_folder(elsewhere):
@@ -66,11 +85,25 @@ def test_a_run_is_evaluated_on_its_own_prompts_from_another_folder(elsewhere):
     assert (other / "exported" / "README.md").is_file()
 
 
-COMMANDS = {"evaluate": ["evaluate", "run"], "sample": ["sample", "run", "a red star", "--out", "new"],
-            "export": ["export", "run", "new"], "plan": ["plan", "--run", "run", "--rate", "1"],
-            "benchmark": ["evaluate", "run", "--benchmark", "pocket:test"], "profile": ["profile", "--run", "run"],
-            "resume": ["train", "pocket/tiny", "model=model", "prompts=mine.txt", "eval_prompts=mine.txt", *TINY,
-                       "--out", "run", "--resume"]}
+COMMANDS = {
+    "evaluate": ["evaluate", "run"],
+    "sample": ["sample", "run", "a red star", "--out", "new"],
+    "export": ["export", "run", "new"],
+    "plan": ["plan", "--run", "run", "--rate", "1"],
+    "benchmark": ["evaluate", "run", "--benchmark", "pocket:test"],
+    "profile": ["profile", "--run", "run"],
+    "resume": [
+        "train",
+        "pocket/tiny",
+        "model=model",
+        "prompts=mine.txt",
+        "eval_prompts=mine.txt",
+        *TINY,
+        "--out",
+        "run",
+        "--resume",
+    ],
+}
 READS_MODEL, READS_PROMPTS = COMMANDS.keys() - {"plan"}, COMMANDS.keys() - {"benchmark"}
 
 
@@ -125,15 +158,28 @@ def test_an_older_run_without_the_newer_notes_is_compared_too(elsewhere):
     file.write_text(json.dumps(note))
     run_folder.is_own_run(elsewhere / "run", remember=True)
     shutil.copytree(elsewhere / "model", elsewhere.parent / "B" / "model", dirs_exist_ok=True)
-    assert "`eval_prompts` must be" in sentence(call("evaluate", "../A/run", cwd=elsewhere.parent / "B"))
+    assert "`eval_prompts` must be" in sentence(
+        call("evaluate", "../A/run", cwd=elsewhere.parent / "B")
+    )
     run("evaluate", "run", cwd=elsewhere)
 
 
 def test_plan_shows_what_was_read(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,long\na,a red star\nb,two dogs\nc,two dogs\n")
-    said = run("plan", "pocket/tiny", "prompts=a.csv:long", "eval_prompts=gone.txt", "--rate", "1", cwd=tmp_path)
+    said = run(
+        "plan",
+        "pocket/tiny",
+        "prompts=a.csv:long",
+        "eval_prompts=gone.txt",
+        "--rate",
+        "1",
+        cwd=tmp_path,
+    )
     rows = {line.split("  ")[0]: line for line in said.splitlines()}
-    assert "3 prompts from a.csv:long, first 'a red star' and 'two dogs', 1 of them repeated" in rows["prompts"]
+    assert (
+        "3 prompts from a.csv:long, first 'a red star' and 'two dogs', 1 of them repeated"
+        in rows["prompts"]
+    )
     assert rows["eval_prompts"].endswith("gone.txt is not here")
 
 
@@ -143,10 +189,18 @@ def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch)
 
     (tmp_path / "mine.txt").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    s = settings.load_settings("pocket/tiny", {"prompts": "mine.txt", "eval_prompts": "mine.txt",
-                                               "prompts_per_iteration": 2})
-    whole = s.model_copy(update={name: str(tmp_path / "mine.txt") for name in ("prompts", "eval_prompts")})
-    row = {"settings": whole.model_dump(mode="json"), "evaluation": {}, "splits": 0} | content_hashes(s)
+    s = settings.load_settings(
+        "pocket/tiny",
+        {"prompts": "mine.txt", "eval_prompts": "mine.txt", "prompts_per_iteration": 2},
+    )
+    whole = s.model_copy(
+        update={name: str(tmp_path / "mine.txt") for name in ("prompts", "eval_prompts")}
+    )
+    row = {
+        "settings": whole.model_dump(mode="json"),
+        "evaluation": {},
+        "splits": 0,
+    } | content_hashes(s)
     trial = Trial("study", "arm", 0, s, {}, 0)
     assert find_finished_row(trial, tmp_path, [row]) is not None
     assert find_finished_row(trial, tmp_path, [row | {"prompts_sha256": "0"}]) is None

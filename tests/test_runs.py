@@ -35,14 +35,30 @@ def settings(tmp_path, monkeypatch):
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
     monkeypatch.setattr(run_folder, "content_hashes", lambda s: real)
     monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (1, 0))
-    return setting.load_settings("pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)})
+    return setting.load_settings(
+        "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
+    )
 
 
 GB = 10**9
 ROOM = {  # gigabytes that the run needs, the embeddings need, whether they share a disk, what is free -> what is said
-    "together": (3, 4, True, (6, 6), "`out` must lie where the run's files and the embed.* have room, about 7.00"),
-    "apart": (3, 4, False, (6, 3), "`CHUNK_GRPO_CACHE` must lie where the embeddings .* have room, about 4.00"),
-    "enough": (3, 4, True, (8, 8), ""), "enough apart": (3, 4, False, (3.5, 4.5), "")}
+    "together": (
+        3,
+        4,
+        True,
+        (6, 6),
+        "`out` must lie where the run's files and the embed.* have room, about 7.00",
+    ),
+    "apart": (
+        3,
+        4,
+        False,
+        (6, 3),
+        "`CHUNK_GRPO_CACHE` must lie where the embeddings .* have room, about 4.00",
+    ),
+    "enough": (3, 4, True, (8, 8), ""),
+    "enough apart": (3, 4, False, (3.5, 4.5), ""),
+}
 
 
 @pytest.mark.parametrize("case", ROOM)
@@ -52,7 +68,9 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)]))
+    monkeypatch.setattr(
+        plan.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)])
+    )
     if not words:
         plan.check_disk_space(settings, tmp_path / "run")
         return
@@ -63,6 +81,7 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
 @pytest.fixture
 def trainer(monkeypatch):
     "Puts a function of the run folder in the place of the loop; it may say something."
+
     def put(act):
         def train_run(s, run, callbacks, say):
             act(run, say)
@@ -73,7 +92,9 @@ def trainer(monkeypatch):
                 for line in run_folder.read_metrics_lines(run):
                     callback.on_log(state, line)
                 callback.on_train_end(state)
+
         monkeypatch.setattr(launch, "train_run", train_run)
+
     return put
 
 
@@ -85,19 +106,31 @@ def four_lines(run, say):
 
 def raises(error):
     "A run that ends with an error at once."
+
     def act(run, say):
         raise error
+
     return act
 
 
 def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):
     trainer(four_lines)
     seen, out = [], tmp_path / "run"
-    assert launch.train(settings, out, callbacks=[lambda line, s: seen.append(line["iteration"])]) == out
+    assert (
+        launch.train(settings, out, callbacks=[lambda line, s: seen.append(line["iteration"])])
+        == out
+    )
     assert seen == [0, 1, 2, 3]
     note = run_folder.read_run_info(out)
     assert note["status"] == "finished" and run_folder.read_run_settings(out) == settings
-    assert {"versions", "git_commit", "machine", "model_sha256", "prompts_sha256", "processes"} <= note.keys()
+    assert {
+        "versions",
+        "git_commit",
+        "machine",
+        "model_sha256",
+        "prompts_sha256",
+        "processes",
+    } <= note.keys()
     trainer(raises(ValueError))  # would fail, but nothing is left to do
     assert launch.train(settings, out, resume=True) == out
     with pytest.raises(InputError, match="`out` must be a new folder"):
@@ -130,9 +163,14 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (10**18, 0))
     else:
         processes = 3
-    words = {"other files": "is not empty", "a file": "is a file", "nothing to resume": "there is none",
-             "other settings": "`clip_range` must stay 0.001 when the run is resumed; got 0.5",
-             "no space": r"about 1000000000.00 GB; .* has \d+\.\d\d GB free", "processes": "divide"}
+    words = {
+        "other files": "is not empty",
+        "a file": "is a file",
+        "nothing to resume": "there is none",
+        "other settings": "`clip_range` must stay 0.001 when the run is resumed; got 0.5",
+        "no space": r"about 1000000000.00 GB; .* has \d+\.\d\d GB free",
+        "processes": "divide",
+    }
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=words[case]) as caught:
         run_folder.create_run(s, out, resume=resume, processes=processes)
@@ -142,7 +180,11 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
 
 def held(folder):
     "What lies in a folder, and which folder it is."
-    return folder.stat().st_ino, folder.stat().st_mode, {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return (
+        folder.stat().st_ino,
+        folder.stat().st_mode,
+        {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()},
+    )
 
 
 def test_an_empty_folder_is_worked_in_and_stays(settings, trainer, tmp_path, monkeypatch):
@@ -156,7 +198,10 @@ def test_an_empty_folder_is_worked_in_and_stays(settings, trainer, tmp_path, mon
     assert held(tmp_path / "own") == before
     trainer(four_lines)
     assert launch.train(settings, ".") == tmp_path / "own"
-    assert held(tmp_path / "own")[:2] == before[:2] and run_folder.read_run_info(".")["status"] == "finished"
+    assert (
+        held(tmp_path / "own")[:2] == before[:2]
+        and run_folder.read_run_info(".")["status"] == "finished"
+    )
 
 
 def test_a_mounted_empty_folder_is_a_run_folder(settings, tmp_path):
@@ -165,7 +210,9 @@ def test_a_mounted_empty_folder_is_a_run_folder(settings, tmp_path):
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("a disk can only be mounted by root")
     try:
-        assert run_folder.read_run_info(run_folder.create_run(settings, disk))["status"] == "created"
+        assert (
+            run_folder.read_run_info(run_folder.create_run(settings, disk))["status"] == "created"
+        )
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -207,12 +254,16 @@ def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
     assert sum(any(part in str(words) for part in refused) for words in found) == 7
 
 
-def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(settings, trainer, tmp_path, monkeypatch):
+def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(
+    settings, trainer, tmp_path, monkeypatch
+):
     class Killed(BaseException):
         "Nothing of the program goes on."
 
     def stop(path, content):
-        path.with_name(f".{path.name}.{2**22 + 1}.part").write_text("{")  # a number that no process has
+        path.with_name(f".{path.name}.{2**22 + 1}.part").write_text(
+            "{"
+        )  # a number that no process has
         raise Killed
 
     trainer(four_lines)
@@ -222,7 +273,9 @@ def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(settings, trainer, t
     assert len(list((tmp_path / "run").iterdir())) == 2
     with pytest.raises(InputError, match="`out` must hold the run to resume; in .* there is none"):
         launch.train(settings, tmp_path / "run", resume=True)
-    assert run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
+    assert (
+        run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
+    )
     assert not list((tmp_path / "run").glob(".*"))
 
 
@@ -234,14 +287,31 @@ def test_warnings_of_the_log_are_shown_too(settings, trainer, tmp_path, capsys):
     trainer(act)
     launch.train(settings, tmp_path / "run")
     assert capsys.readouterr().err == "warning: the checkpoint is damaged\n"
-    assert (tmp_path / "run" / "train.log").read_text() == "warning: the checkpoint is damaged\nbase\n"
+    assert (
+        tmp_path / "run" / "train.log"
+    ).read_text() == "warning: the checkpoint is damaged\nbase\n"
 
 
-@pytest.mark.parametrize("text, words", [
-    ("[]", "must be a JSON object"), ("{}", "`settings` is missing"), ("\xff", "cannot be read"),
-    ('{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` is missing"),
-    ('{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}', "`status` must be"),
-    ('{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}', "`settings` must be")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[]", "must be a JSON object"),
+        ("{}", "`settings` is missing"),
+        ("\xff", "cannot be read"),
+        (
+            '{"settings": {}, "status": "failed", "model_sha256": "", "prompts_sha256": ""}',
+            "`settings` is missing",
+        ),
+        (
+            '{"settings": {"eta": 1}, "status": 5, "model_sha256": "", "prompts_sha256": ""}',
+            "`status` must be",
+        ),
+        (
+            '{"settings": [], "status": "failed", "model_sha256": "", "prompts_sha256": ""}',
+            "`settings` must be",
+        ),
+    ],
+)
 def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     out = run_folder.create_run(settings, tmp_path / "run")
     (out / "run.json").write_text(text, encoding="latin-1")
@@ -250,7 +320,9 @@ def test_a_damaged_run_json_is_one_sentence(settings, tmp_path, text, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("damage, words", [("{}", "`settings`"), ("[]", "damaged"), ("", "damaged")])
+@pytest.mark.parametrize(
+    "damage, words", [("{}", "`settings`"), ("[]", "damaged"), ("", "damaged")]
+)
 def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -263,10 +335,16 @@ def test_a_damaged_run_that_is_to_go_on_gets_no_log(damage, words, settings, tmp
 def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "model").mkdir()
-    for name, value, words in (("prompts", "empty.txt", "holds no prompt"), ("model", "model", "model_index.json")):
+    for name, value, words in (
+        ("prompts", "empty.txt", "holds no prompt"),
+        ("model", "model", "model_index.json"),
+    ):
         (tmp_path / "a.txt").write_text("a red star\ntwo dogs\n")
-        values = {"prompts": str(tmp_path / "a.txt"), "eval_prompts": str(tmp_path / "a.txt"),
-                  name: str(tmp_path / value)}
+        values = {
+            "prompts": str(tmp_path / "a.txt"),
+            "eval_prompts": str(tmp_path / "a.txt"),
+            name: str(tmp_path / value),
+        }
         with pytest.raises(InputError, match=words):
             run_folder.create_run(setting.load_settings("pocket/tiny", values), tmp_path / "run")
         assert not (tmp_path / "run").exists()
@@ -274,9 +352,11 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
 
 def fails_later(error):
     "A run that ends with an error after its first lines."
+
     def act(run, say):
         four_lines(run, say)
         raise error
+
     return act
 
 
@@ -286,7 +366,9 @@ def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, 
         launch.train(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     trainer(fails_later(MemoryError("too large")))
-    with pytest.raises(launch.TrainingFailed, match="MemoryError: too large; the log is .*train.log") as failed:
+    with pytest.raises(
+        launch.TrainingFailed, match="MemoryError: too large; the log is .*train.log"
+    ) as failed:
         launch.train(settings, tmp_path / "run")
     assert isinstance(failed.value.__cause__, MemoryError), "the original error, for a debugger"
     note = run_folder.read_run_info(tmp_path / "run")
@@ -299,7 +381,9 @@ def test_refused_input_leaves_no_folder_and_a_crash_is_noted(settings, trainer, 
 
 def test_a_reward_that_ends_the_program_is_a_failure(settings, trainer, tmp_path):
     trainer(raises(SystemExit(0)))
-    with pytest.raises(launch.TrainingFailed, match=r"not finished, but sys.exit\(0\) was called, as by a reward"):
+    with pytest.raises(
+        launch.TrainingFailed, match=r"not finished, but sys.exit\(0\) was called, as by a reward"
+    ):
         launch.train(settings, tmp_path / "run")
     assert run_folder.read_run_info(tmp_path / "run")["status"] == "failed"
 
@@ -314,7 +398,9 @@ def test_an_error_after_the_end_costs_nothing(settings, trainer, tmp_path, monke
         raise RuntimeError("broken pipe")
 
     monkeypatch.setattr(launch, "train_run", late)
-    assert run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
+    assert (
+        run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
+    )
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkeypatch):
@@ -330,7 +416,11 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkey
 
     trainer(act)
     out = launch.train(settings, tmp_path / "run")
-    assert again and run_folder.read_run_info(out)["status"] == "finished" and not run_folder.is_training(out)
+    assert (
+        again
+        and run_folder.read_run_info(out)["status"] == "finished"
+        and not run_folder.is_training(out)
+    )
 
 
 def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer, tmp_path):
@@ -339,11 +429,15 @@ def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer,
     trainer(four_lines)
     dying = subprocess.Popen(["sleep", "1"], stdout=(log := files.lock_log(out / "train.log")))
     log.close()
-    assert run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
+    assert (
+        run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
+    )
     assert dying.wait() == 0
 
 
-@pytest.mark.parametrize("number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    "number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number, raised):
     def act(run, say):
         os.kill(os.getpid(), number)
@@ -359,15 +453,19 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
 
 def test_a_killed_run_reads_interrupted(settings, trainer, tmp_path):
     "Nobody is left to write it down; the lock that nobody holds tells."
-    code = ("import os, pathlib, sys\nfrom chunk_grpo.runs import launch\n"
-            "launch.train_run = lambda *_: os.kill(os.getpid(), 9)\n"
-            "launch.train_folder(pathlib.Path(sys.argv[1]))\n")
+    code = (
+        "import os, pathlib, sys\nfrom chunk_grpo.runs import launch\n"
+        "launch.train_run = lambda *_: os.kill(os.getpid(), 9)\n"
+        "launch.train_folder(pathlib.Path(sys.argv[1]))\n"
+    )
     out = run_folder.create_run(settings, tmp_path / "run")
     assert subprocess.run([sys.executable, "-c", code, str(out)]).returncode == -signal.SIGKILL
     assert json.loads((out / "run.json").read_text())["status"] == "running"
     assert run_folder.read_run_info(out)["status"] == "interrupted"
     trainer(four_lines)
-    assert run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
+    assert (
+        run_folder.read_run_info(launch.train(settings, out, resume=True))["status"] == "finished"
+    )
 
 
 def test_the_caller_gets_its_threads_back(settings, trainer, tmp_path):
@@ -383,12 +481,18 @@ def test_callbacks_and_several_processes_exclude_each_other(settings, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("values, words", [
-    ({"setings": "pocket/tiny"}, "`setings` is no parameter of the report train; did you mean `settings`"),
-    ({"processes": "2"}, "`processes` of the report train must be a whole number; got '2'"),
-    ({"overrides": "seed=1"}, "`overrides` of the report train must be a list"),
-    ({"resume": 1}, "`resume` of the report train must be True or False; got 1"),
-])
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (
+            {"setings": "pocket/tiny"},
+            "`setings` is no parameter of the report train; did you mean `settings`",
+        ),
+        ({"processes": "2"}, "`processes` of the report train must be a whole number; got '2'"),
+        ({"overrides": "seed=1"}, "`overrides` of the report train must be a list"),
+        ({"resume": 1}, "`resume` of the report train must be True or False; got 1"),
+    ],
+)
 def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
     with pytest.raises(InputError, match=re.escape(words)):
         reports.execute_report("train", tmp_path / "out.ipynb", **values)
@@ -396,7 +500,15 @@ def test_parameters_are_checked_before_a_kernel_starts(tmp_path, values, words):
 
 
 def test_every_report_has_one_parameters_cell_and_no_output():
-    assert reports.list_reports() == ["benchmark", "compare", "evaluate", "profile", "study", "tables", "train"]
+    assert reports.list_reports() == [
+        "benchmark",
+        "compare",
+        "evaluate",
+        "profile",
+        "study",
+        "tables",
+        "train",
+    ]
     for name in reports.list_reports():
         cells = nbformat.read(reports.find_report_notebook(name), 4).cells
         assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
@@ -407,21 +519,33 @@ def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
     run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=3)
     run_folder.update_run_json(run, error="ValueError: <b>lost</b>")
     log = run / "metrics.jsonl"
-    log.write_text(log.read_text().replace('"advantage_std_zero_groups": 0', '"advantage_std_zero_groups": 12'))
+    log.write_text(
+        log.read_text().replace('"advantage_std_zero_groups": 0', '"advantage_std_zero_groups": 12')
+    )
     monkeypatch.chdir(tmp_path)
     page = write_run_report("run").read_text()
-    assert "This run is not finished but failed, after iteration 3 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;" in page
+    assert (
+        "This run is not finished but failed, after iteration 3 of 45. ValueError: &lt;b&gt;lost&lt;/b&gt;"
+        in page
+    )
     assert "The run has not been evaluated." in page and page.count("<img") >= 5
     assert "flat_groups" in page and "all images of each prompt had the same reward" in page
-    assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == ["report.html", "report.ipynb"]
+    assert sorted(p.name for p in run.iterdir() if p.name.startswith("report")) == [
+        "report.html",
+        "report.ipynb",
+    ]
 
 
 def test_a_report_warns_of_settings_of_another_version(tmp_path, monkeypatch):
     run = synthetic.write(tmp_path / "run")
     note = run_folder.read_run_info(run)
-    run_folder.update_run_json(run, versions={"chunk_grpo": "9.0"}, settings=note["settings"] | {"from_the_future": 1})
+    run_folder.update_run_json(
+        run, versions={"chunk_grpo": "9.0"}, settings=note["settings"] | {"from_the_future": 1}
+    )
     monkeypatch.setattr(reports, "write_report", lambda *_, **__: run / "report.html")
-    with pytest.warns(UserWarning, match="does not know these settings of the run .* 9.0, .*: from_the_future"):
+    with pytest.warns(
+        UserWarning, match="does not know these settings of the run .* 9.0, .*: from_the_future"
+    ):
         write_run_report(run)
 
 
@@ -442,7 +566,10 @@ def test_reports_read_older_and_newer_summaries(tmp_path):
         assert row.pop("preserved") is None
     (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
     page = write_run_report(old, "evaluate").read_text()
-    assert "Hybrid inference, where the base takes over at step 12" in page and "saw preserved" not in page
+    assert (
+        "Hybrid inference, where the base takes over at step 12" in page
+        and "saw preserved" not in page
+    )
     assert write_run_report(newer(tmp_path / "new")).is_file()
 
 
@@ -451,9 +578,14 @@ def test_the_report_of_an_evaluation_reads_a_newer_summary(tmp_path):
     file = new / "evaluation" / "summary.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 77}))
     page = write_run_report(new, "evaluate").read_text()
-    assert "Euler steps of the ODE, seed 77." in page, "the evaluation's seed, and not that of the run's settings"
+    assert "Euler steps of the ODE, seed 77." in page, (
+        "the evaluation's seed, and not that of the run's settings"
+    )
     assert page.count("saw preserved</h3>") == 1 and page.count("<td>objects</td>") == 3
-    assert "There was no arm hybrid." in page and "the base takes over: split-05 5, split-10 10." in page
+    assert (
+        "There was no arm hybrid." in page
+        and "the base takes over: split-05 5, split-10 10." in page
+    )
     rewards = run_folder.read_evaluation_summary(new)["rewards"]
     assert len(compare_runs([synthetic.write(tmp_path / "old"), new])) == 2 * len(rewards)
 
@@ -463,6 +595,10 @@ def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
     steps = synthetic.write(tmp_path / "c", {"chunks": "steps"})
     table = compare_runs([a, b, steps])
     assert table[table.reward == "pocket-clip"].group.tolist() == ["chunk", "chunk", "steps"]
-    assert (table.transitions == 45 * 1152).all() and (table.lo < table.delta).all() and (table.delta < table.hi).all()
+    assert (
+        (table.transitions == 45 * 1152).all()
+        and (table.lo < table.delta).all()
+        and (table.delta < table.hi).all()
+    )
     with pytest.raises(InputError, match="must be evaluated"):
         compare_runs([a, synthetic.write(tmp_path / "d", evaluated=False)])

@@ -14,8 +14,13 @@ from chunk_grpo.core import settings
 from chunk_grpo.reporting import figures
 
 FOREIGN = {
-    "accelerate": {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "bf16",
-                   "num_processes": 8, "debug": False},
+    "accelerate": {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "mixed_precision": "bf16",
+        "num_processes": 8,
+        "debug": False,
+    },
     "DeepSpeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
     "diffusers": {"_class_name": "FluxPipeline", "_diffusers_version": "0.35.0"},
     "transformers": {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8},
@@ -32,7 +37,12 @@ def test_configuration_of_another_program_is_named(tmp_path, kind, form):
     with pytest.raises(InputError) as error:
         settings.load_settings(str(file))
     said = str(error.value)
-    assert "\n" not in said and "configuration of" in said and kind in said and "did you mean" not in said
+    assert (
+        "\n" not in said
+        and "configuration of" in said
+        and kind in said
+        and "did you mean" not in said
+    )
 
 
 def test_every_preset_is_no_configuration_of_another_program():
@@ -72,8 +82,11 @@ def test_doctor_says_why_torch_sees_no_gpu(monkeypatch):
 
     def machine(cuda, count):
         about = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
-        device = SimpleNamespace(device_count=lambda: count, get_device_properties=lambda i: about,
-                                 mem_get_info=lambda i: (70 * 2**30, 80 * 2**30))
+        device = SimpleNamespace(
+            device_count=lambda: count,
+            get_device_properties=lambda i: about,
+            mem_get_info=lambda i: (70 * 2**30, 80 * 2**30),
+        )
         return SimpleNamespace(version=SimpleNamespace(cuda=cuda), cuda=device)
 
     rows = dict(evaluation._describe_gpus(machine("13.0", 1)))

@@ -29,8 +29,9 @@ PROMPTS = ["a photo of a red star", "a drawing of two circles", "a green square"
 
 def perturbed(s):
     "A policy whose trained weights are not the base's."
-    policy = trainable.load_trainable_policy(s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank,
-                                             lora_alpha=s.lora_alpha)
+    policy = trainable.load_trainable_policy(
+        s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank, lora_alpha=s.lora_alpha
+    )
     with torch.no_grad():
         for i, p in enumerate(policy.trained):
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
@@ -41,14 +42,20 @@ def perturbed(s):
 def make(folder, **changes):
     "A finished run without its training."
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    s = settings.load_settings("pocket/tiny", {"eval_prompts": str(folder / "prompts.txt"), "threads": 1} | changes)
+    s = settings.load_settings(
+        "pocket/tiny", {"eval_prompts": str(folder / "prompts.txt"), "threads": 1} | changes
+    )
     run = run_folder.create_run(s, folder / "run")
     trainable.save_trained_weights(perturbed(s), run / "final")
     run_folder.update_run_json(run, status="finished")
     return run
 
 
-@pytest.fixture(scope="module", params=[{"lora_rank": 4, "lora_alpha": 8}, {"lora_rank": 0}], ids=["lora", "full"])
+@pytest.fixture(
+    scope="module",
+    params=[{"lora_rank": 4, "lora_alpha": 8}, {"lora_rank": 0}],
+    ids=["lora", "full"],
+)
 def run(request, tmp_path_factory):
     "A run of either kind."
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +73,9 @@ def lora(tmp_path_factory):
 
 def pixels(image):
     "Grey levels as numbers that can be subtracted."
-    return np.asarray(Image.open(image) if not isinstance(image, Image.Image) else image).astype(int)
+    return np.asarray(Image.open(image) if not isinstance(image, Image.Image) else image).astype(
+        int
+    )
 
 
 def test_a_card_says_what_its_weights_score(lora, tmp_path):
@@ -84,12 +93,18 @@ def test_samples_are_the_images_of_the_evaluation(lora):
     if run_folder.read_evaluation_summary(lora) is None:  # where this test runs alone
         evaluate(lora, processes=1)
     arms = ["base", "plain", "hybrid", "base-as-trained", "as-trained"]
-    drawn = {(x["arm"], x["prompt"]): x["image"] for x in sample_run(lora, [PROMPTS[2], "a star", PROMPTS[0]], arms)}
+    drawn = {
+        (x["arm"], x["prompt"]): x["image"]
+        for x in sample_run(lora, [PROMPTS[2], "a star", PROMPTS[0]], arms)
+    }
     records = [r for r in run_folder.read_evaluation_records(lora) if r["prompt"] != PROMPTS[1]]
     assert len(records) == 10
     for r in records:
         theirs = pixels(lora / "evaluation" / r["file"])
-        assert abs(pixels(drawn[r["arm"], r["prompt"]]) - theirs).max() <= 1, (r["arm"], r["prompt"])
+        assert abs(pixels(drawn[r["arm"], r["prompt"]]) - theirs).max() <= 1, (
+            r["arm"],
+            r["prompt"],
+        )
     assert (pixels(drawn["base", PROMPTS[0]]) != pixels(drawn["plain", PROMPTS[0]])).any()
 
 
@@ -106,7 +121,9 @@ def test_the_card_draws_in_plain_diffusers_what_sample_draws(run, tmp_path, monk
     assert (ours["plain"] != ours["hybrid"]).any() and (ours["base"] != ours["hybrid"]).any()
     for arm in ("plain", "hybrid"):
         apart = abs(ours[arm] - pixels(names[arm]))
-        assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, arm  # a level that lies on the edge may round either way
+        assert apart.max() <= 1 and (apart > 0).mean() < 1e-3, (
+            arm
+        )  # a level that lies on the edge may round either way
 
 
 def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch):
@@ -122,7 +139,9 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
     (running,) = sample_run(run, PROMPTS[:1], ["plain"], out=tmp_path / "out")
     assert (pixels(running["image"]) == pixels(finished["image"])).all()
     assert "iteration 2" in read_json(tmp_path / "out/samples.json")["weights"]
-    assert "after 2 of 3 iterations" in (export_run(run, tmp_path / "mine") / "README.md").read_text()
+    assert (
+        "after 2 of 3 iterations" in (export_run(run, tmp_path / "mine") / "README.md").read_text()
+    )
     (run / "checkpoints/000002/weights.safetensors").write_bytes(b"cut")
     with pytest.raises(InputError, match="damaged"):
         sample_run(run, PROMPTS[:1])
@@ -130,8 +149,21 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
 
 def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "list.txt").write_text("a red star\n" + r"$x_1$ and $\frac$" + "\n" + "x" * 300 + "\n")
-    words = ["sample", lora, "--prompts", "list.txt", "--arm", "base,trained,hybrid", "--seed", "0,1", "--out", "drawn"]
+    (tmp_path / "list.txt").write_text(
+        "a red star\n" + r"$x_1$ and $\frac$" + "\n" + "x" * 300 + "\n"
+    )
+    words = [
+        "sample",
+        lora,
+        "--prompts",
+        "list.txt",
+        "--arm",
+        "base,trained,hybrid",
+        "--seed",
+        "0,1",
+        "--out",
+        "drawn",
+    ]
     answer = CliRunner().invoke(main.app, [*map(str, words)], catch_exceptions=False)
     assert answer.exit_code == 0 and "18 of 18 images" in answer.output
     assert "drawn/contact-sheet.png" in answer.output
@@ -141,30 +173,52 @@ def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):
     assert all(Image.open(tmp_path / "drawn" / x["file"]).size == (64, 64) for x in about["images"])
     with Image.open(tmp_path / "drawn/contact-sheet.png") as sheet:
         assert sheet.width > 6 * 64 and sheet.height > 3 * 64
-    answer = CliRunner().invoke(main.app, ["sample", str(lora), "a red star", "--arm", "plain"], catch_exceptions=False)
+    answer = CliRunner().invoke(
+        main.app, ["sample", str(lora), "a red star", "--arm", "plain"], catch_exceptions=False
+    )
     assert "samples/run-001" in answer.output
     again = pixels(tmp_path / "samples/run-001/00000-plain-1000.png")
     (asked,) = sample_run(lora, ["a red star"], ["trained"], [1000])
     assert (again == pixels(asked["image"])).all()
 
 
-@pytest.mark.parametrize(("words", "part"), [
-    (["a star", "--arm", "bass"], "'bass'"), (["a star", "--arm", "hybrid", "--split", "5"], "`hybrid_split`"),
-    (["a star", "--seed", "1.5"], "`--seed`"), (["a star", "--steps", "0"], "`eval_steps`"), ([], "neither"),
-    (["a star", "--seed", "2,2"], "different"), (["a star", "--prompts", "list.txt"], "both"), ([" "], "none empty"),
-    (["a star", "--resolution", "7"], "7"), (["--prompts", "none.txt"], "none.txt"),
-    (["a star", "--out", "full"], "not empty"), (["a star", "--out", "thesis.tex"], "is a file")])
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["a star", "--arm", "bass"], "'bass'"),
+        (["a star", "--arm", "hybrid", "--split", "5"], "`hybrid_split`"),
+        (["a star", "--seed", "1.5"], "`--seed`"),
+        (["a star", "--steps", "0"], "`eval_steps`"),
+        ([], "neither"),
+        (["a star", "--seed", "2,2"], "different"),
+        (["a star", "--prompts", "list.txt"], "both"),
+        ([" "], "none empty"),
+        (["a star", "--resolution", "7"], "7"),
+        (["--prompts", "none.txt"], "none.txt"),
+        (["a star", "--out", "full"], "not empty"),
+        (["a star", "--out", "thesis.tex"], "is a file"),
+    ],
+)
 def test_what_is_wrong_is_said_before_weights_are_loaded(lora, tmp_path, monkeypatch, words, part):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     for name in ("full/letter.txt", "thesis.tex", "list.txt"):
         (tmp_path / name).write_text("dear\n")
     before = sorted(tmp_path.rglob("*"))
-    loading = trainable.load_trainable_policy if "--resolution" in words else None  # a model knows its own stride
-    monkeypatch.setattr(trainable, "load_trainable_policy", loading or (lambda *_, **__: pytest.fail("weights")))
+    loading = (
+        trainable.load_trainable_policy if "--resolution" in words else None
+    )  # a model knows its own stride
+    monkeypatch.setattr(
+        trainable, "load_trainable_policy", loading or (lambda *_, **__: pytest.fail("weights"))
+    )
     answer = CliRunner().invoke(main.app, ["sample", str(lora), *words])
-    assert isinstance(answer.exception, InputError) and part in str(answer.exception), answer.exception
-    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "full/letter.txt").read_text() == "dear\n"
+    assert isinstance(answer.exception, InputError) and part in str(answer.exception), (
+        answer.exception
+    )
+    assert (
+        sorted(tmp_path.rglob("*")) == before
+        and (tmp_path / "full/letter.txt").read_text() == "dear\n"
+    )
 
 
 def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
@@ -185,11 +239,15 @@ def test_an_interrupt_leaves_no_folder(lora, tmp_path, monkeypatch, number, code
         signal.raise_signal(number)
 
     monkeypatch.setattr(publish, "draw_samples", interrupted)
-    answer = CliRunner().invoke(main.app, ["sample", str(lora), *PROMPTS, "--out", str(tmp_path / "out")])
+    answer = CliRunner().invoke(
+        main.app, ["sample", str(lora), *PROMPTS, "--out", str(tmp_path / "out")]
+    )
     assert answer.exit_code == code and list(tmp_path.iterdir()) == []
 
 
-def test_a_run_from_elsewhere_is_sampled_without_its_rewards_and_its_model_stays_here(tmp_path, monkeypatch):
+def test_a_run_from_elsewhere_is_sampled_without_its_rewards_and_its_model_stays_here(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = make(tmp_path)
     note = read_json(run / "run.json")
@@ -206,7 +264,11 @@ def test_a_run_from_elsewhere_is_sampled_without_its_rewards_and_its_model_stays
     note["settings"] |= {"reward": f"{tmp_path}/rewards.py:redness"}
     write_json(run / "run.json", note)
     card = (export_run(run, tmp_path / "mine", trust=True) / "README.md").read_text()
-    assert (tmp_path / "mine/vae").is_dir() and str(tmp_path) not in card and "rewards.py:redness" in card
+    assert (
+        (tmp_path / "mine/vae").is_dir()
+        and str(tmp_path) not in card
+        and "rewards.py:redness" in card
+    )
 
 
 def test_a_link_out_of_the_run_is_no_weight(tmp_path, monkeypatch):
@@ -222,11 +284,16 @@ def test_a_link_out_of_the_run_is_no_weight(tmp_path, monkeypatch):
 DAMAGE = {
     "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "nan": lambda file: save_file({k: v * float("nan") for k, v in load_file(file).items()}, file),
-    "changed": lambda file: save_file({k: v + 0.5 for k, v in load_file(file).items()}, file)}
+    "changed": lambda file: save_file({k: v + 0.5 for k, v in load_file(file).items()}, file),
+}
 
 
-@pytest.mark.parametrize(("damage", "noted"), [*((name, True) for name in DAMAGE), ("cut", False), ("nan", False)])
-def test_damaged_final_weights_are_neither_drawn_nor_published(tmp_path, monkeypatch, damage, noted):
+@pytest.mark.parametrize(
+    ("damage", "noted"), [*((name, True) for name in DAMAGE), ("cut", False), ("nan", False)]
+)
+def test_damaged_final_weights_are_neither_drawn_nor_published(
+    tmp_path, monkeypatch, damage, noted
+):
     "One reader for all commands; without the hashes of run.json what no run can have written is still refused."
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run, out = make(tmp_path, lora_rank=2), tmp_path / "made"
@@ -238,7 +305,9 @@ def test_damaged_final_weights_are_neither_drawn_nor_published(tmp_path, monkeyp
     words = [("export", run, out), ("sample", run, "a star", "--out", out), ("evaluate", run)]
     for command in words + [("profile", "--run", run, "--out", tmp_path / "p.html")] * noted:
         done = call(*command)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+        assert (
+            done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+        ), done.stderr
         assert ("not those that the training wrote" if noted else "are damaged") in done.stderr
         if noted:
             assert sorted(tmp_path.rglob("*")) == before
@@ -252,13 +321,17 @@ def test_a_card_quotes_no_file_that_a_foreign_run_names(tmp_path, monkeypatch):
     note = json.loads((run / "run.json").read_text())
     note["settings"]["eval_prompts"] = str(secret)
     named = settings.load_settings(note["settings"])
-    note |= content_hashes(named) | {"inputs": input_records(named)}  # as a stranger would have them
+    note |= content_hashes(named) | {
+        "inputs": input_records(named)
+    }  # as a stranger would have them
     (run / "run.json").write_text(json.dumps(note))
     for words in ((), ("--trust",)):
         done = call("export", run, tmp_path / f"made{len(words)}", *words)
         assert done.returncode == 0, done.stderr
         card = (tmp_path / f"made{len(words)}/README.md").read_text()
-        assert ("a password of ours" in card) == bool(words), "only a user who trusts the run may publish its prompts"
+        assert ("a password of ours" in card) == bool(words), (
+            "only a user who trusts the run may publish its prompts"
+        )
 
 
 def test_export_replaces_nothing(lora, tmp_path):
@@ -279,7 +352,12 @@ def test_the_widget_draws_what_is_typed(lora):
     field.value, seed.value = r"a $x_1$ <b>star</b>", 5
     button.click()
     (one, other) = box.value
-    assert (one["prompt"], one["seed"], one["arm"], other["arm"]) == (field.value, 5, "base", "hybrid")
+    assert (one["prompt"], one["seed"], one["arm"], other["arm"]) == (
+        field.value,
+        5,
+        "base",
+        "hybrid",
+    )
     assert "&lt;b&gt;" in box.page()
     again = sample_run(lora, [field.value], ["base"], [5])[0]["image"]
     assert (pixels(again) == pixels(one["image"])).all()
@@ -292,11 +370,20 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
     card = ModelCard.load(export_run(lora, tmp_path / "mine") / "README.md")
     assert card.data.pipeline_tag == "text-to-image" and "lora" in card.data.tags
     s = settings.load_settings("paper/one-h200-lora")
-    assert publish.card_data(s).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(card.data.to_dict())
+    assert publish.card_data(s).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(
+        card.data.to_dict()
+    )
 
 
 def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, tmp_path):
     monkeypatch.setattr(publish, "sample_run", lambda *given: [])
-    said = {text: CliRunner().invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")]).output
-            for text in ("a red castle", "a red star")}
-    assert "the model knows no word castle" in said["a red castle"] and "warning" not in said["a red star"]
+    said = {
+        text: CliRunner()
+        .invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")])
+        .output
+        for text in ("a red castle", "a red star")
+    }
+    assert (
+        "the model knows no word castle" in said["a red castle"]
+        and "warning" not in said["a red star"]
+    )

@@ -17,8 +17,12 @@ from chunk_grpo.training.rollout import sample_ode
 
 NAMES = list(tiny_families.BUILDERS)
 PROMPT, STEPS, TOKENS, SIDE = "a red star", 4, 16, 64
-ONE_FORWARD = {"dev": {"guidance_scale": 2.5}, "sd3": {"guidance_scale": 1.0}, "z_image": {"guidance_scale": 0.0},
-               "klein": {"guidance_scale": 1.0}}
+ONE_FORWARD = {
+    "dev": {"guidance_scale": 2.5},
+    "sd3": {"guidance_scale": 1.0},
+    "z_image": {"guidance_scale": 0.0},
+    "klein": {"guidance_scale": 1.0},
+}
 
 SUPPORTED = {
     "static": {"use_dynamic_shifting": False, "shift": 2.0, "shift_terminal": None},
@@ -27,7 +31,11 @@ SUPPORTED = {
     "linear": {"use_dynamic_shifting": True, "time_shift_type": "linear"},
     "linear-static": {"use_dynamic_shifting": False, "time_shift_type": "linear", "shift": 3.0},
     "ends-of-the-shift": {"use_dynamic_shifting": True, "base_shift": 0.2, "max_shift": 2.0},
-    "ends-of-the-tokens": {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 32},
+    "ends-of-the-tokens": {
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": 4,
+        "max_image_seq_len": 32,
+    },
     "terminal": {"use_dynamic_shifting": False, "shift": 3.0, "shift_terminal": 0.1},
     "terminal-dynamic": {"use_dynamic_shifting": True, "shift_terminal": 0.1},
     "karras": {"use_karras_sigmas": True},
@@ -59,14 +67,30 @@ REJECTED = {
     "shift_terminal": {"shift_terminal": 1.0},
     "shift_terminal-text": {"shift_terminal": "0.02"},
     "base_shift": {"use_dynamic_shifting": True, "base_shift": None},
-    "base_shift-linear": {"use_dynamic_shifting": True, "time_shift_type": "linear", "base_shift": -1.0},
+    "base_shift-linear": {
+        "use_dynamic_shifting": True,
+        "time_shift_type": "linear",
+        "base_shift": -1.0,
+    },
     "max_shift": {"use_dynamic_shifting": True, "max_shift": 1e6},
-    "base_image_seq_len": {"use_dynamic_shifting": True, "base_image_seq_len": 4096, "max_image_seq_len": 4096},
+    "base_image_seq_len": {
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": 4096,
+        "max_image_seq_len": 4096,
+    },
     "max_image_seq_len": {"use_dynamic_shifting": True, "max_image_seq_len": "many"},
 }
 
-CLASSES = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "FlowMatchHeunDiscreteScheduler",
-           "FlowMatchLCMScheduler", "EulerDiscreteScheduler", "NoSuchScheduler", 3, "")
+CLASSES = (
+    "UniPCMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "FlowMatchHeunDiscreteScheduler",
+    "FlowMatchLCMScheduler",
+    "EulerDiscreteScheduler",
+    "NoSuchScheduler",
+    3,
+    "",
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -101,16 +125,28 @@ def test_levels_and_latents_are_those_of_the_pipelines_call(family, config, opti
     name, folder, pipe = family
     config(SUPPORTED[option])
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
-    theirs = pipe(prompt=PROMPT, height=SIDE, width=SIDE, num_inference_steps=STEPS, max_sequence_length=TOKENS,
-                  generator=torch.Generator().manual_seed(0), output_type="latent", **ONE_FORWARD.get(name, {})).images
+    theirs = pipe(
+        prompt=PROMPT,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=STEPS,
+        max_sequence_length=TOKENS,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+        **ONE_FORWARD.get(name, {}),
+    ).images
     model = policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5)
     levels = model.sigmas(STEPS)
     torch.testing.assert_close(levels, pipe.scheduler.sigmas, rtol=0, atol=2e-6)
     noise = model.noise(torch.Generator().manual_seed(0))[None]
     ours = sample_ode(model, model.encode([PROMPT]), noise, levels)
-    if name == "klein":  # whose call undoes the VAE's batch norm and the patches before it returns latents
+    if (
+        name == "klein"
+    ):  # whose call undoes the VAE's batch norm and the patches before it returns latents
         norm = model.vae.bn
-        ours = ours * (norm.running_var + model.vae.config.batch_norm_eps).sqrt() + norm.running_mean
+        ours = (
+            ours * (norm.running_var + model.vae.config.batch_norm_eps).sqrt() + norm.running_mean
+        )
         theirs = torch.nn.functional.pixel_unshuffle(theirs, 2)
     theirs = latents_to_tokens(theirs) if theirs.ndim == 4 else theirs
     torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-5)
@@ -119,10 +155,17 @@ def test_levels_and_latents_are_those_of_the_pipelines_call(family, config, opti
 def rejected(folder, tmp_path, monkeypatch, *words):
     "The sentence that loading and making a run give, before any weight is loaded; no folder is left."
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
-    changes = {"model": str(folder), "resolution": SIDE, "eval_resolution": SIDE, "max_tokens": TOKENS}
+    changes = {
+        "model": str(folder),
+        "resolution": SIDE,
+        "eval_resolution": SIDE,
+        "max_tokens": TOKENS,
+    }
     for attempt in (
         lambda: policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS),
-        lambda: run_folder.create_run(settings.load_settings("pocket/tiny", changes), tmp_path / "run"),
+        lambda: run_folder.create_run(
+            settings.load_settings("pocket/tiny", changes), tmp_path / "run"
+        ),
     ):
         with pytest.raises(InputError) as error:
             attempt()
@@ -132,7 +175,9 @@ def rejected(folder, tmp_path, monkeypatch, *words):
 
 
 @pytest.mark.parametrize("option", REJECTED)
-def test_unsupported_scheduler_option_is_rejected_before_weights(family, config, tmp_path, monkeypatch, option):
+def test_unsupported_scheduler_option_is_rejected_before_weights(
+    family, config, tmp_path, monkeypatch, option
+):
     config(REJECTED[option])
     rejected(family[1], tmp_path, monkeypatch, option.partition("-")[0], "scheduler_config.json")
 
@@ -145,16 +190,25 @@ def test_other_scheduler_class_is_rejected_before_weights(family, tmp_path, monk
     for places in (("index",), ("own",), ("index", "own")):
         folder = shutil.copytree(family[1], tmp_path / "-".join(places))
         if "index" in places:
-            (folder / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", name]}))
+            (folder / "model_index.json").write_text(
+                json.dumps(index | {"scheduler": ["diffusers", name]})
+            )
         if "own" in places:
-            (folder / "scheduler/scheduler_config.json").write_text(json.dumps(own | {"_class_name": name}))
+            (folder / "scheduler/scheduler_config.json").write_text(
+                json.dumps(own | {"_class_name": name})
+            )
         rejected(folder, tmp_path, monkeypatch, "scheduler")
 
 
 def test_one_step_that_a_schedule_cannot_take_is_rejected_before_a_run(tmp_path):
     "A terminal level needs two steps: with one, diffusers divides by zero."
     folder = tiny_families.build("qwen", tmp_path / "model")
-    changes = {"model": str(folder), "resolution": SIDE, "eval_resolution": SIDE, "max_tokens": TOKENS}
+    changes = {
+        "model": str(folder),
+        "resolution": SIDE,
+        "eval_resolution": SIDE,
+        "max_tokens": TOKENS,
+    }
     changes |= {"eval_steps": 1, "hybrid_split": 0, "prompts": "pocket:train"}
     with pytest.raises(InputError, match="shift_terminal"):
         run_folder.create_run(settings.load_settings("pocket/tiny", changes), tmp_path / "run")

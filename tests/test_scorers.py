@@ -62,7 +62,9 @@ def test_imagereward_is_the_official_one(loaded):
 def test_hpsv3_is_the_official_one(loaded):
     kept, images, prompts = official("hpsv3")
     theirs = torch.tensor([[row["mu"], row["log_sigma"]] for row in kept["rows"]])
-    torch.testing.assert_close(loaded["hpsv3"].score_distribution(images, prompts), theirs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        loaded["hpsv3"].score_distribution(images, prompts), theirs, rtol=0, atol=2e-5
+    )
     batch = torch.tensor(kept["first_four_as_a_batch"])
     torch.testing.assert_close(batch, theirs[:4, 0], rtol=0, atol=2e-5)
 
@@ -71,9 +73,14 @@ def test_hpsv3_is_the_official_one(loaded):
 def test_clips_are_what_transformers_computes(name, loaded, options):
     folder = options[name]["weights"]
     model, words = CLIPModel.from_pretrained(folder).eval(), CLIPTokenizer.from_pretrained(folder)
-    images = [released.picture(i, *size) for i, size in enumerate(((224, 224), (300, 200), (97, 80), (640, 480)))]
+    images = [
+        released.picture(i, *size)
+        for i, size in enumerate(((224, 224), (300, 200), (97, 80), (640, 480)))
+    ]
     prompts = [*released.PROMPTS[2:5], "very " * 90 + "tall trees"]
-    pixels = torch.as_tensor(np.stack(CLIPImageProcessorPil.from_pretrained(folder)(images)["pixel_values"]))
+    pixels = torch.as_tensor(
+        np.stack(CLIPImageProcessorPil.from_pretrained(folder)(images)["pixel_values"])
+    )
     text = words(prompts, padding=True, truncation=True, max_length=77, return_tensors="pt")
     with torch.inference_mode():
         logits = model(pixel_values=pixels, **text).logits_per_image.diagonal()
@@ -89,13 +96,17 @@ def test_batches_forms_and_order_do_not_matter(name, loaded):
     scores = reward(images, prompts)
     single = torch.cat([reward([i], [p]) for i, p in zip(images, prompts, strict=True)])
     torch.testing.assert_close(single, scores, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(reward(images[::-1], prompts[::-1]).flip(0), scores, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        reward(images[::-1], prompts[::-1]).flip(0), scores, rtol=1e-5, atol=1e-4
+    )
     same = [released.picture(i, 120, 90) for i in range(3)]
     whole = torch.from_numpy(np.stack([np.asarray(image) for image in same])).permute(0, 3, 1, 2)
     from_pil = reward(same, prompts[:3])
     assert torch.equal(reward(whole, prompts[:3]), from_pil)
     assert torch.equal(reward(whole.float() / 255, prompts[:3]), from_pil)
-    assert torch.equal(reward(whole.double() / 255 + 1e-4, prompts[:3]), from_pil)  # less than half a grey level
+    assert torch.equal(
+        reward(whole.double() / 255 + 1e-4, prompts[:3]), from_pil
+    )  # less than half a grey level
     assert (reward(same, prompts[1:4]) - from_pil).abs().min() > 1e-4  # the prompt matters
     assert reward([], []).shape == (0,)
 
@@ -114,7 +125,9 @@ def test_a_resize_is_that_of_pillows_formula_whatever_pillow_is_installed():
     for i, (width, height) in enumerate(released.SIZES):
         for size in ((224, 224), fitted(height, width), (17, 400)):
             x = image_ops.images_to_tensor([released.picture(i, width, height)])
-            found.update((255 * image_ops.resize_like_pillow(x, size)).round().byte().numpy().tobytes())
+            found.update(
+                (255 * image_ops.resize_like_pillow(x, size)).round().byte().numpy().tobytes()
+            )
     assert found.hexdigest() == RESIZED
 
 
@@ -128,18 +141,29 @@ def test_what_a_float_resize_would_cost(loaded):
     with torch.inference_mode():
         seen = [reward.vision(pixel_values=v).last_hidden_state for v in pair]
     difference = (seen[0] - seen[1]).abs().max() / seen[0].abs().max()
-    assert torch.equal(pair[0], image_ops.transform_images([image], reward.transform)) and difference > 1e-4
+    assert (
+        torch.equal(pair[0], image_ops.transform_images([image], reward.transform))
+        and difference > 1e-4
+    )
 
 
 def test_rows_and_columns_as_positions_change_hpsv3(loaded):
     reward, (images, prompts) = loaded["hpsv3"], golden.asked()
-    inputs = hpsv3.build_hpsv3_inputs(reward.tokenizer, images[:3], prompts[:3], reward.device, reward.dtype)
+    inputs = hpsv3.build_hpsv3_inputs(
+        reward.tokenizer, images[:3], prompts[:3], reward.device, reward.dtype
+    )
     kinds = (inputs["input_ids"] == reward.model.config.image_token_id).int()
-    grid, _ = reward.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=kinds,
-                                          image_grid_thw=inputs["image_grid_thw"],
-                                          attention_mask=inputs["attention_mask"])
+    grid, _ = reward.model.get_rope_index(
+        inputs["input_ids"],
+        mm_token_type_ids=kinds,
+        image_grid_thw=inputs["image_grid_thw"],
+        attention_mask=inputs["attention_mask"],
+    )
     with torch.inference_mode():
-        counted, placed = reward.predict_rewards(inputs), reward.predict_rewards(inputs | {"position_ids": grid})
+        counted, placed = (
+            reward.predict_rewards(inputs),
+            reward.predict_rewards(inputs | {"position_ids": grid}),
+        )
     assert (counted - placed)[:, 0].abs().min() > 1e-3
 
 
@@ -174,11 +198,19 @@ def test_weights_may_lie_where_nothing_can_be_written(tmp_path):
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("name, file", [
-    ("clip", "model.safetensors"), ("clip", "preprocessor_config.json"), ("pickscore", "config.json"),
-    ("imagereward", "med_config.json"), ("imagereward", "ImageReward.pt"), ("hpsv3", "HPSv3.safetensors"),
-    ("hpsv3", "base/config.json"), ("hpsv3", "base/tokenizer_config.json"),
-])
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("clip", "model.safetensors"),
+        ("clip", "preprocessor_config.json"),
+        ("pickscore", "config.json"),
+        ("imagereward", "med_config.json"),
+        ("imagereward", "ImageReward.pt"),
+        ("hpsv3", "HPSv3.safetensors"),
+        ("hpsv3", "base/config.json"),
+        ("hpsv3", "base/tokenizer_config.json"),
+    ],
+)
 def test_a_missing_file_is_named(name, file, options, tmp_path):
     shutil.copytree(options[name]["weights"], tmp_path / "copy")
     (tmp_path / "copy" / file).unlink()
@@ -191,9 +223,13 @@ def test_a_missing_file_is_named(name, file, options, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp_path):
     monkeypatch.setattr(scorers, "hf_hub_download", offline)
-    with pytest.raises(InputError, match="offline nothing is.*allowed is a folder or a hub id such as"):
+    with pytest.raises(
+        InputError, match="offline nothing is.*allowed is a folder or a hub id such as"
+    ):
         rewards.load_reward(name, device="cpu")
-    with pytest.raises(InputError, match="unexpected keyword argument 'wieghts'.*allowed are weights"):
+    with pytest.raises(
+        InputError, match="unexpected keyword argument 'wieghts'.*allowed are weights"
+    ):
         rewards.load_reward(name, wieghts=str(tmp_path))
 
 
@@ -210,7 +246,9 @@ def test_a_clip_that_lacks_weights_is_refused(options, tmp_path):
     tensors = load_file(file)
     del tensors["visual_projection.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match="lacks 1 weights of a CLIP model .visual_projection.weight"):
+    with pytest.raises(
+        InputError, match="lacks 1 weights of a CLIP model .visual_projection.weight"
+    ):
         rewards.load_reward("clip", weights=str(tmp_path / "copy"), device="cpu")
 
 
@@ -220,7 +258,11 @@ def test_fitted_sizes_are_the_model_s_own():
             h, w = fitted(height, width)
             assert h % 28 == w % 28 == 0 < min(h, w)
             long, short = max(h, w), min(h, w)
-            assert 0.5 < h * w / hpsv3.TARGET_PIXELS < 1 + (long + short + 28) * 28 / hpsv3.TARGET_PIXELS
+            assert (
+                0.5
+                < h * w / hpsv3.TARGET_PIXELS
+                < 1 + (long + short + 28) * 28 / hpsv3.TARGET_PIXELS
+            )
 
 
 @pytest.mark.gpu
@@ -228,25 +270,37 @@ def test_fitted_sizes_are_the_model_s_own():
 def test_gpu_scores_are_those_of_the_cpu(name, loaded, options):
     images, prompts = golden.asked()
     other = rewards.load_reward(name, **options[name] | {"device": "cuda", "dtype": "float32"})
-    torch.testing.assert_close(other(images, prompts), loaded[name](images, prompts), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        other(images, prompts), loaded[name](images, prompts), rtol=1e-3, atol=1e-3
+    )
     for i, size in enumerate(released.SIZES):
         x = image_ops.images_to_tensor([released.picture(i, *size)])
-        ours, theirs = (image_ops.resize_like_pillow(y, (224, 224)).cpu() * 255 for y in (x.cuda(), x))
-        assert torch.equal(ours.round(), theirs.round())  # a GPU divides by 255 as it multiplies, one bit off
+        ours, theirs = (
+            image_ops.resize_like_pillow(y, (224, 224)).cpu() * 255 for y in (x.cuda(), x)
+        )
+        assert torch.equal(
+            ours.round(), theirs.round()
+        )  # a GPU divides by 255 as it multiplies, one bit off
 
 
 def test_bfloat16_keeps_the_head_exact(options, loaded):
     images, prompts = golden.asked()
     half = hpsv3.load_hpsv3(**options["hpsv3"] | {"dtype": "bfloat16"})
     assert half.head[0].weight.dtype == torch.float32
-    assert 0 < (half(images[:2], prompts[:2]) - loaded["hpsv3"](images[:2], prompts[:2])).abs().max() < 0.1
+    assert (
+        0
+        < (half(images[:2], prompts[:2]) - loaded["hpsv3"](images[:2], prompts[:2])).abs().max()
+        < 0.1
+    )
 
 
 def test_imagereward_takes_the_pictures_width_from_the_vision_half(options, loaded, tmp_path):
     "The public med_config.json says 768 where the vision transformer is 1024 wide; the official code does not read it."
     folder = shutil.copytree(options["imagereward"]["weights"], tmp_path / "imagereward")
     med = json.loads((folder / "med_config.json").read_text())
-    (folder / "med_config.json").write_text(json.dumps(med | {"encoder_width": med["encoder_width"] * 3 // 4}))
+    (folder / "med_config.json").write_text(
+        json.dumps(med | {"encoder_width": med["encoder_width"] * 3 // 4})
+    )
     images, prompts = golden.asked()
     other = rewards.load_reward("imagereward", **options["imagereward"] | {"weights": str(folder)})
     assert torch.equal(other(images, prompts), loaded["imagereward"](images, prompts))

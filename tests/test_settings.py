@@ -27,112 +27,162 @@ def refused(values: dict, overrides=()) -> str:
     return text
 
 
-@pytest.mark.parametrize("values, parts", [
-    ({"learnin_rate": 1e-3}, ["`learnin_rate`", "did you mean `learning_rate`"]),
-    ({"lr": 1e-3}, ["`lr`", "no setting"]),
-    ({"k" * 10**7: 1}, ["`kkk", "...` is no setting"]),
-    ({1: 2}, ["`1`", "no setting"]),
-    ({"iterations": "12"}, ["`iterations`", "whole number", "'12'"]),
-    ({"iterations": True}, ["`iterations`", "whole number", "true"]),
-    ({"iterations": 12.0}, ["`iterations`", "whole number", "12.0"]),
-    ({"iterations": 0}, ["`iterations`", "at least 1", "got 0"]),
-    ({"learning_rate": "0.1"}, ["`learning_rate`", "number", "'0.1'"]),
-    ({"learning_rate": True}, ["`learning_rate`", "number", "true"]),
-    ({"learning_rate": float("nan")}, ["`learning_rate`", "number", "NaN"]),
-    ({"learning_rate": float("inf")}, ["`learning_rate`", "number", "Infinity"]),
-    ({"learning_rate": "1e999"}, ["`learning_rate`", "number"]),
-    ({"iterations": 100_000_000_000}, ["`iterations` must be", "at most 1000000; got 100000000000"]),
-    ({"steps": 100_000_000_000, "chunks": "steps"}, ["`steps` must be", "at most 10000; got 100000000000"]),
-    ({"prompts_per_iteration": 10**400}, ["`prompts_per_iteration` must be", "at most 1000000", "401 digits"]),
-    ({"eval_steps": 10**9, "hybrid_split": 1}, ["`eval_steps` must be", "at most 10000;"]),
-    ({"seed": 2**63}, ["`seed` must be", "at most 9223372036854775807"]),
-    ({"reward": {"hpsv3": float("nan")}}, ["`reward`", "mapping"]),
-    ({"chunk_fraction": 1.5}, ["`chunk_fraction`", "above 0", "at most 1", "1.5"]),
-    ({"chunk_fraction": 0}, ["`chunk_fraction`", "above 0", "got 0"]),
-    ({"shared_noise": "yes"}, ["`shared_noise`", "true or false", "'yes'"]),
-    ({"shared_noise": 1}, ["`shared_noise`", "true or false", "got 1"]),
-    ({"sampler": "ode"}, ["`sampler`", "flow, dance, cps", "'ode'", "density"]),
-    ({"sampler": "euler"}, ["`sampler`", "flow, dance, cps", "'euler'"]),
-    ({"dtype": "float16"}, ["`dtype`", "float32, bfloat16", "'float16'"]),
-    ({"prompts": None}, ["`prompts`", "text", "nothing"]),
-    ({"model": ""}, ["`model`", "text"]),
-    ({"chunks": "2,3,4"}, ["`chunks`", "16"]),
-    ({"chunks": "2,3,four,7"}, ["`chunks`", "four"]),
-    ({"chunks": "equal:5"}, ["`chunks`", "divide the 16", "got 5"]),
-    ({"chunks": [2, 3, 4, 8]}, ["`chunks`", "2,3,4,8"]),
-    ({"chunks": 2.5}, ["`chunks`", "text", "2.5"]),
-    ({"steps": 18}, ["`chunks`", "17"]),
-    ({"chunks": "adaptive:0"}, ["`chunks`", "adaptive:SIZE", "'adaptive:0'"]),
-    ({"chunks": "adaptive:17"}, ["`chunks`", "17", "16"]),
-    ({"chunks": "adaptive", "train_chunks": "1"}, ["`train_chunks`", "all", "'1'"]),
-    ({"train_chunks": "5"}, ["`train_chunks`", "from 1 to 4", "'5'"]),
-    ({"train_chunks": "1,1"}, ["`train_chunks`", "different", "'1,1'"]),
-    ({"weighting_uniform": 0.5}, ["`weighting_uniform`", "0", "`chunk_weighting`", "0.5"]),
-    ({"chunk_weighting": "dynamics", "weighting_uniform": 1.5}, ["`weighting_uniform`", "at most 1", "1.5"]),
-    ({"chunk_weighting": "dynamics", "weighting_temperature": 0}, ["`weighting_temperature`", "above 0"]),
-    ({"step_weights": "loud"}, ["`step_weights`", "noise", "'loud'"]),
-    ({"step_weights": "2,3,4"}, ["`step_weights`", "16", "9"]),
-    ({"images_per_prompt": 1}, ["`images_per_prompt`", "at least 2"]),
-    ({"images_per_prompt": 11}, ["`images_per_prompt`", "multiple", "`updates_per_iteration`", "11"]),
-    ({"baseline_images": 13}, ["`baseline_images`", "`images_per_prompt`", "12", "got 13"]),
-    ({"baseline_images": -1}, ["`baseline_images`", "at least 0", "-1"]),
-    ({"baseline_images": 1.5}, ["`baseline_images`", "whole number", "1.5"]),
-    ({"hybrid_split": 51}, ["`hybrid_split`", "`eval_steps`", "50", "51"]),
-    ({"sampler": "cps", "eta": 1.2}, ["`eta`", "at most 1", "1.2"]),
-    ({"resolution": 100}, ["`resolution`", "multiple of 16", "100"]),
-    ({"reward": {"hpsv3": -1.0}}, ["`reward`", "above 0", "'hpsv3'", "-1"]),
-    ({"reward": {"hpsv3": "much"}}, ["`reward`", "mapping"]),
-    ({"reward": {}}, ["`reward`", "at least one"]),
-    ({"reward": 3}, ["`reward`", "got 3"]),
-    ({"reward": "pocket-clp"}, ["`reward`", "package.module:function", "'pocket-clp', did you mean pocket-clip?"]),
-    ({"reward": {"hpsv3": 1, "zzz": 1}}, ["`reward`", "pocket-clip, ", "'zzz'"]),
-    ({"eval_rewards": ["hpsv4"]}, ["`eval_rewards`", "'hpsv4', did you mean hpsv3?"]),
-    ({"reward": "mine", "reward_options": {"mine": {"worker": True}}}, ["`reward`", "`url`", "'mine'"]),
-    ({"eval_rewards": "hpsv3"}, ["`eval_rewards`", "list", "'hpsv3'"]),
-    ({"eval_rewards": ["a", "a"]}, ["`eval_rewards`", "once", '["a", "a"]']),
-    ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
-    ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
-    ({"shift": 1e12}, ["`shift`", "above 0 and at most 100", "1000000000000"]),
-    ({"lr": 1e-5}, ["`lr` is no setting", "did you mean `learning_rate`"]),
-    ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
-    ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
-])
+@pytest.mark.parametrize(
+    "values, parts",
+    [
+        ({"learnin_rate": 1e-3}, ["`learnin_rate`", "did you mean `learning_rate`"]),
+        ({"lr": 1e-3}, ["`lr`", "no setting"]),
+        ({"k" * 10**7: 1}, ["`kkk", "...` is no setting"]),
+        ({1: 2}, ["`1`", "no setting"]),
+        ({"iterations": "12"}, ["`iterations`", "whole number", "'12'"]),
+        ({"iterations": True}, ["`iterations`", "whole number", "true"]),
+        ({"iterations": 12.0}, ["`iterations`", "whole number", "12.0"]),
+        ({"iterations": 0}, ["`iterations`", "at least 1", "got 0"]),
+        ({"learning_rate": "0.1"}, ["`learning_rate`", "number", "'0.1'"]),
+        ({"learning_rate": True}, ["`learning_rate`", "number", "true"]),
+        ({"learning_rate": float("nan")}, ["`learning_rate`", "number", "NaN"]),
+        ({"learning_rate": float("inf")}, ["`learning_rate`", "number", "Infinity"]),
+        ({"learning_rate": "1e999"}, ["`learning_rate`", "number"]),
+        (
+            {"iterations": 100_000_000_000},
+            ["`iterations` must be", "at most 1000000; got 100000000000"],
+        ),
+        (
+            {"steps": 100_000_000_000, "chunks": "steps"},
+            ["`steps` must be", "at most 10000; got 100000000000"],
+        ),
+        (
+            {"prompts_per_iteration": 10**400},
+            ["`prompts_per_iteration` must be", "at most 1000000", "401 digits"],
+        ),
+        ({"eval_steps": 10**9, "hybrid_split": 1}, ["`eval_steps` must be", "at most 10000;"]),
+        ({"seed": 2**63}, ["`seed` must be", "at most 9223372036854775807"]),
+        ({"reward": {"hpsv3": float("nan")}}, ["`reward`", "mapping"]),
+        ({"chunk_fraction": 1.5}, ["`chunk_fraction`", "above 0", "at most 1", "1.5"]),
+        ({"chunk_fraction": 0}, ["`chunk_fraction`", "above 0", "got 0"]),
+        ({"shared_noise": "yes"}, ["`shared_noise`", "true or false", "'yes'"]),
+        ({"shared_noise": 1}, ["`shared_noise`", "true or false", "got 1"]),
+        ({"sampler": "ode"}, ["`sampler`", "flow, dance, cps", "'ode'", "density"]),
+        ({"sampler": "euler"}, ["`sampler`", "flow, dance, cps", "'euler'"]),
+        ({"dtype": "float16"}, ["`dtype`", "float32, bfloat16", "'float16'"]),
+        ({"prompts": None}, ["`prompts`", "text", "nothing"]),
+        ({"model": ""}, ["`model`", "text"]),
+        ({"chunks": "2,3,4"}, ["`chunks`", "16"]),
+        ({"chunks": "2,3,four,7"}, ["`chunks`", "four"]),
+        ({"chunks": "equal:5"}, ["`chunks`", "divide the 16", "got 5"]),
+        ({"chunks": [2, 3, 4, 8]}, ["`chunks`", "2,3,4,8"]),
+        ({"chunks": 2.5}, ["`chunks`", "text", "2.5"]),
+        ({"steps": 18}, ["`chunks`", "17"]),
+        ({"chunks": "adaptive:0"}, ["`chunks`", "adaptive:SIZE", "'adaptive:0'"]),
+        ({"chunks": "adaptive:17"}, ["`chunks`", "17", "16"]),
+        ({"chunks": "adaptive", "train_chunks": "1"}, ["`train_chunks`", "all", "'1'"]),
+        ({"train_chunks": "5"}, ["`train_chunks`", "from 1 to 4", "'5'"]),
+        ({"train_chunks": "1,1"}, ["`train_chunks`", "different", "'1,1'"]),
+        ({"weighting_uniform": 0.5}, ["`weighting_uniform`", "0", "`chunk_weighting`", "0.5"]),
+        (
+            {"chunk_weighting": "dynamics", "weighting_uniform": 1.5},
+            ["`weighting_uniform`", "at most 1", "1.5"],
+        ),
+        (
+            {"chunk_weighting": "dynamics", "weighting_temperature": 0},
+            ["`weighting_temperature`", "above 0"],
+        ),
+        ({"step_weights": "loud"}, ["`step_weights`", "noise", "'loud'"]),
+        ({"step_weights": "2,3,4"}, ["`step_weights`", "16", "9"]),
+        ({"images_per_prompt": 1}, ["`images_per_prompt`", "at least 2"]),
+        (
+            {"images_per_prompt": 11},
+            ["`images_per_prompt`", "multiple", "`updates_per_iteration`", "11"],
+        ),
+        ({"baseline_images": 13}, ["`baseline_images`", "`images_per_prompt`", "12", "got 13"]),
+        ({"baseline_images": -1}, ["`baseline_images`", "at least 0", "-1"]),
+        ({"baseline_images": 1.5}, ["`baseline_images`", "whole number", "1.5"]),
+        ({"hybrid_split": 51}, ["`hybrid_split`", "`eval_steps`", "50", "51"]),
+        ({"sampler": "cps", "eta": 1.2}, ["`eta`", "at most 1", "1.2"]),
+        ({"resolution": 100}, ["`resolution`", "multiple of 16", "100"]),
+        ({"reward": {"hpsv3": -1.0}}, ["`reward`", "above 0", "'hpsv3'", "-1"]),
+        ({"reward": {"hpsv3": "much"}}, ["`reward`", "mapping"]),
+        ({"reward": {}}, ["`reward`", "at least one"]),
+        ({"reward": 3}, ["`reward`", "got 3"]),
+        (
+            {"reward": "pocket-clp"},
+            ["`reward`", "package.module:function", "'pocket-clp', did you mean pocket-clip?"],
+        ),
+        ({"reward": {"hpsv3": 1, "zzz": 1}}, ["`reward`", "pocket-clip, ", "'zzz'"]),
+        ({"eval_rewards": ["hpsv4"]}, ["`eval_rewards`", "'hpsv4', did you mean hpsv3?"]),
+        (
+            {"reward": "mine", "reward_options": {"mine": {"worker": True}}},
+            ["`reward`", "`url`", "'mine'"],
+        ),
+        ({"eval_rewards": "hpsv3"}, ["`eval_rewards`", "list", "'hpsv3'"]),
+        ({"eval_rewards": ["a", "a"]}, ["`eval_rewards`", "once", '["a", "a"]']),
+        ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
+        ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
+        ({"shift": 1e12}, ["`shift`", "above 0 and at most 100", "1000000000000"]),
+        ({"lr": 1e-5}, ["`lr` is no setting", "did you mean `learning_rate`"]),
+        ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
+        ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
+    ],
+)
 def test_one_sentence_names_field_and_value(values, parts):
     sentence = refused(values)
     assert all(part in sentence for part in parts), sentence
 
 
-@pytest.mark.parametrize("overrides, parts", [
-    (["eta"], ["name=value", "'eta'"]),
-    (["=3"], ["name=value"]),
-    (["eta=[1"], ["`eta`", "YAML"]),
-    (["iterations="], ["`iterations`", "nothing"]),
-    (["iterations=010"], ["`iterations`", "whole number", "'010'"]),  # 8 in YAML 1.1
-    (["iterations=1:30"], ["`iterations`", "whole number", "'1:30'"]),  # 90 in YAML 1.1
-    ({"iterations": "3"}, ["`iterations`", "'3'"]),
-])
+@pytest.mark.parametrize(
+    "overrides, parts",
+    [
+        (["eta"], ["name=value", "'eta'"]),
+        (["=3"], ["name=value"]),
+        (["eta=[1"], ["`eta`", "YAML"]),
+        (["iterations="], ["`iterations`", "nothing"]),
+        (["iterations=010"], ["`iterations`", "whole number", "'010'"]),  # 8 in YAML 1.1
+        (["iterations=1:30"], ["`iterations`", "whole number", "'1:30'"]),  # 90 in YAML 1.1
+        ({"iterations": "3"}, ["`iterations`", "'3'"]),
+    ],
+)
 def test_overrides_are_checked(overrides, parts):
     sentence = refused({}, overrides)
     assert all(part in sentence for part in parts), sentence
 
 
 def test_a_server_and_modules_may_have_rewards_of_any_name():
-    given = {"reward": "mine", "reward_options": {"mine": {"url": "http://host:8000"}}, "eval_rewards": ["a.b:c"]}
+    given = {
+        "reward": "mine",
+        "reward_options": {"mine": {"url": "http://host:8000"}},
+        "eval_rewards": ["a.b:c"],
+    }
     assert settings.load_settings(given).eval_rewards == ("a.b:c",)
 
 
 def test_exponents_are_numbers_in_every_way_they_are_written():
     for text in ("1e-3", "1E-3", "1.e-3", "1.0e-3", "0.001", "10e-4", "+1e-3"):
-        assert settings.load_settings(validation.parse_yaml(f"learning_rate: {text}", "it")).learning_rate == 1e-3
+        assert (
+            settings.load_settings(
+                validation.parse_yaml(f"learning_rate: {text}", "it")
+            ).learning_rate
+            == 1e-3
+        )
         assert settings.load_settings({}, [f"learning_rate={text}"]).learning_rate == 1e-3
     assert settings.load_settings({}, ["reward={hpsv3: 1e-1}"]).reward == {"hpsv3": 0.1}
-    assert validation.parse_yaml("[1, 12e, e5, 0x1e3, 1.5e3]", "it") == [1, "12e", "e5", 0x1e3, 1500.0]
+    assert validation.parse_yaml("[1, 12e, e5, 0x1e3, 1.5e3]", "it") == [
+        1,
+        "12e",
+        "e5",
+        0x1E3,
+        1500.0,
+    ]
 
 
 def test_files_are_read_or_refused_in_words(tmp_path):
     file = tmp_path / "mine.yaml"
-    for text, part in (("steps: 9\nsteps: 17\n", "again in line 2"), ("steps: [", "YAML"),
-                       ("- a\n- b\n", "name: value"), ("", "name: value"), ("steps: 9\n  shift: 2\n", "YAML")):
+    for text, part in (
+        ("steps: 9\nsteps: 17\n", "again in line 2"),
+        ("steps: [", "YAML"),
+        ("- a\n- b\n", "name: value"),
+        ("", "name: value"),
+        ("steps: 9\n  shift: 2\n", "YAML"),
+    ):
         file.write_text(text)
         with pytest.raises(InputError, match=part):
             settings.load_settings(file)
@@ -148,21 +198,34 @@ def test_files_are_read_or_refused_in_words(tmp_path):
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True))
-ODD = {"aliases": (BOMB, "an alias, as in line 2"), "alias of itself": ("&a [*a]", "an alias"),
-       "object": ("a: !!python/object:os.system {}", "a tag, as in line 1"), "binary": ("a: !!binary aGk=", "a tag"),
-       "int": ("a: !!int x", "a tag"), "set": ("!!set {a, b}", "a tag"), "brackets": ("[" * 500, "20 levels"),
-       "braces": ("{a: " * 300, "20 levels"), "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
-       "digits": ("a: " + "1" * 10_000, "cannot be read"), "hexadecimal": ("a: 0x_", "cannot be read"),
-       "many keys": ("".join(f"key{i}: 1\n" for i in range(800_000)), "at most 200000 characters"),
-       "long key": (f"{'k' * 10**7}: 1", "at most 200000 characters"),
-       "key": ("? [a]\n: 1", "cannot be read in line 1"), "control": ("a: \x01", "cannot be read")}
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+ODD = {
+    "aliases": (BOMB, "an alias, as in line 2"),
+    "alias of itself": ("&a [*a]", "an alias"),
+    "object": ("a: !!python/object:os.system {}", "a tag, as in line 1"),
+    "binary": ("a: !!binary aGk=", "a tag"),
+    "int": ("a: !!int x", "a tag"),
+    "set": ("!!set {a, b}", "a tag"),
+    "brackets": ("[" * 500, "20 levels"),
+    "braces": ("{a: " * 300, "20 levels"),
+    "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
+    "digits": ("a: " + "1" * 10_000, "cannot be read"),
+    "hexadecimal": ("a: 0x_", "cannot be read"),
+    "many keys": ("".join(f"key{i}: 1\n" for i in range(800_000)), "at most 200000 characters"),
+    "long key": (f"{'k' * 10**7}: 1", "at most 200000 characters"),
+    "key": ("? [a]\n: 1", "cannot be read in line 1"),
+    "control": ("a: \x01", "cannot be read"),
+}
 
 
 @pytest.mark.parametrize("text", ["010", "-010", "0o10", "0b11", "1:30", "1:30.5", "08"])
 def test_numbers_that_mean_something_else_in_old_yaml_are_refused(text):
     for field in ("iterations", "eta"):
-        with pytest.raises(InputError, match=f"`{field}` must be a .*number .*; got the text '{text}'"):
+        with pytest.raises(
+            InputError, match=f"`{field}` must be a .*number .*; got the text '{text}'"
+        ):
             settings.load_settings({}, [f"{field}={text}"])
 
 
@@ -171,13 +234,19 @@ def test_yaml_that_is_no_settings_is_one_sentence_everywhere(tmp_path, case):
     "In a settings file, in study.yaml and in an override; the file is named."
     text, part = ODD[case]
     (tmp_path / "base.yaml").write_text("steps: 9\n")
-    readers = {tmp_path / "mine.yaml": settings.load_settings,
-               tmp_path / "study.yaml": lambda file: load_study(file.parent)}
+    readers = {
+        tmp_path / "mine.yaml": settings.load_settings,
+        tmp_path / "study.yaml": lambda file: load_study(file.parent),
+    }
     for file, read in readers.items():
         file.write_text(text)
         with pytest.raises(InputError, match=part) as error:
             read(file)
-        assert str(file) in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 300
+        assert (
+            str(file) in str(error.value)
+            and "\n" not in str(error.value)
+            and len(str(error.value)) < 300
+        )
     with pytest.raises(InputError, match="the value of `model` must (be|have)") as error:
         settings.load_settings({}, [f"model={text}"])
     assert part.partition(" in line")[0] in str(error.value)
@@ -202,8 +271,15 @@ def test_settings_are_frozen_and_come_back_from_yaml_and_json():
 
 
 @example(deadline=None)
-@given(st.builds(dict, learning_rate=st.floats(1e-9, 1), eta=st.floats(0.01, 1), seed=st.integers(0, 2**40),
-                 prompts=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1)))
+@given(
+    st.builds(
+        dict,
+        learning_rate=st.floats(1e-9, 1),
+        eta=st.floats(0.01, 1),
+        seed=st.integers(0, 2**40),
+        prompts=st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1),
+    )
+)
 def test_every_value_survives_a_round_trip(values):
     s = settings.load_settings(values)
     assert settings.load_settings(yaml.safe_load(settings.dump_settings(s))) == s
@@ -218,9 +294,15 @@ def test_every_field_has_unit_source_and_meaning():
 
 def test_resume_refuses_another_run():
     old = settings.Settings()
-    settings.check_resume(old, settings.load_settings({"iterations": 151, "eval_every": 1, "checkpoint_every": 3}))
-    for changed, part in (({"iterations": 149}, "raised"), ({"learning_rate": 2e-5}, "`learning_rate`"),
-                          ({"iterations": 149, "eta": 0.3}, "`eta`"), ({"threads": 1}, "`threads`")):
+    settings.check_resume(
+        old, settings.load_settings({"iterations": 151, "eval_every": 1, "checkpoint_every": 3})
+    )
+    for changed, part in (
+        ({"iterations": 149}, "raised"),
+        ({"learning_rate": 2e-5}, "`learning_rate`"),
+        ({"iterations": 149, "eta": 0.3}, "`eta`"),
+        ({"threads": 1}, "`threads`"),
+    ):
         with pytest.raises(InputError, match=part):
             settings.check_resume(old, settings.load_settings(changed))
 
@@ -233,19 +315,43 @@ def test_processes_share_the_prompts():
             settings.check_processes(settings.Settings(), processes)
 
 
-PAPER = {"learning_rate": 1e-5, "weight_decay": 1e-4, "max_grad_norm": 0.01, "clip_range": 5e-5, "advantage_clamp": 5.0,
-         "resolution": 720, "steps": 17, "eta": 0.7, "shift": 3.0, "chunk_fraction": 0.5, "iterations": 150,
-         "prompts_per_iteration": 2 * 8, "images_per_prompt": 12, "updates_per_iteration": 2, "chunks": "2,3,4,7",
-         "kl": 0.0, "ema": 0.0, "guidance": 3.5, "shared_noise": True, "eval_resolution": 1024, "eval_steps": 50,
-         "hybrid_split": 30, "model": "black-forest-labs/FLUX.1-dev", "reward": "hpsv3", "lora_rank": 0}
+PAPER = {
+    "learning_rate": 1e-5,
+    "weight_decay": 1e-4,
+    "max_grad_norm": 0.01,
+    "clip_range": 5e-5,
+    "advantage_clamp": 5.0,
+    "resolution": 720,
+    "steps": 17,
+    "eta": 0.7,
+    "shift": 3.0,
+    "chunk_fraction": 0.5,
+    "iterations": 150,
+    "prompts_per_iteration": 2 * 8,
+    "images_per_prompt": 12,
+    "updates_per_iteration": 2,
+    "chunks": "2,3,4,7",
+    "kl": 0.0,
+    "ema": 0.0,
+    "guidance": 3.5,
+    "shared_noise": True,
+    "eval_resolution": 1024,
+    "eval_steps": 50,
+    "hybrid_split": 30,
+    "model": "black-forest-labs/FLUX.1-dev",
+    "reward": "hpsv3",
+    "lora_rank": 0,
+}
 
 
 def test_defaults_are_the_papers():
     assert {name: getattr(settings.Settings(), name) for name in PAPER} == PAPER
 
 
-@pytest.mark.parametrize("name, differs", [
-    ("chunk", {}), ("chunk-ws", {"chunk_weighting": "dynamics"}), ("dance", {"chunks": "steps"})])
+@pytest.mark.parametrize(
+    "name, differs",
+    [("chunk", {}), ("chunk-ws", {"chunk_weighting": "dynamics"}), ("dance", {"chunks": "steps"})],
+)
 def test_paper_files_write_the_papers_values_out(name, differs):
     written = settings.read_settings_file(f"paper/{name}")
     assert not set(PAPER) - set(written)
@@ -263,8 +369,17 @@ def test_every_row_of_the_papers_tables_has_its_file():
         if name.startswith("paper/table"):
             s, table = settings.load_settings(name), f"Table {name[len('paper/table')]}"
             sizes = s.chunk_rule.chunks.sizes
-            cut = "step" if set(sizes) == {1} else str(sizes[0]) if len(sizes) == 1 else (
-                f"{sizes[0]}x{len(sizes)}" if len(set(sizes)) == 1 else ",".join(map(str, sizes)))
+            cut = (
+                "step"
+                if set(sizes) == {1}
+                else str(sizes[0])
+                if len(sizes) == 1
+                else (
+                    f"{sizes[0]}x{len(sizes)}"
+                    if len(set(sizes)) == 1
+                    else ",".join(map(str, sizes))
+                )
+            )
             method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
             row = method + " +ws" * (s.chunk_weighting == "dynamics")
             if table == "Table 3":
@@ -282,26 +397,46 @@ def test_every_row_of_the_papers_tables_has_its_file():
         if table in REWARDS:
             rows = benchmarks.paper_table_rows(key)
             rows = [r for r in rows if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
-            wanted = [(r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"] for r in rows]
+            wanted = [
+                (r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"]
+                for r in rows
+            ]
             assert sorted(found[table]) == sorted(wanted)
 
 
 def test_pocket_files_differ_only_where_they_say():
     demo = settings.load_settings("pocket/demo")
-    steps, weighted = settings.load_settings("pocket/steps"), settings.load_settings("pocket/chunk-ws")
+    steps, weighted = (
+        settings.load_settings("pocket/steps"),
+        settings.load_settings("pocket/chunk-ws"),
+    )
     assert settings.diff_settings(demo, steps) == {
-        "chunks": ("2,3,4,3", "steps"), "train_chunks": ("1,2,3", "1,2,3,4,5,6,7,8,9")}
+        "chunks": ("2,3,4,3", "steps"),
+        "train_chunks": ("1,2,3", "1,2,3,4,5,6,7,8,9"),
+    }
     assert settings.diff_settings(demo, weighted) == {"chunk_weighting": ("uniform", "dynamics")}
     defaults = settings.Settings()
     for name in ("demo", "tiny"):
-        same = [n for n, v in settings.load_settings(f"pocket/{name}").model_dump().items()
-                if n in settings.read_settings_file(f"pocket/{name}") and v == getattr(defaults, n)]
+        same = [
+            n
+            for n, v in settings.load_settings(f"pocket/{name}").model_dump().items()
+            if n in settings.read_settings_file(f"pocket/{name}") and v == getattr(defaults, n)
+        ]
         assert not same, f"pocket/{name} writes defaults out: {same}"
 
 
 def test_all_presets_load():
     names = settings.list_presets()
-    expected = {"pocket/demo", "pocket/tiny", "pocket/steps", "pocket/chunk-ws", "paper/chunk", "paper/chunk-ws"}
+    expected = {
+        "pocket/demo",
+        "pocket/tiny",
+        "pocket/steps",
+        "pocket/chunk-ws",
+        "paper/chunk",
+        "paper/chunk-ws",
+    }
     assert expected | {"paper/dance"} <= set(names)
     for name in names:
-        assert settings.load_settings(name) == settings.load_settings(ROOT / "runs" / f"{name}.yaml")
+        assert settings.load_settings(name) == settings.load_settings(
+            ROOT / "runs" / f"{name}.yaml"
+        )

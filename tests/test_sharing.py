@@ -12,7 +12,13 @@ from chunk_grpo.training import iteration
 from chunk_grpo.training.methods import load_method
 from chunk_grpo.training.rollout import sample_sde, sample_trajectories
 
-BASE = {"steps": 6, "images_per_prompt": 4, "chunks": "steps", "shared_noise": False, "updates_per_iteration": 2}
+BASE = {
+    "steps": 6,
+    "images_per_prompt": 4,
+    "chunks": "steps",
+    "shared_noise": False,
+    "updates_per_iteration": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +31,15 @@ def draw(policy, batch=8, **more):
     method = load_method(load_settings("pocket/tiny", {**BASE, **more}))
     rows, row = policy.encode(["a red star", "two blue rings"]), torch.arange(8) // 4
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
-    return sample_trajectories(policy, rows, row, keys, method.sampler(0), batch, table=method.table), method
+    return sample_trajectories(
+        policy, rows, row, keys, method.sampler(0), batch, table=method.table
+    ), method
 
 
-@pytest.mark.parametrize("sharing, window", [("group", "frozen:1"), ("seeds:2", "all"), ("tree:2@1,3", "all"),
-                                             ("group", "random:2")])
+@pytest.mark.parametrize(
+    "sharing, window",
+    [("group", "frozen:1"), ("seeds:2", "all"), ("tree:2@1,3", "all"), ("group", "random:2")],
+)
 def test_images_in_one_state_have_one_path(policy, sharing, window):
     paths, method = draw(policy, sharing=sharing, window=window)
     states = shared_states(method.table, paths.sampler.stochastic)
@@ -45,25 +55,35 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
     shared, method = draw(policy, sharing="tree:2@1,3")
     again, _ = draw(policy, batch=4, sharing="tree:2@1,3")
     torch.testing.assert_close(shared.latents, again.latents, rtol=0, atol=1e-4)
-    rows = {k: v[torch.arange(8) // 4] for k, v in policy.encode(["a red star", "two blue rings"]).items()}
+    rows = {
+        k: v[torch.arange(8) // 4]
+        for k, v in policy.encode(["a red star", "two blue rings"]).items()
+    }
     blind = Sharing.parse("own").table(4, 6)  # every image a state of its own
     start, sampler = shared.latents[:, 0], method.sampler(0)
     latents, _ = sample_sde(policy, rows, start, shared.keys, sampler, torch.float32, table=blind)
     assert not torch.allclose(latents, shared.latents)
-    torch.testing.assert_close(latents[0], shared.latents[0], rtol=0, atol=1e-4)  # its draws are its own throughout
+    torch.testing.assert_close(
+        latents[0], shared.latents[0], rtol=0, atol=1e-4
+    )  # its draws are its own throughout
 
 
 def test_a_plan_counts_shared_forwards(policy):
     "A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."
     _, method = draw(policy, sharing="tree:2@1,3", window="all")
-    assert rollout_forwards(shared_states(method.table, method.sampler(0).stochastic)) == 2 * 1 + 2 * 2 + 2 * 4
+    assert (
+        rollout_forwards(shared_states(method.table, method.sampler(0).stochastic))
+        == 2 * 1 + 2 * 2 + 2 * 4
+    )
     assert method.counts().rollout == 14 * method.s.prompts_per_iteration
 
 
 def test_an_edge_gets_what_the_images_below_it_are_worth():
     states = shared_states(Sharing.parse("tree:2@0,1").table(4, 2), torch.arange(2))
     given = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "depth")[0]
-    assert given[0, 0] == given[1, 0] > 0 > given[2, 0] == given[3, 0]  # the first split: 4 and 4 against 1 and 3
+    assert (
+        given[0, 0] == given[1, 0] > 0 > given[2, 0] == given[3, 0]
+    )  # the first split: 4 and 4 against 1 and 3
     assert given[0, 1] == given[1, 1] > given[3, 1] > given[2, 1]
     leaves = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "leaves")[0]
     assert leaves[2, 0] == leaves[3, 0] == pytest.approx((leaves[2, 1] + leaves[3, 1]).item() / 2)
@@ -75,10 +95,18 @@ def test_images_are_compared_with_those_of_their_initial_noise():
     assert given[0].sign().tolist() == [-1, 1, -1, 1]
 
 
-@pytest.mark.parametrize("more, field", [
-    ({"sharing": "tree:2@0"}, "sharing"), ({"sharing": "seeds:3"}, "sharing"), ({"sharing": "tree:4@9"}, "sharing"),
-    ({"sharing": "group", "shared_noise": True}, "sharing"), ({"credit_of": "depth"}, "credit_of"),
-    ({"sharing": "all"}, "sharing"), ({"sharing": "group", "method": "awm"}, "sharing")])
+@pytest.mark.parametrize(
+    "more, field",
+    [
+        ({"sharing": "tree:2@0"}, "sharing"),
+        ({"sharing": "seeds:3"}, "sharing"),
+        ({"sharing": "tree:4@9"}, "sharing"),
+        ({"sharing": "group", "shared_noise": True}, "sharing"),
+        ({"credit_of": "depth"}, "credit_of"),
+        ({"sharing": "all"}, "sharing"),
+        ({"sharing": "group", "method": "awm"}, "sharing"),
+    ],
+)
 def test_what_cannot_be_shared_is_refused(more, field):
     with pytest.raises(InputError, match=f"`{field}` must"):
         load_method(load_settings("pocket/tiny", {**BASE, **more}))
@@ -86,7 +114,9 @@ def test_what_cannot_be_shared_is_refused(more, field):
 
 def groups(tmp_path, changes=(), **more):
     "An iteration's groups, drawn and scored; `changes` are settings that are not checked."
-    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}).model_copy(update=dict(changes))
+    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}).model_copy(
+        update=dict(changes)
+    )
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
     return state, iteration.sample_groups(state)
 
@@ -95,7 +125,9 @@ def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
     "From the ODE's image of the initial noise to the image that was drawn; nothing is lost between chunks."
     gains = {}
     for chunks in ("1,4", "5"):
-        _, drawn = groups(tmp_path, chunks=chunks, credit_of="gain", credit="none", train_chunks="all")
+        _, drawn = groups(
+            tmp_path, chunks=chunks, credit_of="gain", credit="none", train_chunks="all"
+        )
         gains[chunks] = drawn.advantage[:, 0] + (drawn.advantage[:, 1] if "," in chunks else 0)
         assert drawn.advantage.shape == (len(drawn.combined), 6) and not drawn.advantage[:, 5].any()
     torch.testing.assert_close(gains["1,4"], gains["5"], rtol=0, atol=1e-5)
@@ -112,29 +144,46 @@ def test_from_one_noise_the_gain_of_the_whole_path_is_the_images_credit(tmp_path
 
 def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
     "All that a group gained has mean 0; completed in one step the gains are those of one-step previews."
-    state, drawn = groups(tmp_path, chunks="1,4", credit_of="all-gains", completion_steps=1, train_chunks="all",
-                          advantage_clamp=100.0)
+    state, drawn = groups(
+        tmp_path,
+        chunks="1,4",
+        credit_of="all-gains",
+        completion_steps=1,
+        train_chunks="all",
+        advantage_clamp=100.0,
+    )
     of_chunks = drawn.advantage[:, :2].reshape(-1, 8)
     torch.testing.assert_close(of_chunks.mean(1), torch.zeros(len(of_chunks)), rtol=0, atol=1e-5)
     assert drawn.advantage[:, 0].reshape(-1, 4).mean(1).abs().max() > 1e-3
     paths = drawn.context.trajectories
     rows = drawn.context.rows(torch.arange(len(paths.keys)))
     seen = paths.latents[:, 1] - paths.sampler.sigmas[1] * state.policy.velocity(
-        paths.latents[:, 1], paths.sampler.sigmas[1].expand(len(paths.keys)), rows)
-    images, prompts = decode_latents(state.policy, seen.detach(), 4), [state.prompts[key[2]] for key in paths.keys]
+        paths.latents[:, 1], paths.sampler.sigmas[1].expand(len(paths.keys)), rows
+    )
+    images, prompts = (
+        decode_latents(state.policy, seen.detach(), 4),
+        [state.prompts[key[2]] for key in paths.keys],
+    )
     after = torch.as_tensor(state.rewards["pocket-clip"](images, prompts))
     ((_, first), (_, _)) = reversed(iteration.chunk_gains(state, drawn.context, drawn.scores))
     ((_, second), (_, _)) = iteration.chunk_gains(state, drawn.context, drawn.scores)
-    torch.testing.assert_close(second["pocket-clip"], drawn.scores["pocket-clip"] - after, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        second["pocket-clip"], drawn.scores["pocket-clip"] - after, rtol=0, atol=1e-4
+    )
     assert first["pocket-clip"].shape == after.shape
 
 
 def test_a_plan_counts_completions():
     "Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."
-    s = load_settings("pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"})
+    s = load_settings(
+        "pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"}
+    )
     plain = load_method(load_settings(s, {"credit_of": "image"})).counts()
     counts, images = load_method(s).counts(), s.prompts_per_iteration * s.images_per_prompt
-    assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (11 * images, 2 * images)
+    assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (
+        11 * images,
+        2 * images,
+    )
     few = load_method(load_settings(s, {"completion_steps": 2})).counts()
     assert (few.rollout - plain.rollout, few.scored) == (4 * images, counts.scored)
 
@@ -145,19 +194,34 @@ def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
     state, drawn = groups(tmp_path, **more, completion_strides="1,2,6")
     _, plain = groups(tmp_path, **more)
     paths, policy = drawn.context.trajectories, state.policy
-    sigmas, rows, after = paths.sampler.sigmas, drawn.context.rows(torch.arange(len(paths.keys))), paths.latents[:, 1]
+    sigmas, rows, after = (
+        paths.sampler.sigmas,
+        drawn.context.rows(torch.arange(len(paths.keys))),
+        paths.latents[:, 1],
+    )
     total = plain.advantage
     for levels in (sigmas[[1, 3, 5, 7]], sigmas[[1, 7]]):
         x = after
         for now, then in zip(levels[:-1], levels[1:], strict=True):
             with torch.no_grad():
                 x = x + (then - now) * policy.velocity(x, now.expand(len(x)), rows)
-        images, prompts = decode_latents(policy, x, 4), [state.prompts[key[2]] for key in paths.keys]
-        scores = {name: torch.as_tensor(state.rewards[name](images, prompts)) for name in drawn.scores}
+        images, prompts = (
+            decode_latents(policy, x, 4),
+            [state.prompts[key[2]] for key in paths.keys],
+        )
+        scores = {
+            name: torch.as_tensor(state.rewards[name](images, prompts)) for name in drawn.scores
+        }
         grouped = {name: x.reshape(-1, 4) for name, x in scores.items()}
         total = total + state.method.advantages(grouped, state.reward_weights).flatten()
     torch.testing.assert_close(drawn.advantage, total, rtol=0, atol=2e-2)
     assert (drawn.advantage - plain.advantage).abs().max() > 0.1
-    counts, before = (load_method(load_settings(state.s, {"completion_strides": x})).counts() for x in ("1,2,6", "1"))
+    counts, before = (
+        load_method(load_settings(state.s, {"completion_strides": x})).counts()
+        for x in ("1,2,6", "1")
+    )
     images = state.s.prompts_per_iteration * 4
-    assert (counts.rollout - before.rollout, counts.scored - before.scored) == (4 * images, 2 * images)
+    assert (counts.rollout - before.rollout, counts.scored - before.scored) == (
+        4 * images,
+        2 * images,
+    )

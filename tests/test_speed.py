@@ -31,10 +31,22 @@ import method_costs  # noqa: E402
 import orders  # noqa: E402
 
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
-LAYERS = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
-          "in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6),
-          "guidance_embeds": True}
-LEVELS = speed._FLUX_VAE_CONFIG | {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+LAYERS = {
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "in_channels": 16,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": (4, 6, 6),
+    "guidance_embeds": True,
+}
+LEVELS = speed._FLUX_VAE_CONFIG | {
+    "block_out_channels": (8, 8, 8, 8),
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
 SIZE = {"resolution": 64, "max_tokens": 16}
 
 
@@ -45,7 +57,18 @@ def tiny(tmp_path_factory):
 
 
 def test_speed_says_what_an_iteration_takes(tmp_path):
-    given = ["--prompts", 1, "--images", 2, "--steps", 4, "--repeats", 1, "--out", tmp_path / "speed.json"]
+    given = [
+        "--prompts",
+        1,
+        "--images",
+        2,
+        "--steps",
+        4,
+        "--repeats",
+        1,
+        "--out",
+        tmp_path / "speed.json",
+    ]
     said = run("speed", *FEW, *given)
     assert all(word in said for word in ("rollout", "decode", "reward", "update", "share of rate"))
     kept = json.loads((tmp_path / "speed.json").read_text())
@@ -57,34 +80,65 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
 def test_costs_are_measured_for_every_row_of_the_table(tmp_path, monkeypatch):
     published = {name for name, of in settings.METHODS.items() if not of.get("contender")}
     assert set(method_costs.looked_at()) == published
-    monkeypatch.setattr(method_costs, "SIZES", {"pocket": method_costs.SIZES["pocket"] | {"images_per_prompt": 2}})
+    monkeypatch.setattr(
+        method_costs, "SIZES", {"pocket": method_costs.SIZES["pocket"] | {"images_per_prompt": 2}}
+    )
     monkeypatch.setattr(method_costs, "save_middle", lambda folder: "pocket")
     monkeypatch.setattr(method_costs, "MIDDLE_SIZE", "pocket")
     method_costs.work(["fast", "steps"], tmp_path / "costs.json")
     fast, steps = json.loads((tmp_path / "costs.json").read_text())["rows"]["pocket"]
-    assert (fast["method"], steps["method"], steps["images"]) == ("fast", "steps", 4) and 0 < fast["work"]
+    assert (fast["method"], steps["method"], steps["images"]) == ("fast", "steps", 4) and 0 < fast[
+        "work"
+    ]
 
 
 def test_a_row_that_the_table_lacks_is_refused(tmp_path):
     words = ["tools/method_costs.py", "--methods", "steps,fats", "--out", tmp_path / "costs.json"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "--methods must be of" in done.stderr and done.stderr.rstrip().endswith("got fats")
+    assert (
+        done.returncode == 2
+        and "--methods must be of" in done.stderr
+        and done.stderr.rstrip().endswith("got fats")
+    )
     assert not (tmp_path / "costs.json").exists()
 
 
 def test_the_orders_of_other_code_are_measured_in_turn():
-    s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW])
+    s = speed.load_workload_settings(
+        "pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW]
+    )
     found = orders.measure(s, 1)
-    assert list(found["orders"]) == ["batched, as here", "DanceGRPO", "GCPO, chunks", "Flow-GRPO, batches of 3"]
-    assert all(set(each) == {"rollout", "update"} and min(each.values()) > 0 for each in found["orders"].values())
-    assert found["gradient_error"] < 1e-5 and set(found["phases"]) == {"rollout", "decode", "reward", "update"}
+    assert list(found["orders"]) == [
+        "batched, as here",
+        "DanceGRPO",
+        "GCPO, chunks",
+        "Flow-GRPO, batches of 3",
+    ]
+    assert all(
+        set(each) == {"rollout", "update"} and min(each.values()) > 0
+        for each in found["orders"].values()
+    )
+    assert found["gradient_error"] < 1e-5 and set(found["phases"]) == {
+        "rollout",
+        "decode",
+        "reward",
+        "update",
+    }
     assert found["phases"]["update"]["reference_seconds"] > 0 and len(found["two_pass_bytes"]) == 3
 
 
-@pytest.mark.parametrize("changes", [["chunks=1,3"], ["chunks=2,2", "chunk_fraction=0.5"], ["chunks=steps"]])
+@pytest.mark.parametrize(
+    "changes", [["chunks=1,3"], ["chunks=2,2", "chunk_fraction=0.5"], ["chunks=steps"]]
+)
 def test_every_order_leaves_the_same_gradient(changes):
     "In as many forwards as its batches: DanceGRPO's one a transition, GCPO's one a chunk, Flow-GRPO's one for three."
-    given = ["prompts_per_iteration=1", "images_per_prompt=4", "steps=5", "rollout_batch=4", *changes]
+    given = [
+        "prompts_per_iteration=1",
+        "images_per_prompt=4",
+        "steps=5",
+        "rollout_batch=4",
+        *changes,
+    ]
     b = speed.prepare_workload(speed.load_workload_settings("pocket", given))
     paths, calls = b.rollout(), []
     trained, forward = b.update(paths), b.policy.transformer.forward
@@ -108,19 +162,29 @@ def test_a_wrong_model_is_one_sentence():
     assert "`--model` must be pocket, flux-size, a settings file or a preset" in done.stderr
 
 
-@pytest.mark.parametrize("change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")])
+@pytest.mark.parametrize(
+    "change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")]
+)
 def test_settings_that_cannot_be_measured(change, sentence):
     with pytest.raises(InputError, match=sentence):
         speed.load_workload_settings("pocket", [change])
 
 
-@pytest.mark.parametrize("changes", [[], ["lora_rank=0", "dtype=float32"], ["gradient_checkpointing=true"]])
+@pytest.mark.parametrize(
+    "changes", [[], ["lora_rank=0", "dtype=float32"], ["gradient_checkpointing=true"]]
+)
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
     s = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
     result = orders.measure(s, 1, configs=(LAYERS, LEVELS))
-    assert "reward" not in result["phases"] and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[s.dtype]
-    assert result["transitions"] == 6 and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
+    assert (
+        "reward" not in result["phases"]
+        and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[s.dtype]
+    )
+    assert (
+        result["transitions"] == 6
+        and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
+    )
     assert bool(result["recomputed_flop"]) == s.gradient_checkpointing
     assert ("computes" in "\n".join(speed.speed_lines(result))) == s.gradient_checkpointing
     assert (result["trained"] == result["parameters"]) == (s.lora_rank == 0)
@@ -140,11 +204,17 @@ def test_torch_may_not_choose_cudnns_attention(tiny):
 
 
 def test_attention_kernels(tiny):
-    plain, other = (trainable.load_trainable_policy(tiny, **SIZE, attention=name) for name in ("native", "math"))
+    plain, other = (
+        trainable.load_trainable_policy(tiny, **SIZE, attention=name) for name in ("native", "math")
+    )
     x, sigma = torch.randn(2, plain.tokens, 16), torch.tensor([0.9, 0.3])
     rows = plain.encode(["a red star", "two cats"])
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):  # what math does not ask for
-        torch.testing.assert_close(other.velocity(x, sigma, rows), plain.velocity(x, sigma, rows), rtol=0, atol=1e-5)
+    with torch.nn.attention.sdpa_kernel(
+        torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    ):  # what math does not ask for
+        torch.testing.assert_close(
+            other.velocity(x, sigma, rows), plain.velocity(x, sigma, rows), rtol=0, atol=1e-5
+        )
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="`attention` must be native or .*; got 'cudnn'"):
             trainable.load_trainable_policy(tiny, **SIZE, attention="cudnn")
@@ -154,27 +224,39 @@ def test_attention_kernels(tiny):
 def test_a_kernel_without_masks_is_refused_before_a_weight_is_read(family, tmp_path, monkeypatch):
     "These families pass masks; diffusers would refuse at the first forward."
     folder = str(tiny_families.build(family, tmp_path / "model"))
-    monkeypatch.setattr(trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read"))
-    with pytest.raises(InputError, match="`attention` must be native, .*whose attention has a mask.*; got 'flash'"):
+    monkeypatch.setattr(
+        trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read")
+    )
+    with pytest.raises(
+        InputError, match="`attention` must be native, .*whose attention has a mask.*; got 'flash'"
+    ):
         trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, attention="flash")
 
 
 def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
     monkeypatch.setattr(trainable.shutil, "which", lambda name: None)
-    with pytest.raises(InputError, match="`compile` must be off on a machine without a C\\+\\+ compiler"):
+    with pytest.raises(
+        InputError, match="`compile` must be off on a machine without a C\\+\\+ compiler"
+    ):
         trainable.load_trainable_policy(tiny, **SIZE, compile=True)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(tiny):
     "Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."
-    pair = [trainable.load_trainable_policy(tiny, **SIZE, lora_rank=4, compile=on) for on in (False, True)]
+    pair = [
+        trainable.load_trainable_policy(tiny, **SIZE, lora_rank=4, compile=on)
+        for on in (False, True)
+    ]
     for policy in pair:
         torch.manual_seed(0)
         for p in policy.trained:
             p.data += 0.1 * torch.randn_like(p)
     x, sigma = torch.randn(5, pair[0].tokens, 16), torch.linspace(0.9, 0.2, 5)
-    rows = {k: v[torch.tensor([0, 0, 0, 1, 1])] for k, v in pair[0].encode(["a red star", "two cats"]).items()}
+    rows = {
+        k: v[torch.tensor([0, 0, 0, 1, 1])]
+        for k, v in pair[0].encode(["a red star", "two cats"]).items()
+    }
     found = []
     for policy in pair:  # with graph, as all forwards that an update compares
         moved = policy.velocity(x, sigma, rows).detach()
@@ -186,7 +268,12 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
         torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-5)
     assert torch.equal(found[1][0], found[1][2])
 
-    keys, row, grid, chunks = [(0, 0, 0, g) for g in range(4)], torch.zeros(4, dtype=torch.long), sigmas(6, 3.0), "2,3"
+    keys, row, grid, chunks = (
+        [(0, 0, 0, g) for g in range(4)],
+        torch.zeros(4, dtype=torch.long),
+        sigmas(6, 3.0),
+        "2,3",
+    )
     given = pair[0].encode(["a red star"])
     paths = sample_trajectories(pair[0], given, row, keys, Sampler(grid), batch=4)
     chosen = torch.tensor([[0], [1], [1], [1]])
@@ -200,19 +287,30 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
         accumulate_gradients(ReplayContext(policy, given, paths), work, advantage, method)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before  # nothing was compiled again
+    assert (
+        torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    )  # nothing was compiled again
 
 
 @pytest.mark.slow
 def test_a_compiled_run_trains(tmp_path):
-    given = ["compile=true", "gradient_checkpointing=true", "lora_rank=4", "iterations=1", "images_per_prompt=2"]
+    given = [
+        "compile=true",
+        "gradient_checkpointing=true",
+        "lora_rank=4",
+        "iterations=1",
+        "images_per_prompt=2",
+    ]
     run("train", "pocket/tiny", *given, "--out", tmp_path / "run", "--no-report")
-    (line,) = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]]
+    (line,) = [
+        json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]
+    ]
     assert line["ratio_floor"] == 0.0 and line["grad_norm"] > 0
 
 
 def work(results: str, log: str) -> None:
     "What a process does: the page, with what is kept of measurements in a folder."
+
     class Kept(type(settings.PRESETS_DIR)):
         def __truediv__(self, name):
             return Path(results) if name == "results" else shipped / name
@@ -242,11 +340,16 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
 @pytest.mark.timeout(1800)  # four minutes by itself, beside other slow tests more than ten
 def test_the_program_measures_and_the_page_shows_it(tmp_path):
     (tmp_path / "benchmarks").mkdir()
-    out, few = tmp_path / "benchmarks/speed.json", ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
+    out, few = (
+        tmp_path / "benchmarks/speed.json",
+        ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"],
+    )
     program = [sys.executable, ROOT / "tools/speed.py", "--repeats", "1", "--out", out, *few]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads(out.read_text())
-    assert {"profile", "iteration", "growth", "ranks", "levers", "levers of a middle size"} <= set(kept)
+    assert {"profile", "iteration", "growth", "ranks", "levers", "levers of a middle size"} <= set(
+        kept
+    )
     assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
     page_runs(tmp_path, tmp_path / "log")

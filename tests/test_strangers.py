@@ -38,10 +38,14 @@ def check(run: Path, events: list) -> None:
     "Nothing of the folder was run or imported, nobody contacted, nothing beside it opened."
     root, outside = str(run), str(run.parent / "outside")
     assert len([e for e in events if e[0] == "import"]) > 100, "the watch was on"
-    assert not [e for e in events if e[0] == "run" and any(root in str(w) and "env" in str(w) for w in e[1])]
+    assert not [
+        e for e in events if e[0] == "run" and any(root in str(w) and "env" in str(w) for w in e[1])
+    ]
     away = [e[1][0] for e in events if e[0] == "connect" and isinstance(e[1], tuple)]
     away = [host for host in away if host not in ("127.0.0.1", "::1")]
-    assert not away and not [e for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost")]
+    assert not away and not [
+        e for e in events if e[0] == "ask" and e[1] not in (None, "127.0.0.1", "localhost")
+    ]
     opened = [e[1] for e in events if e[0] == "open"]
     assert not [file for file in opened if file.startswith(outside)]
     assert not [file for file in opened if file.startswith(root) and file.endswith(".py")]
@@ -56,13 +60,19 @@ def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
     done, events = watched(stranger, "report", ".")
     assert done.returncode == 0, done.stderr
     check(stranger, events)
-    assert not [e for e in events if e[0] == "import" and e[1].startswith("diffusers.pipelines.")], "it takes seconds"
+    assert not [
+        e for e in events if e[0] == "import" and e[1].startswith("diffusers.pipelines.")
+    ], "it takes seconds"
     assert "a mean over 128 latent dimensions" in (stranger / "report.html").read_text()
-    assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (not evaluated)
+    assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (
+        not evaluated
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("compare", "."), ("tables", "."), ("plan", "--run", ".")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("compare", "."), ("tables", "."), ("plan", "--run", ".")], ids=" ".join
+)
 def test_what_reads_runs_runs_nothing_of_them(stranger, words):
     done, events = watched(stranger, *words)
     assert "Traceback" not in done.stderr
@@ -75,48 +85,81 @@ def test_what_reads_runs_runs_nothing_of_them(stranger, words):
 def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
     done, events = watched(stranger, "evaluate", ".")
     assert done.returncode == 2 and "then add --trust" in done.stderr
-    assert "the code evil:f" in done.stderr and "203.0.113.7" in done.stderr and "s3cret" not in done.stderr
+    assert (
+        "the code evil:f" in done.stderr
+        and "203.0.113.7" in done.stderr
+        and "s3cret" not in done.stderr
+    )
     check(stranger, events)
 
 
 def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
     "One process, the commands in turn: each refuses in one sentence, and none asks or connects."
     note = read_json(stranger / "run.json")
-    note["settings"] |= {"model": "evil/model", "reward": "pocket-clip", "reward_options": {},
-                         "eval_prompts": "pocket:test", "prompts": "pocket:train"}
+    note["settings"] |= {
+        "model": "evil/model",
+        "reward": "pocket-clip",
+        "reward_options": {},
+        "eval_prompts": "pocket:test",
+        "prompts": "pocket:train",
+    }
     write_json(stranger / "run.json", note)
-    commands = [["evaluate", "."], ["verify", "."], ["sample", ".", "a red star"], ["export", ".", "made"],
-                ["profile", "--run", "."]]
-    program = ("import json, os, sys; from chunk_grpo.cli.main import main\n"
-               "for words in json.loads(os.environ['COMMANDS']):\n"
-               "    sys.argv = ['chunk-grpo', *words]\n"
-               "    try: main()\n"
-               "    except SystemExit as end: print(words[0], end.code, flush=True)\n")
+    commands = [
+        ["evaluate", "."],
+        ["verify", "."],
+        ["sample", ".", "a red star"],
+        ["export", ".", "made"],
+        ["profile", "--run", "."],
+    ]
+    program = (
+        "import json, os, sys; from chunk_grpo.cli.main import main\n"
+        "for words in json.loads(os.environ['COMMANDS']):\n"
+        "    sys.argv = ['chunk-grpo', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: print(words[0], end.code, flush=True)\n"
+    )
     done, events = watched(stranger, program=program, COMMANDS=json.dumps(commands))
     assert done.stdout.split() == [word for words in commands for word in (words[0], "2")]
     said = done.stderr.strip().splitlines()
     assert len(said) == len(commands)
     assert all("the model evil/model of the hub" in line and "--trust" in line for line in said)
-    assert not [e for e in events if e[0] in ("ask", "connect")] and not (stranger / "made").exists()
+    assert (
+        not [e for e in events if e[0] in ("ask", "connect")] and not (stranger / "made").exists()
+    )
 
 
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
 def test_images_beside_the_run_are_not_shown(stranger, far):
     secret = stranger.parent / "outside" / "secret.png"
-    lines = [json.loads(line) for line in (stranger / "evaluation" / "scores.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (stranger / "evaluation" / "scores.jsonl").read_text().splitlines()
+    ]
     if far == "link":
         (stranger / "evaluation" / lines[0]["file"]).unlink()
         (stranger / "evaluation" / lines[0]["file"]).symlink_to(secret)
     else:
         lines[0]["file"] = str(secret) if far == "absolute" else far
-        (stranger / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (stranger / "evaluation" / "scores.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     scores = pd.DataFrame(run_folder.read_evaluation_records(stranger))
     with pytest.raises(InputError, match="the run must hold its own files"):
         figures.plot_before_after(scores, stranger / "evaluation", "pocket-clip")
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "profile.json", "evaluation", "evaluation/summary.json",
-                                  "evaluation/scores.jsonl", "train.log"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "metrics.jsonl",
+        "profile.json",
+        "evaluation",
+        "evaluation/summary.json",
+        "evaluation/scores.jsonl",
+        "train.log",
+    ],
+)
 def test_links_out_of_a_run_are_refused(stranger, name):
     (stranger / "train.log").touch()
     run_folder.update_run_json(stranger, status="running")
@@ -139,7 +182,9 @@ def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, 
     known = tmp_path / "cache" / "own-runs.txt"
     known.write_bytes(b"\xff\xfe a bad line\n" + known.read_bytes())
     assert run_folder.is_own_run(run) and run_folder.is_own_run(tmp_path / "copy")
-    changed = read_json(run / "run.json")["settings"] | {"reward_options": {"pocket-clip": {"url": "x"}}}
+    changed = read_json(run / "run.json")["settings"] | {
+        "reward_options": {"pocket-clip": {"url": "x"}}
+    }
     run_folder.update_run_json(run, settings=changed)
     assert not run_folder.is_own_run(run)
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "another"))
@@ -153,14 +198,26 @@ SCRIPT = "<script>alert(1)</script>"
 def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
     "Names of rewards and categories, prompts and words of the profile: neither markup nor formulas."
     run = synthetic.write(tmp_path / "%s {x}")
-    for file in (run / "run.json", run / "metrics.jsonl", run / "evaluation" / "summary.json",
-                 run / "evaluation" / "scores.jsonl"):
-        text = file.read_text().replace("single_object", SCRIPT).replace("pocket-geneval", f"m:{SCRIPT}")
+    for file in (
+        run / "run.json",
+        run / "metrics.jsonl",
+        run / "evaluation" / "summary.json",
+        run / "evaluation" / "scores.jsonl",
+    ):
+        text = (
+            file.read_text()
+            .replace("single_object", SCRIPT)
+            .replace("pocket-geneval", f"m:{SCRIPT}")
+        )
         file.write_text(text)
-    lines = [json.loads(line) for line in (run / "evaluation" / "scores.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run / "evaluation" / "scores.jsonl").read_text().splitlines()
+    ]
     for line in lines:
         line["prompt"] = r"$\frac$ and $x_1$ " + SCRIPT
-    (run / "evaluation" / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "evaluation" / "scores.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     words = {"kind": f"$\\frac$ {SCRIPT}", "sampler": SCRIPT}
     write_json(run / "profile.json", read_json(run / "profile.json") | words)
     for name in ("train", "evaluate"):
@@ -171,12 +228,15 @@ def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
 
 def test_dollars_in_a_text_make_no_formula():
     from matplotlib.text import Text
+
     for words in (r"$\frac$", "$x_1$", r"a \$5 and $6$"):
         value = {"mean": 0.1, "lo": 0.0, "hi": 0.2}
-        made = [figures.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
-                figures.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
-                figures.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
-                plot_profile({"mean": [0.5, 0.2], "std": [0.1, 0.1], "kind": words})]
+        made = [
+            figures.plot_image_grid([[Image.new("RGB", (8, 8))]], [words], [words], [[words]]),
+            figures.plot_categories({"base": {words: 0.1}, "plain": {words: 0.2}}, words),
+            figures.plot_deltas({words: {"plain-base": value, f"{words}-base": value}}),
+            plot_profile({"mean": [0.5, 0.2], "std": [0.1, 0.1], "kind": words}),
+        ]
         for figure in made:
             figure.canvas.draw()
             found = [text for text in figure.findobj(Text) if words in text.get_text()]
@@ -208,18 +268,26 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", reports.list_reports())
 def test_the_page_of_a_report_shows_no_formula(name):
     book = json.loads(reports.find_report_notebook(name).read_text())
-    assert not [cell for cell in book["cells"] if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])]
+    assert not [
+        cell
+        for cell in book["cells"]
+        if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])
+    ]
 
 
 ESCAPE = "\x1b]0;owned\x07\x9b2J"  # sets a terminal's title, and clears its screen
 
 
-@pytest.mark.parametrize("words", [("watch",), ("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [("watch",), ("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join
+)
 def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
     "Names of metrics, rewards and machines as a stranger may write them."
     run = synthetic.write(tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line | {f"eval_{ESCAPE}": 0.5}) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line | {f"eval_{ESCAPE}": 0.5}) + "\n" for line in lines)
+    )
     note, summary = read_json(run / "run.json"), read_json(run / "evaluation/summary.json")
     note["machine"]["gpus"] = [ESCAPE]
     summary["rewards"][ESCAPE] = summary["rewards"]["pocket-clip"]
@@ -230,19 +298,37 @@ def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
     assert "owned" in done.stdout and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("odd", [
-    {"reward_mean": None}, {"reward_mean": 1e308, "seconds_total": 1e308}, {"eval_x": "text"}, {"eval_x": 10**400},
-    {"eval_x": [1]}, {"iteration": 10**400}, {"iteration": 0}, {"clip_fraction": [1e308]}],
-    ids=lambda odd: str(odd)[:30])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"reward_mean": None},
+        {"reward_mean": 1e308, "seconds_total": 1e308},
+        {"eval_x": "text"},
+        {"eval_x": 10**400},
+        {"eval_x": [1]},
+        {"iteration": 10**400},
+        {"iteration": 0},
+        {"clip_fraction": [1e308]},
+    ],
+    ids=lambda odd: str(odd)[:30],
+)
 def test_watch_shows_odd_metrics_or_refuses_them(tmp_path, odd):
     run = synthetic.write(tmp_path / "run", evaluated=False)
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     (run / "metrics.jsonl").write_text(json.dumps(line | odd) + "\n")
     done = call("watch", run)
     if done.returncode:
-        assert done.returncode == 2 and "metrics.jsonl is damaged" in done.stderr and done.stderr.count("\n") == 1
+        assert (
+            done.returncode == 2
+            and "metrics.jsonl is damaged" in done.stderr
+            and done.stderr.count("\n") == 1
+        )
     else:
-        assert done.stdout.startswith("iteration ") and "the run is finished" in done.stdout and not done.stderr
+        assert (
+            done.stdout.startswith("iteration ")
+            and "the run is finished" in done.stdout
+            and not done.stderr
+        )
     assert all(len(line) < 300 for line in (done.stdout + done.stderr).splitlines())
 
 
@@ -254,12 +340,20 @@ def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_p
     note["versions"] |= {"chunk_grpo": "9.9"}
     write_json(run / "run.json", note)
     done = call(*words, run, cwd=tmp_path)
-    said = {line for line in done.stderr.splitlines() if not line.startswith("[IPKernelApp]")}  # its end, cut short
+    said = {
+        line for line in done.stderr.splitlines() if not line.startswith("[IPKernelApp]")
+    }  # its end, cut short
     assert done.returncode == 0 and len(said) == 1, done.stderr
-    assert all(part in done.stderr for part in ("temperature_of_rain", "theirs", "made by chunk_grpo 9.9"))
+    assert all(
+        part in done.stderr for part in ("temperature_of_rain", "theirs", "made by chunk_grpo 9.9")
+    )
     again = call("verify", run)
     assert again.returncode == 2 and "theirs, made by chunk_grpo 9.9" in again.stderr, again.stderr
     note["settings"]["clip_range"] = "wide"
     write_json(run / "run.json", note)
     done = call(*words, run, cwd=tmp_path)
-    assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr and "`clip_range`" in done.stderr
+    assert (
+        done.returncode == 2
+        and "theirs, made by chunk_grpo 9.9" in done.stderr
+        and "`clip_range`" in done.stderr
+    )

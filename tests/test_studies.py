@@ -16,7 +16,9 @@ from chunk_grpo import InputError
 from chunk_grpo.studies import analysis, design
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(page for page in (ROOT / "nbs/findings").glob("*.ipynb") if page.stem != "speed")  # test_speed has it
+PAGES = sorted(
+    page for page in (ROOT / "nbs/findings").glob("*.ipynb") if page.stem != "speed"
+)  # test_speed has it
 NAMES = design.list_studies()
 REWARD = "pocket-clip"  # what decides in the studies of the shipped base
 
@@ -35,7 +37,7 @@ def work(folder: str, log: str) -> None:
 
 
 def run_pages(folder: str | Path, tmp_path: Path) -> None:
-    "Every page of nbs/findings, in a process of its own, reading rows from `folder`; \"\": the kept ones."
+    'Every page of nbs/findings, in a process of its own, reading rows from `folder`; "": the kept ones.'
     child = server().Process(target=work, args=(str(folder), str(tmp_path / "log")))
     child.start()
     child.join()
@@ -50,10 +52,16 @@ def kept(tmp_path, monkeypatch):
 
 
 def test_every_study_has_a_page():
-    beside = {"instability": "single-chunk", "clip-width": "explain"}  # on the page of the study that left it open
+    beside = {
+        "instability": "single-chunk",
+        "clip-width": "explain",
+    }  # on the page of the study that left it open
     assert {beside.get(name, name) for name in NAMES} < {page.stem for page in PAGES}
-    assert all(f'"{name}"' in (ROOT / f"nbs/findings/{beside.get(name, name)}.ipynb").read_text().replace("\\", "")
-               for name in NAMES)
+    assert all(
+        f'"{name}"'
+        in (ROOT / f"nbs/findings/{beside.get(name, name)}.ipynb").read_text().replace("\\", "")
+        for name in NAMES
+    )
 
 
 @pytest.mark.slow
@@ -74,8 +82,16 @@ def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
     for name in NAMES:
         asked = analysis.describe_study(name)
         others = [arm for arm in asked["arms"] if arm != asked["reference"]]
-        only = {"others": others[:2], "two arms with one seed": [asked["reference"], others[0]]}.get(which)
-        write(tmp_path, name, seeds=None if which == "others" else 1, only=tuple(only or [asked["reference"]]))
+        only = {
+            "others": others[:2],
+            "two arms with one seed": [asked["reference"], others[0]],
+        }.get(which)
+        write(
+            tmp_path,
+            name,
+            seeds=None if which == "others" else 1,
+            only=tuple(only or [asked["reference"]]),
+        )
     run_pages(tmp_path, tmp_path)
 
 
@@ -86,13 +102,23 @@ def test_pages_run_with_what_is_kept(tmp_path):
 
 def test_what_is_kept_answers_every_claim():
     "A study is whole, or planned and not begun; only its claims are open."
-    said = {name: analysis.missing_runs_note(analysis.load_study_rows(name),
-        analysis.describe_study(name)) for name in NAMES}
-    planned = {name for name, words in said.items() if words.startswith("No run of this study is kept yet")}
-    assert all(words.startswith("Every arm has its") for name, words in said.items() if name not in planned)
+    said = {
+        name: analysis.missing_runs_note(
+            analysis.load_study_rows(name), analysis.describe_study(name)
+        )
+        for name in NAMES
+    }
+    planned = {
+        name for name, words in said.items() if words.startswith("No run of this study is kept yet")
+    }
+    assert all(
+        words.startswith("Every arm has its") for name, words in said.items() if name not in planned
+    )
     lines = claims.claim_rows(asked := claims.all_claims())
-    assert all((line["verdict"] == "open") == bool(set(claim.studies) & planned)
-               for claim, line in zip(asked, lines, strict=True))
+    assert all(
+        (line["verdict"] == "open") == bool(set(claim.studies) & planned)
+        for claim, line in zip(asked, lines, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +131,9 @@ def test_kept_rows_are_of_the_study(name):
         lengths = {len(scores) for arm in one["scores"].values() for scores in arm.values()}
         assert len(lengths) == 1 and lengths.pop() > 1
         assert len(one["curve"]["iteration"]) == one["settings"]["iterations"]
-    analysis.differing_settings(rows)  # InputError where the runs of an arm differ in more than the seed
+    analysis.differing_settings(
+        rows
+    )  # InputError where the runs of an arm differ in more than the seed
 
 
 def test_rows_come_in_the_order_of_the_description(kept):
@@ -119,8 +147,11 @@ def test_rows_come_in_the_order_of_the_description(kept):
 
 
 def test_paired_is_a_t_test_on_the_same_seeds():
-    rows = [row("explain", arm, seed, effect) for arm, effect in (("steps", 0.1), ("chunks", 0.13))
-            for seed in range(5)]
+    rows = [
+        row("explain", arm, seed, effect)
+        for arm, effect in (("steps", 0.1), ("chunks", 0.13))
+        for seed in range(5)
+    ]
     values = analysis.gains_by_seed(rows, REWARD)
     found = analysis.paired_intervals(rows, REWARD, "steps").loc["chunks"]
     expected = stats.ttest_rel(values["chunks"], values["steps"])
@@ -128,7 +159,9 @@ def test_paired_is_a_t_test_on_the_same_seeds():
     assert (found.lo, found.hi, found.p) == pytest.approx((low, high, expected.pvalue))
     assert found.lo < 0.03 < found.hi
     assert analysis.paired_intervals(rows[:-1], REWARD, "steps").n["chunks"] == 4
-    with pytest.raises(InputError, match="reference: got 'reweighted', allowed is an arm with runs: steps, chunks"):
+    with pytest.raises(
+        InputError, match="reference: got 'reweighted', allowed is an arm with runs: steps, chunks"
+    ):
         analysis.paired_intervals(rows, REWARD, "reweighted")
     with pytest.raises(InputError, match="reward: got 'hpsv3'"):
         analysis.gains_by_seed(rows, "hpsv3")
@@ -136,15 +169,24 @@ def test_paired_is_a_t_test_on_the_same_seeds():
 
 def test_a_claim_follows_its_rows(kept):
     "The same claim holds, does not hold, and cannot be told, as the invented effect says."
+
     def verdict():
-        return next(line for line in claims.claim_rows(claims.all_claims()) if line["claim"] == "Chunks beat steps")
+        return next(
+            line
+            for line in claims.claim_rows(claims.all_claims())
+            if line["claim"] == "Chunks beat steps"
+        )
 
     assert verdict()["verdict"] == "open"
     said = {}
     for effect in (0.14, 0.11, 0.06):
         write(kept, "confirmation", {"2-3-4-7": effect}, only=("steps", "2-3-4-7"))
         said[effect] = verdict()["verdict"]
-    assert said[0.14] == "holds" and said[0.06] == "does not hold" and said[0.11] in ("holds", "cannot tell")
+    assert (
+        said[0.14] == "holds"
+        and said[0.06] == "does not hold"
+        and said[0.11] in ("holds", "cannot tell")
+    )
     write(kept, "confirmation", seeds=1, only=("steps", "2-3-4-7"))
     assert verdict()["verdict"] == "cannot tell" and "1 seed" in verdict()["measured"]
 
@@ -163,7 +205,9 @@ def test_hybrid_and_transfer_are_on_rewards_that_were_not_trained_on(kept):
     write(kept, "rewards")
     units = [claim.measure().unit for claim in claims.reward_claims()]
     assert units == [claims.STRUCTURE_REWARD, claims.STRUCTURE_REWARD, "pocket-clip"]
-    assert claims.hybrid_effect().interval["hi"] < 0  # an invented gain grows with the trained steps, so a split costs
+    assert (
+        claims.hybrid_effect().interval["hi"] < 0
+    )  # an invented gain grows with the trained steps, so a split costs
 
 
 def test_pages_of_claims_exist():
@@ -184,17 +228,27 @@ def test_changes_by_category_are_of_the_same_seeds():
     for one in rows:
         means = one["categories"]["base"]["pocket-geneval"]
         more = 0.14 if one["arm"] == "2-3-4-7" else 0.10
-        one["categories"]["plain"] = {"pocket-geneval": {name: mean + more for name, mean in means.items()}}
-    assert study_views.category_table(rows, "pocket-geneval")[0]["counting"] == "+0.100 (+0.100 to +0.100)"
+        one["categories"]["plain"] = {
+            "pocket-geneval": {name: mean + more for name, mean in means.items()}
+        }
+    assert (
+        study_views.category_table(rows, "pocket-geneval")[0]["counting"]
+        == "+0.100 (+0.100 to +0.100)"
+    )
     against = study_views.category_table(rows, "pocket-geneval", reference="steps")
-    assert [line["arm"] for line in against] == ["2-3-4-7"] and against[0]["colors"] == "+0.040 (+0.040 to +0.040)"
+    assert [line["arm"] for line in against] == ["2-3-4-7"] and against[0][
+        "colors"
+    ] == "+0.040 (+0.040 to +0.040)"
     assert study_views.category_table(rows, "pocket-clip") == []
 
 
 def test_shares_of_what_was_preserved_need_something_to_preserve():
     one = row("weighting", "uniform", 0)
     entry = one["preserved"]["plain"]["pocket-geneval"]["objects"]
-    assert study_views.changed_share([one], "pocket-geneval").loc[0, "uniform"] == entry["lost"] / entry["right"]
+    assert (
+        study_views.changed_share([one], "pocket-geneval").loc[0, "uniform"]
+        == entry["lost"] / entry["right"]
+    )
     assert study_views.changed_share([one], "pocket-clip").isna().all(axis=None)
     entry["right"] = entry["lost"] = 0
     assert study_views.changed_share([one], "pocket-geneval").isna().all(axis=None)

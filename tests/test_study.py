@@ -30,7 +30,11 @@ def through(home, tmp_path_factory):
     out = tmp_path_factory.mktemp("through") / "small"
     said = run("study", home, "--processes", "2", "--out", out)
     gains, _, table = said.partition("finished: 3 trials")
-    assert "0 of 3 trials are finished" in said and gains.count("pocket-clip") == 3 and f"{out}/results.jsonl" in said
+    assert (
+        "0 of 3 trials are finished" in said
+        and gains.count("pocket-clip") == 3
+        and f"{out}/results.jsonl" in said
+    )
     assert "pocket-clip: less " in table and f"report: {out}/report.html" in table
     assert "Its plan was committed before its first trial." in (out / "report.html").read_text()
     return out
@@ -43,7 +47,9 @@ def kill_study(home, out, *words):
     trials = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()
-    assert trials and not psutil.wait_procs(trials, timeout=30)[1], "a trial outlives the study that began it"
+    assert trials and not psutil.wait_procs(trials, timeout=30)[1], (
+        "a trial outlives the study that began it"
+    )
 
 
 def test_a_killed_study_goes_on(home, through, tmp_path):
@@ -57,7 +63,9 @@ def test_a_killed_study_goes_on(home, through, tmp_path):
 def test_three_kills_change_nothing(home, through, tmp_path):
     out = tmp_path / "small"
     kill_study(home, out)  # once the study itself
-    child = begin(home, out, "--processes", "1")  # once a trial; the others go on, and the study says which one failed
+    child = begin(
+        home, out, "--processes", "1"
+    )  # once a trial; the others go on, and the study says which one failed
     wait_for(out / "whole-0" / "metrics.jsonl", 2, child)
     trainers(out)[0].send_signal(signal.SIGKILL)
     said, _ = child.communicate(timeout=120)
@@ -75,7 +83,10 @@ def test_three_kills_change_nothing(home, through, tmp_path):
 def test_a_finished_study_is_not_run_again(home, through):
     before = (through / "results.jsonl").read_bytes()
     said = run("study", home, "--out", through)
-    assert "3 of 3 trials are finished, 0 are left" in said and (through / "results.jsonl").read_bytes() == before
+    assert (
+        "3 of 3 trials are finished, 0 are left" in said
+        and (through / "results.jsonl").read_bytes() == before
+    )
 
 
 def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
@@ -103,14 +114,21 @@ def test_only_one_call_works_on_a_study(home, through):
     assert done.returncode == 2 and "is being run by another process" in done.stderr
 
 
-@pytest.mark.parametrize("old, new, parts", [
-    ("seeds: 1", "seeds: 0", ["`seeds`", "at least 1", "got 0"]),
-    ("reference: steps", "reference: stairs", ["`reference`", "steps, whole, longer", "'stairs'"]),
-    ("{longer: whole}", "{longer: hole}", ["`after`", "'hole'"]),
-    ("chunks: whole}", "chunks: hole}", ["arm whole", "`chunks`", "hole"]),
-    ("eval_images: 2", "eval_images: 0", ["`eval_images`", "at least 1"]),
-    ("question:", "questions:", ["`questions`", "`question`"]),
-])
+@pytest.mark.parametrize(
+    "old, new, parts",
+    [
+        ("seeds: 1", "seeds: 0", ["`seeds`", "at least 1", "got 0"]),
+        (
+            "reference: steps",
+            "reference: stairs",
+            ["`reference`", "steps, whole, longer", "'stairs'"],
+        ),
+        ("{longer: whole}", "{longer: hole}", ["`after`", "'hole'"]),
+        ("chunks: whole}", "chunks: hole}", ["arm whole", "`chunks`", "hole"]),
+        ("eval_images: 2", "eval_images: 0", ["`eval_images`", "at least 1"]),
+        ("question:", "questions:", ["`questions`", "`question`"]),
+    ],
+)
 def test_bad_studies_are_one_sentence(home, tmp_path, old, new, parts):
     folder = tmp_path / "bad"
     folder.mkdir()
@@ -132,6 +150,7 @@ def test_shipped_studies_are_sound(name):
 
 class Instant:
     "Trials that end at once, each with a gain that nobody should see too early."
+
     how = "at once"
 
     def __init__(self, most=99):
@@ -144,14 +163,23 @@ class Instant:
         if not self.left:
             raise KeyboardInterrupt
         self.left -= 1
-        asked = {"study": trial.study, "arm": trial.arm, "seed": trial.seed, "evaluation": trial.evaluation,
-                 "splits": trial.splits, "plan": trial.plan}
+        asked = {
+            "study": trial.study,
+            "arm": trial.arm,
+            "seed": trial.seed,
+            "evaluation": trial.evaluation,
+            "splits": trial.splits,
+            "plan": trial.plan,
+        }
         (out / trial.name).mkdir(exist_ok=True)
         write_json(out / trial.name / "trial.json", asked)
         scores = {"base": {"pocket-clip": [0.5]}, "plain": {"pocket-clip": [0.625]}}
-        write_json(out / trial.name / "row.json", asked | {
-            "settings": trial.settings.model_dump(mode="json"),
-                "scores": scores} | design.content_hashes(trial.settings))
+        write_json(
+            out / trial.name / "row.json",
+            asked
+            | {"settings": trial.settings.model_dump(mode="json"), "scores": scores}
+            | design.content_hashes(trial.settings),
+        )
         done = Future()
         done.set_result((json.loads((out / trial.name / "row.json").read_text()), 1.0))
         return done
@@ -184,7 +212,9 @@ def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):
     assert "lies in no git repository" in done.stderr and "--unplanned" in done.stderr
     small_study.commit(folder)
     assert design.plan_record(folder)["commit"] and not design.plan_record(folder)["unplanned"]
-    (folder / "study.yaml").write_text((folder / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    (folder / "study.yaml").write_text(
+        (folder / "study.yaml").read_text().replace("seeds: 1", "seeds: 2")
+    )
     with pytest.raises(InputError, match="was changed since its commit"):
         study.run_study(folder, tmp_path / "out", pool=Instant())
     (folder / "tuned.yaml").write_text("steps: {settings: {learning_rate: 0.5}}")
@@ -192,7 +222,9 @@ def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):
         study.run_study(folder, tmp_path / "out", pool=Instant())
     study_until(folder, tmp_path / "out", 2, unplanned=True)
     small_study.commit(folder)
-    study_until(folder, tmp_path / "out", 99)  # committed since: what was begun before keeps its mark
+    study_until(
+        folder, tmp_path / "out", 99
+    )  # committed since: what was begun before keeps its mark
     assert [plan["unplanned"] for plan in plans(tmp_path / "out")] == [True] * 2 + [False] * 4
 
 
@@ -201,9 +233,13 @@ def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
     study_until(home, out, 1)
     first = plans(out)[0]
     assert first == design.plan_record(home)
-    (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    (home / "study.yaml").write_text(
+        (home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2")
+    )
     small_study.commit(home)
-    with pytest.raises(InputError, match="must stay as it was when its first trial began; steps-0 began with"):
+    with pytest.raises(
+        InputError, match="must stay as it was when its first trial began; steps-0 began with"
+    ):
         study.run_study(home, out, pool=Instant())
     study_until(home, out, 99, unplanned=True)
     assert [plan["unplanned"] for plan in plans(out)] == [False] + [True] * 5
@@ -218,7 +254,10 @@ def test_nothing_of_an_outcome_is_said_before_the_last_trial_unless_somebody_pee
     assert "pocket-clip" not in study_until(home, looked, 2)
     said = []
     study.run_study(home, looked, arms=["steps"], say=said.append, peek=True)
-    assert any("pocket-clip +0.125" in line for line in said) and [plan["peeks"] for plan in plans(looked)] == [[2]] * 2
+    assert (
+        any("pocket-clip +0.125" in line for line in said)
+        and [plan["peeks"] for plan in plans(looked)] == [[2]] * 2
+    )
     study_until(home, looked, 99)
     assert [plan["peeks"] for plan in plans(looked)] == [[2]] * 3  # for ever
 
@@ -227,39 +266,67 @@ def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
     rows = {"planned": [], "looked at": [2], "unplanned": []}
     for word, peeks in rows.items():
         plan = {"sha256": "0", "commit": "0", "unplanned": word == "unplanned", "peeks": peeks}
-        monkeypatch.setattr(claims.analysis, "load_study_rows", lambda name, plan=plan: [{"plan": plan}])
+        monkeypatch.setattr(
+            claims.analysis, "load_study_rows", lambda name, plan=plan: [{"plan": plan}]
+        )
         assert claims.plan_of(["explain"]) == word
 
 
 def test_the_iterations_of_the_run_that_a_trial_goes_on_from_are_not_its_own(tmp_path):
-    first, second = (design.Trial("s", arm, 0, settings.load_settings("pocket/tiny", {"iterations": n}), {}, 0, after)
-                     for arm, n, after in (("a", 2, None), ("b", 6, "a")))
-    progress = SimpleNamespace(plan=[first, second], out=tmp_path, unfinished=lambda: [first, second])
+    first, second = (
+        design.Trial(
+            "s", arm, 0, settings.load_settings("pocket/tiny", {"iterations": n}), {}, 0, after
+        )
+        for arm, n, after in (("a", 2, None), ("b", 6, "a"))
+    )
+    progress = SimpleNamespace(
+        plan=[first, second], out=tmp_path, unfinished=lambda: [first, second]
+    )
     assert study._Progress.left(progress) == {"a-0": 2, "b-0": 4}
     (tmp_path / "b-0").mkdir()
-    (tmp_path / "b-0/metrics.jsonl").write_text("".join(f'{{"iteration": {i}}}\n' for i in range(4)))
+    (tmp_path / "b-0/metrics.jsonl").write_text(
+        "".join(f'{{"iteration": {i}}}\n' for i in range(4))
+    )
     assert study._Progress.left(progress) == {"a-0": 2, "b-0": 3}
 
 
 def test_of_two_values_each_is_an_edge():
-    study = design.Study(title="t", question="q", reference="a", arms={"a": {}},
-                         tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]})
+    study = design.Study(
+        title="t",
+        question="q",
+        reference="a",
+        arms={"a": {}},
+        tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]},
+    )
     assert pilot.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
     assert pilot.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
     edges = [row["at the edge"] for row in pilot.tuned_rows("chunk-setting")]
-    assert len(edges) == 8 and all("learning_rate" in edge and "clip_range" in edge for edge in edges)
+    assert len(edges) == 8 and all(
+        "learning_rate" in edge and "clip_range" in edge for edge in edges
+    )
 
 
-@pytest.mark.parametrize("change, words", [
-    ("evaluation: {learning_rate: 1}", "`learning_rate` cannot be changed in an evaluation"),
-    ("evaluation: {eval_rewards: [pocket-clip]}\noutcome: hpsv3", "`outcome` must be a reward that is evaluated"),
-    ("after: {chunks: steps}", "arm chunks of the study mine cannot go on from steps: `chunks` must stay")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("evaluation: {learning_rate: 1}", "`learning_rate` cannot be changed in an evaluation"),
+        (
+            "evaluation: {eval_rewards: [pocket-clip]}\noutcome: hpsv3",
+            "`outcome` must be a reward that is evaluated",
+        ),
+        (
+            "after: {chunks: steps}",
+            "arm chunks of the study mine cannot go on from steps: `chunks` must stay",
+        ),
+    ],
+)
 def test_a_study_that_cannot_end_is_refused_before_it_begins(tmp_path, change, words):
     home = tmp_path / "mine"
     home.mkdir()
     (home / "base.yaml").write_text(settings.dump_settings(settings.load_settings("pocket/tiny")))
     (home / "study.yaml").write_text(
-        f"title: t\nquestion: q\nreference: steps\narms: {{steps: {{chunks: steps}}, chunks: {{}}}}\n{change}\n")
+        f"title: t\nquestion: q\nreference: steps\narms: {{steps: {{chunks: steps}}, chunks: {{}}}}\n{change}\n"
+    )
     with pytest.raises(InputError, match=words):
         study.run_study(home, tmp_path / "out", unplanned=True)
     assert not (tmp_path / "out").exists()
@@ -270,4 +337,6 @@ def test_what_a_kill_left_of_a_copy_is_no_trial(home, tmp_path):
     left = tmp_path / "small" / ".longer-0.1.part"
     left.mkdir(parents=True)
     (left / "trial.json").write_text('{"stu')
-    assert "finished: 1 trials" in run("study", home, "--out", left.parent, "--arms", "steps", "--seeds", "0")
+    assert "finished: 1 trials" in run(
+        "study", home, "--out", left.parent, "--arms", "steps", "--seeds", "0"
+    )

@@ -52,6 +52,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 class Begun:
     "Trials whose run folders are made, and which end at once unless they are only to begin."
+
     how = "at once"
 
     def __init__(self, most=99, ends=True):
@@ -70,8 +71,14 @@ class Begun:
         note = read_json(run / "run.json")
         scores = {"base": {"my_red.py:red": [0.5]}, "plain": {"my_red.py:red": [0.625]}}
         code = trial.code_hashes()
-        row = read_json(run / "trial.json") | {"settings": note["settings"], "scores": scores, "plan": note["plan"]}
-        row |= {name: note[name] for name in ("model_sha256", "prompts_sha256")} | ({"code": code} if code else {})
+        row = read_json(run / "trial.json") | {
+            "settings": note["settings"],
+            "scores": scores,
+            "plan": note["plan"],
+        }
+        row |= {name: note[name] for name in ("model_sha256", "prompts_sha256")} | (
+            {"code": code} if code else {}
+        )
         write_json(run / "row.json", row)
         done = Future()
         done.set_result((row, 1.0))
@@ -94,21 +101,51 @@ def lines(out) -> list[dict]:
 
 
 def git(home, *words, **more):
-    who = ("-c", "user.name=a test", "-c", "user.email=test@localhost", "-c", "commit.gpgsign=false")
-    return subprocess.run(["git", "-C", home, *who, *words], check=True, capture_output=True, **more)
+    who = (
+        "-c",
+        "user.name=a test",
+        "-c",
+        "user.email=test@localhost",
+        "-c",
+        "commit.gpgsign=false",
+    )
+    return subprocess.run(
+        ["git", "-C", home, *who, *words], check=True, capture_output=True, **more
+    )
 
 
 def test_code_beside_study_yaml_is_found_from_anywhere(home):
     steps, ranks = design.expand_trials(home)
-    assert ranks.settings.method == f"{home / 'my_rank.py'}:Rank" and steps.settings.method == "chunk"
-    assert ranks.evaluation["eval_rewards"] == [f"{home / 'my_red.py'}:red"] == [design.load_study(home).outcome]
-    assert {name.rpartition("/")[2] for name in ranks.code_hashes()} == {"my_rank.py:Rank", "my_red.py:red"}
+    assert (
+        ranks.settings.method == f"{home / 'my_rank.py'}:Rank" and steps.settings.method == "chunk"
+    )
+    assert (
+        ranks.evaluation["eval_rewards"]
+        == [f"{home / 'my_red.py'}:red"]
+        == [design.load_study(home).outcome]
+    )
+    assert {name.rpartition("/")[2] for name in ranks.code_hashes()} == {
+        "my_rank.py:Rank",
+        "my_red.py:red",
+    }
 
 
-@pytest.mark.parametrize("file, text, words", [
-    ("my_rank.py", "import no_such_package_at_all\n", ["arm ranks", "`method`", "no_such_package_at_all"]),
-    ("my_rank.py", METHOD + "        raise KeyError('x')\n    chunks = None\n", ["arm ranks", "`method`", "`chunks`"]),
-    ("my_red.py", "red = 3\n", ["arm steps", "`eval_rewards`", "a function or class"])])
+@pytest.mark.parametrize(
+    "file, text, words",
+    [
+        (
+            "my_rank.py",
+            "import no_such_package_at_all\n",
+            ["arm ranks", "`method`", "no_such_package_at_all"],
+        ),
+        (
+            "my_rank.py",
+            METHOD + "        raise KeyError('x')\n    chunks = None\n",
+            ["arm ranks", "`method`", "`chunks`"],
+        ),
+        ("my_red.py", "red = 3\n", ["arm steps", "`eval_rewards`", "a function or class"]),
+    ],
+)
 def test_code_of_an_arm_is_checked_before_the_first_trial(home, tmp_path, file, text, words):
     (home / file).write_text(text)
     small_study.commit(home)
@@ -121,19 +158,33 @@ def test_code_of_an_arm_is_checked_before_the_first_trial(home, tmp_path, file, 
 @pytest.mark.parametrize("file", ["my_rank.py", "my_red.py"])
 def test_rows_of_other_code_are_not_taken_as_finished(home, tmp_path, file):
     out = tmp_path / "a/out"
-    assert [row["arm"] for row in go(home, out)] == ["steps", "ranks"] == [row["arm"] for row in go(home, out, 0)]
+    assert (
+        [row["arm"] for row in go(home, out)]
+        == ["steps", "ranks"]
+        == [row["arm"] for row in go(home, out, 0)]
+    )
     assert all(row["plan"]["commit"] and not row["plan"]["unplanned"] for row in lines(out))
     (home / file).write_text((home / file).read_text() + "# another\n")
     small_study.commit(home)
     edited = {"my_rank.py": ["ranks"], "my_red.py": ["steps", "ranks"]}[file]
-    found = {trial.arm: design.find_finished_row(trial, out, lines(out)) for trial in design.expand_trials(home)}
+    found = {
+        trial.arm: design.find_finished_row(trial, out, lines(out))
+        for trial in design.expand_trials(home)
+    }
     assert [arm for arm, row in found.items() if row is None] == edited
-    with pytest.raises(InputError, match="the plan of a study must stay as it was when its first trial began"):
+    with pytest.raises(
+        InputError, match="the plan of a study must stay as it was when its first trial began"
+    ):
         go(home, out)
     if file == "my_rank.py":
-        with pytest.raises(InputError, match="ranks-0 .* was begun with other code: `method`, .* has changed"):
+        with pytest.raises(
+            InputError, match="ranks-0 .* was begun with other code: `method`, .* has changed"
+        ):
             go(home, out, unplanned=True)
-    assert [row["code"] != {} for row in go(home, tmp_path / "b/out", known=lines(out))] == [True, True]
+    assert [row["code"] != {} for row in go(home, tmp_path / "b/out", known=lines(out))] == [
+        True,
+        True,
+    ]
 
 
 def test_a_study_without_code_has_the_plan_that_it_had(tmp_path):
@@ -147,7 +198,9 @@ def test_a_study_without_code_has_the_plan_that_it_had(tmp_path):
 
 
 def hide(home, mark):
-    (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    (home / "study.yaml").write_text(
+        (home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2")
+    )
     git(home, "update-index", mark, "study.yaml")
 
 
@@ -161,14 +214,18 @@ def link(home, name, place):
 def filtered(home):
     git(home, "config", "filter.same.clean", "sed -e s/seeds.*/seeds:_1/ -e s/_/\\ /")
     (home / ".gitattributes").write_text("study.yaml filter=same\n")
-    (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    (home / "study.yaml").write_text(
+        (home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2")
+    )
     small_study.commit(home)
     assert not git(home, "status", "--porcelain").stdout
 
 
 def replaced(home):
     old = git(home, "rev-parse", "HEAD:study.yaml", text=True).stdout.strip()
-    (home / "study.yaml").write_text((home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2"))
+    (home / "study.yaml").write_text(
+        (home / "study.yaml").read_text().replace("seeds: 1", "seeds: 2")
+    )
     new = git(home, "hash-object", "-w", "study.yaml", text=True).stdout.strip()
     git(home, "replace", old, new)
 
@@ -188,20 +245,57 @@ def imported(home, place):
 
 
 WAYS = {
-    "assume-unchanged": (lambda home, far: hide(home, "--assume-unchanged"), "study.yaml was changed since its commit"),
-    "skip-worktree": (lambda home, far: hide(home, "--skip-worktree"), "study.yaml was changed since its commit"),
-    "study.yaml a link": (lambda home, far: link(home, "study.yaml", far / "s.yaml"), "study.yaml is a link"),
-    "base.yaml a link": (lambda home, far: link(home, "base.yaml", far / "b.yaml"), "base.yaml is a link"),
-    "a link inside": (lambda home, far: link(home, "base.yaml", home / "b.yaml"), "base.yaml is a link"),
-    "code a link": (lambda home, far: link(home, "my_rank.py", far / "r.py"), "r.py lies outside of the study's git"),
+    "assume-unchanged": (
+        lambda home, far: hide(home, "--assume-unchanged"),
+        "study.yaml was changed since its commit",
+    ),
+    "skip-worktree": (
+        lambda home, far: hide(home, "--skip-worktree"),
+        "study.yaml was changed since its commit",
+    ),
+    "study.yaml a link": (
+        lambda home, far: link(home, "study.yaml", far / "s.yaml"),
+        "study.yaml is a link",
+    ),
+    "base.yaml a link": (
+        lambda home, far: link(home, "base.yaml", far / "b.yaml"),
+        "base.yaml is a link",
+    ),
+    "a link inside": (
+        lambda home, far: link(home, "base.yaml", home / "b.yaml"),
+        "base.yaml is a link",
+    ),
+    "code a link": (
+        lambda home, far: link(home, "my_rank.py", far / "r.py"),
+        "r.py lies outside of the study's git",
+    ),
     "a clean filter": (lambda home, far: filtered(home), "study.yaml was changed since its commit"),
-    "a replaced object": (lambda home, far: replaced(home), "study.yaml was changed since its commit"),
-    "edited code": (lambda home, far: edit(home, "my_rank.py"), "my_rank.py was changed since its commit"),
-    "edited reward": (lambda home, far: edit(home, "my_red.py"), "my_red.py was changed since its commit"),
-    "code not committed": (lambda home, far: git(home, "rm", "-q", "--cached", "my_red.py") and git(
-        home, "commit", "-qm", "x"), "my_red.py is not committed"),
-    "only staged": (lambda home, far: (edit(home, "study.yaml"), git(home, "add", "study.yaml")), "was changed since"),
-    "a helper elsewhere": (imported, "a_far_helper_of_ranks.py lies outside of the study's git repository"),
+    "a replaced object": (
+        lambda home, far: replaced(home),
+        "study.yaml was changed since its commit",
+    ),
+    "edited code": (
+        lambda home, far: edit(home, "my_rank.py"),
+        "my_rank.py was changed since its commit",
+    ),
+    "edited reward": (
+        lambda home, far: edit(home, "my_red.py"),
+        "my_red.py was changed since its commit",
+    ),
+    "code not committed": (
+        lambda home, far: (
+            git(home, "rm", "-q", "--cached", "my_red.py") and git(home, "commit", "-qm", "x")
+        ),
+        "my_red.py is not committed",
+    ),
+    "only staged": (
+        lambda home, far: (edit(home, "study.yaml"), git(home, "add", "study.yaml")),
+        "was changed since",
+    ),
+    "a helper elsewhere": (
+        imported,
+        "a_far_helper_of_ranks.py lies outside of the study's git repository",
+    ),
 }
 
 
@@ -211,7 +305,9 @@ def test_a_row_claims_no_plan_that_was_not_committed(home, tmp_path, monkeypatch
     assert design.plan_record(home)["commit"]
     change(home, tmp_path / "far")
     monkeypatch.syspath_prepend(str(tmp_path / "far"))
-    with pytest.raises(InputError, match="the plan of a study must be committed before its first trial") as caught:
+    with pytest.raises(
+        InputError, match="the plan of a study must be committed before its first trial"
+    ) as caught:
         go(home, tmp_path / "out")
     assert words in str(caught.value) and not (tmp_path / "out").exists()
     record = design.plan_record(home, unplanned=True)
@@ -240,8 +336,12 @@ def test_a_shipped_study_that_was_edited_is_no_plan(tmp_path, monkeypatch):
     small_study.write(home)
     subprocess.run(["rm", "-rf", home / ".git"], check=True)
     monkeypatch.setattr(design, "STUDIES_FOLDER", home.parent)
-    sums = {name: urlsafe_b64encode(hashlib.sha256((home / name).read_bytes()).digest()).decode().rstrip("=")
-            for name in ("study.yaml", "base.yaml")}
+    sums = {
+        name: urlsafe_b64encode(hashlib.sha256((home / name).read_bytes()).digest())
+        .decode()
+        .rstrip("=")
+        for name in ("study.yaml", "base.yaml")
+    }
 
     class Listed:
         def __init__(self, name):
@@ -267,12 +367,22 @@ def test_a_plan_is_kept_where_trial_json_is_deleted(home, tmp_path):
     for run in ("steps-0", "ranks-0"):
         (out / run / "trial.json").unlink()
     edit(home, "my_rank.py", commit=True)
-    with pytest.raises(InputError, match="the plan of a study must stay as it was when its first trial began"):
+    with pytest.raises(
+        InputError, match="the plan of a study must stay as it was when its first trial began"
+    ):
         go(home, out)
 
 
-@pytest.mark.parametrize("gone", [["peeks.json"], ["peeks.json", "results.jsonl"], ["peeks.json", "steps-0/row.json"],
-                                  ["peeks.json", "steps-0/trial.json", "results.jsonl"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "gone",
+    [
+        ["peeks.json"],
+        ["peeks.json", "results.jsonl"],
+        ["peeks.json", "steps-0/row.json"],
+        ["peeks.json", "steps-0/trial.json", "results.jsonl"],
+    ],
+    ids=" ".join,
+)
 def test_a_look_is_kept_where_files_are_deleted(home, tmp_path, gone):
     out = tmp_path / "out"
     go(home, out, arms=["steps"], peek=True)
@@ -287,12 +397,20 @@ def test_tuning_finds_the_code_of_arms(home, tmp_path):
     text = STUDY.replace("evaluation:", "tune: {learning_rate: [0.001, 0.002]}\nevaluation:")
     (home / "study.yaml").write_text(text)
     made = pilot.write_tuning_study(home, tmp_path / "out/study")
-    assert {trial.settings.method for trial in design.expand_trials(made)} == {"chunk", f"{home / 'my_rank.py'}:Rank"}
+    assert {trial.settings.method for trial in design.expand_trials(made)} == {
+        "chunk",
+        f"{home / 'my_rank.py'}:Rank",
+    }
 
 
 @pytest.mark.slow
 def test_a_study_with_code_of_its_own_runs_to_its_rows(home, tmp_path):
     rows = study.run_study(home, tmp_path / "out", 1, say=str)
     assert [sorted(name.partition(": ")[0] for name in row["code"]) for row in rows] == [
-        ["eval_rewards"], ["eval_rewards", "method"]]
-    assert os.listdir(tmp_path / "out/ranks-0/code") == ["my_rank.py"] and Path("my_rank.py").exists() is False
+        ["eval_rewards"],
+        ["eval_rewards", "method"],
+    ]
+    assert (
+        os.listdir(tmp_path / "out/ranks-0/code") == ["my_rank.py"]
+        and Path("my_rank.py").exists() is False
+    )

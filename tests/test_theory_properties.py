@@ -42,7 +42,9 @@ sizes_ = st.lists(st.integers(1, 7), min_size=1, max_size=8)
 
 
 def normal(seed, *shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 def uniform(seed, *shape):
@@ -64,7 +66,9 @@ def test_sigmas_fall_from_one_to_zero(steps, shift, dtype):
 @given(shift_, shift_, steps_)
 def test_shifts_multiply(first, second, steps):
     u = torch.linspace(0, 1, steps, dtype=torch.float64)
-    torch.testing.assert_close(shift_sigmas(shift_sigmas(u, first), second), shift_sigmas(u, first * second))
+    torch.testing.assert_close(
+        shift_sigmas(shift_sigmas(u, first), second), shift_sigmas(u, first * second)
+    )
 
 
 @quick
@@ -95,11 +99,22 @@ def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
     assert mean.shape == x.shape and std.shape == (5, 1, 1)
     for i, one in enumerate(index.tolist()):
         one_mean, one_std = sampler.mean_std(v[i : i + 1], x[i : i + 1], one)
-        assert one_std.ndim == 0 and torch.equal(one_mean[0], mean[i]) and torch.equal(one_std, std[i, 0, 0])
+        assert (
+            one_std.ndim == 0
+            and torch.equal(one_mean[0], mean[i])
+            and torch.equal(one_std, std[i, 0, 0])
+        )
 
 
 @quick
-@given(steps_, shift_, eta_, st.sampled_from(RANDOM_KINDS), seed_, st.lists(st.integers(1, 4), min_size=1, max_size=3))
+@given(
+    steps_,
+    shift_,
+    eta_,
+    st.sampled_from(RANDOM_KINDS),
+    seed_,
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+)
 def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
     levels = sigmas(steps, shift, torch.float64)
     x, v, noise = (normal(seed + k, 3, *shape) for k in range(3))
@@ -114,7 +129,12 @@ def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
 
 
 @quick
-@given(st.sampled_from(SAMPLER_KINDS), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), eta_, seed_)
+@given(
+    st.sampled_from(SAMPLER_KINDS),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    eta_,
+    seed_,
+)
 def test_low_precision_comes_out_as_float32(kind, dtype, eta, seed):
     x, v = normal(seed, 2, 3, dtype=dtype), normal(seed + 1, 2, 3, dtype=dtype)
     sampler = Sampler(sigmas(9), kind, eta)
@@ -124,7 +144,11 @@ def test_low_precision_comes_out_as_float32(kind, dtype, eta, seed):
     assert sampler.step(v, x, 2, x).dtype == torch.float32
     assert sampler.mean_std(v.double(), x, 2)[0].dtype == torch.float64
     if kind != "ode":
-        assert sampler.log_prob(x, mean, std).dtype == sampler.kl(mean, mean, std).dtype == torch.float32
+        assert (
+            sampler.log_prob(x, mean, std).dtype
+            == sampler.kl(mean, mean, std).dtype
+            == torch.float32
+        )
 
 
 @quick
@@ -147,7 +171,9 @@ def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, sh
     assert (a[-1], b[-1], std[-1]) == (1, -levels[-2], 0)
     assert (std[:-1] > 0).all() if kind != "ode" else (std == 0).all()
     if kind == "flow":
-        torch.testing.assert_close(std[0], torch.tensor(eta, dtype=torch.float64))  # whatever the schedule
+        torch.testing.assert_close(
+            std[0], torch.tensor(eta, dtype=torch.float64)
+        )  # whatever the schedule
     if kind != "ode":
         with pytest.raises(InputError, match="`sampler` must have noise"):
             sampler.log_prob(torch.zeros(1, 2), torch.zeros(1, 2), std[-1])
@@ -199,7 +225,9 @@ def test_replaying_a_stored_step_gives_ratio_one(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", SAMPLER_KINDS)
-@pytest.mark.parametrize("index", [-1, 9, torch.tensor([0, 9]), torch.tensor([0.5]), torch.tensor([[1]])])
+@pytest.mark.parametrize(
+    "index", [-1, 9, torch.tensor([0, 9]), torch.tensor([0.5]), torch.tensor([[1]])]
+)
 def test_transitions_outside_of_the_schedule_are_refused(kind, index):
     with pytest.raises(InputError, match="`index` must be"):
         Sampler(sigmas(9), kind, 0.3).coefficients(index)
@@ -246,7 +274,12 @@ def test_a_chunk_weighs_by_its_mean_distance():
 
 def test_first_draws_follow_the_weights():
     weights, n = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 40_000
-    seen = sample_without_replacement(weights.expand(n, 4), 1, uniform(0, n, 4)).flatten().bincount(minlength=4) / n
+    seen = (
+        sample_without_replacement(weights.expand(n, 4), 1, uniform(0, n, 4))
+        .flatten()
+        .bincount(minlength=4)
+        / n
+    )
     assert ((seen - weights).abs() <= 4 * (weights * (1 - weights) / n).sqrt()).all()
 
 
@@ -268,7 +301,12 @@ def test_draws_never_repeat_and_never_take_what_has_no_weight(seed, K, data):
 def test_a_trajectory_draws_by_its_own_uniforms_only(seed, K):
     weights, uniforms = uniform(seed, 6, K) + 0.01, uniform(seed + 1, 6, K)
     together = sample_without_replacement(weights, K // 2, uniforms)
-    alone = torch.cat([sample_without_replacement(weights[i : i + 1], K // 2, uniforms[i : i + 1]) for i in range(6)])
+    alone = torch.cat(
+        [
+            sample_without_replacement(weights[i : i + 1], K // 2, uniforms[i : i + 1])
+            for i in range(6)
+        ]
+    )
     assert torch.equal(together, alone)
 
 
@@ -289,8 +327,10 @@ def test_chunks_from_a_profile_cover_it(seed, n, K, factor):
         equal = sum(part.var(unbiased=False) * len(part) for part in y.split(n // len(chunks)))
         ours = sum(part.var(unbiased=False) * len(part) for part in y.split(list(chunks.sizes)))
         assert ours <= equal + 1e-9
-    cost = [sum(part.var(unbiased=False) * len(part) for part in profile.log().split(list(c.sizes)))
-            for c in (chunks, chunks_from_profile(factor * profile, K))]
+    cost = [
+        sum(part.var(unbiased=False) * len(part) for part in profile.log().split(list(c.sizes)))
+        for c in (chunks, chunks_from_profile(factor * profile, K))
+    ]
     assert abs(cost[0] - cost[1]) < 1e-9  # the scale does not matter
 
 
@@ -309,4 +349,6 @@ def test_the_closed_profile_is_the_measured_one(kind):
         v = gaussian_velocity(x[-1], levels[i], 0.0, 0.6)
         x.append(Sampler(levels, kind, eta).step(v, x[-1], i, normal(i + 1, 8, 20_000)))
     measured = relative_distance(torch.stack(x, 1)).mean(0)
-    torch.testing.assert_close(measured, gaussian_profile(Sampler(levels, kind, eta), 0.6), rtol=0.01, atol=0)
+    torch.testing.assert_close(
+        measured, gaussian_profile(Sampler(levels, kind, eta), 0.6), rtol=0.01, atol=0
+    )

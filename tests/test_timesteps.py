@@ -9,8 +9,19 @@ from chunk_grpo.core import settings
 from chunk_grpo.training import iteration
 from chunk_grpo.training.rollout import initial_noise, sample_ode
 
-FEW = {"iterations": 1, "prompts_per_iteration": 1, "images_per_prompt": 2, "steps": 5, "chunks": "2,2", "threads": 1,
-       "eval_count": 1, "eval_rewards": [], "reward": "tiny_rewards:red", "kl": 0.1, "updates_per_iteration": 1}
+FEW = {
+    "iterations": 1,
+    "prompts_per_iteration": 1,
+    "images_per_prompt": 2,
+    "steps": 5,
+    "chunks": "2,2",
+    "threads": 1,
+    "eval_count": 1,
+    "eval_rewards": [],
+    "reward": "tiny_rewards:red",
+    "kl": 0.1,
+    "updates_per_iteration": 1,
+}
 
 
 def told(state, monkeypatch) -> dict[str, list[float]]:
@@ -28,8 +39,12 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
     phase = "update"
     iteration.update_policy(state, replace(rollout, advantage=torch.tensor([1.0, -1.0])))
     phase = "ode"
-    sample_ode(state.policy, state.policy.encode(["a red star"]), initial_noise(state.policy, [(0, 0, 0, 0)]),
-               state.policy.sigmas(7))
+    sample_ode(
+        state.policy,
+        state.policy.encode(["a red star"]),
+        initial_noise(state.policy, [(0, 0, 0, 0)]),
+        state.policy.sigmas(7),
+    )
     return found
 
 
@@ -38,8 +53,13 @@ def test_whole_timesteps_are_told_where_they_are_asked_for(truncated, tmp_path, 
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     s = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
-    found, grid = told(state, monkeypatch), [1000 * x for x in state.method.sigmas.double().tolist()]
-    assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), "the evaluation's levels are the model's own"
+    found, grid = (
+        told(state, monkeypatch),
+        [1000 * x for x in state.method.sigmas.double().tolist()],
+    )
+    assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), (
+        "the evaluation's levels are the model's own"
+    )
     for phase in ("rollout", "update"):
         if truncated:
             assert {round(x, 2) for x in found[phase]} <= {float(int(x + 1e-4)) for x in grid}

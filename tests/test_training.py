@@ -50,8 +50,15 @@ def test_learns(whole):
 def test_adaptive_chunks_go_on_after_an_interruption(world):
     "Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."
     outs = [world / "adaptive-through", world / "adaptive-resumed"]
-    words = ["chunks=adaptive:1", "steps=10", "eval_every=0", "chunk_weighting=profile", "weighting_anneal=2",
-             "step_weights=noise", "--no-report"]
+    words = [
+        "chunks=adaptive:1",
+        "steps=10",
+        "eval_every=0",
+        "chunk_weighting=profile",
+        "weighting_anneal=2",
+        "step_weights=noise",
+        "--no-report",
+    ]
     run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0])
     run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1])
     run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume")
@@ -63,7 +70,14 @@ def test_lora_run_loads_into_diffusers(world):
     from diffusers import FluxPipeline
 
     out = world / "lora"
-    changes = ["lora_rank=4", "kl=0.01", "ema=0.5", "chunk_weighting=dynamics", "chunks=profile", "iterations=2"]
+    changes = [
+        "lora_rank=4",
+        "kl=0.01",
+        "ema=0.5",
+        "chunk_weighting=dynamics",
+        "chunks=profile",
+        "iterations=2",
+    ]
     run("train", world / "s.yaml", *changes, "--out", out, "--no-report")
     pipe = FluxPipeline.from_pretrained(world / "model")
     before = {k: v.clone() for k, v in pipe.transformer.state_dict().items()}
@@ -80,7 +94,17 @@ def test_lora_run_loads_into_diffusers(world):
 def eight_bits(tmp_path_factory):
     "Where bitsandbytes lies, for this test alone: peft would import it into everything that runs beside it."
     there = tmp_path_factory.mktemp("bitsandbytes")
-    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", there, "-c", ROOT / "constraints.txt"]
+    words = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        there,
+        "-c",
+        ROOT / "constraints.txt",
+    ]
     subprocess.run([sys.executable, *words, "bitsandbytes"], check=True, timeout=300)
     return there
 
@@ -88,42 +112,97 @@ def eight_bits(tmp_path_factory):
 def test_8_bits_need_their_package(world, tmp_path):
     "One sentence that says how to get it, and no run folder."
     said = run("train", world / "s.yaml", "optimizer=adamw-8bit", "--out", tmp_path / "run", code=2)
-    assert "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'" in said
+    assert (
+        "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'"
+        in said
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_every_way_to_save_memory_at_once(world, eight_bits):
     "Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."
-    words = ["latents_dtype=bfloat16", "latents_on=host", "vae_tiling=true", "update_memory=0.002", "eval_every=0",
-             "gradient_checkpointing=true", "optimizer=adamw-8bit", "drop_flat_groups=true", "--no-report"]
+    words = [
+        "latents_dtype=bfloat16",
+        "latents_on=host",
+        "vae_tiling=true",
+        "update_memory=0.002",
+        "eval_every=0",
+        "gradient_checkpointing=true",
+        "optimizer=adamw-8bit",
+        "drop_flat_groups=true",
+        "--no-report",
+    ]
     outs = [world / "saving", world / "saving-resumed"]
     path = f"{eight_bits}{os.pathsep}{Path(__file__).parent}"
     run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[0], PYTHONPATH=path)
     run("train", world / "s.yaml", *words, "iterations=1", "--out", outs[1], PYTHONPATH=path)
-    run("train", world / "s.yaml", *words, "iterations=2", "--out", outs[1], "--resume", PYTHONPATH=path)
+    run(
+        "train",
+        world / "s.yaml",
+        *words,
+        "iterations=2",
+        "--out",
+        outs[1],
+        "--resume",
+        PYTHONPATH=path,
+    )
     assert metrics(outs[0])[-1] == metrics(outs[1])[-1] and trained(outs[0]) == trained(outs[1])
     lines = metrics(outs[0])
-    assert lines[1]["ratio_floor"] == 0 and lines[2]["ratio_max_dev"] > 0 and lines[1]["skipped_updates"] == 0
+    assert (
+        lines[1]["ratio_floor"] == 0
+        and lines[2]["ratio_max_dev"] > 0
+        and lines[1]["skipped_updates"] == 0
+    )
 
 
-@pytest.mark.parametrize(("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")])
+@pytest.mark.parametrize(
+    ("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")]
+)
 def test_reward_that_fails(world, tmp_path, reward, words):
     "A reward that returns NaN or the wrong count ends the run with a sentence and exit code 2."
-    said = run("train", world / "s.yaml", f"reward=tiny_rewards:{reward}", "--out", tmp_path / "run", code=2)
+    said = run(
+        "train",
+        world / "s.yaml",
+        f"reward=tiny_rewards:{reward}",
+        "--out",
+        tmp_path / "run",
+        code=2,
+    )
     assert words in said and "Traceback" not in said
     assert not (tmp_path / "run" / "final").exists()
 
 
-@pytest.mark.parametrize("changes, code, words", [
-    (["kl=1e30"], 2, "nothing was trained in the last 3 iterations"),
-    (["learning_rate=1e5"], 2, "finite"),
-    (["reward=tiny_rewards:huge"], 2, "`reward` must give scores whose mean and spread are finite"),
-    (["reward=tiny_rewards:leaving"], 1, "sys.exit(0) was called")])
+@pytest.mark.parametrize(
+    "changes, code, words",
+    [
+        (["kl=1e30"], 2, "nothing was trained in the last 3 iterations"),
+        (["learning_rate=1e5"], 2, "finite"),
+        (
+            ["reward=tiny_rewards:huge"],
+            2,
+            "`reward` must give scores whose mean and spread are finite",
+        ),
+        (["reward=tiny_rewards:leaving"], 1, "sys.exit(0) was called"),
+    ],
+)
 def test_what_trains_nothing_does_not_end_well(world, tmp_path, changes, code, words):
     "One sentence, another exit code than 0, and no trained weights."
-    said = run("train", world / "s.yaml", *changes, "eval_every=0", "--out", tmp_path / "run", "--no-report", code=code)
-    assert words in said and "Traceback" not in said and "finished" not in said.replace("not finished", "")
+    said = run(
+        "train",
+        world / "s.yaml",
+        *changes,
+        "eval_every=0",
+        "--out",
+        tmp_path / "run",
+        "--no-report",
+        code=code,
+    )
+    assert (
+        words in said
+        and "Traceback" not in said
+        and "finished" not in said.replace("not finished", "")
+    )
     assert not (tmp_path / "run" / "final").exists()
 
 
@@ -133,7 +212,9 @@ def test_a_model_of_nan_draws_no_black_pictures(world, tmp_path, part):
     shutil.copytree(world / "model", tmp_path / "model")
     file = next((tmp_path / "model" / part).glob("*.safetensors"))
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
-    said = run("train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2)
+    said = run(
+        "train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2
+    )
     assert "images that are not finite" in said and "Traceback" not in said
     assert not (tmp_path / "run").exists()
 
@@ -148,7 +229,10 @@ def test_a_flipped_bit_costs_one_iteration(world, whole, tmp_path):
     file.write_bytes(content)
     (out / "evaluation").mkdir()
     said = run("train", world / "s.yaml", "--out", out, "--no-report", "--resume")
-    assert "000003 is damaged (weights.safetensors is not what was written); the run goes on from 000002" in said
+    assert (
+        "000003 is damaged (weights.safetensors is not what was written); the run goes on from 000002"
+        in said
+    )
     assert metrics(out)[4:] == metrics(whole)[4:] and trained(out) == trained(whole)
     assert not (out / "evaluation").exists(), "it was of other weights"
 
@@ -157,7 +241,14 @@ def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
     "A reward fails in iteration 1; when it works again the run goes on and ends as if nothing had been."
     flag = tmp_path / "flag"
     flag.touch()
-    words = ["train", world / "s.yaml", "reward=tiny_rewards:nan_once", "--no-report", "--out", tmp_path / "run"]
+    words = [
+        "train",
+        world / "s.yaml",
+        "reward=tiny_rewards:nan_once",
+        "--no-report",
+        "--out",
+        tmp_path / "run",
+    ]
     assert "returned nan" in run(*words, code=2, NAN_WHILE=flag)
     flag.unlink()
     run(*words, "--resume", NAN_WHILE=flag)
@@ -174,35 +265,60 @@ def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
     base = load_file(next((world / "model" / "transformer").glob("*.safetensors")))
     file = next((tmp_path / "run" / "final").glob("*.safetensors"))
     after = load_file(file)
-    assert file.stat().st_mode & 0o777 == (tmp_path / "run" / "run.json").stat().st_mode & 0o777  # others may read it
+    assert (
+        file.stat().st_mode & 0o777 == (tmp_path / "run" / "run.json").stat().st_mode & 0o777
+    )  # others may read it
     assert all(torch.equal(base[k], after[k]) for k in base)
 
 
 def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_path):
     "Exit code 2 and the status failed, with the alarm's sentence; the run goes on from its checkpoint."
-    out, more = tmp_path / "run", ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"]
+    out, more = (
+        tmp_path / "run",
+        ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"],
+    )
     words = ["train", world / "s.yaml", *more, "--out", out]
     said = run(*words, "stop_on=[grid, flat_groups]", code=2)
     sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations all images of each prompt had"
-    assert "warning: iteration 3, alarm flat_groups: in 3 iterations all images" in said and sentence in said
+    assert (
+        "warning: iteration 3, alarm flat_groups: in 3 iterations all images" in said
+        and sentence in said
+    )
     note = json.loads((out / "run.json").read_text())
     assert note["status"] == "failed" and sentence in note["error"] and not (out / "final").exists()
-    assert [folder.name for folder in (out / "checkpoints").iterdir()] == ["000003"] and len(metrics(out)) == 4
+    assert [folder.name for folder in (out / "checkpoints").iterdir()] == ["000003"] and len(
+        metrics(out)
+    ) == 4
     assert "alarm" not in run(*words, "--resume"), "what is said once is not said again"
-    assert json.loads((out / "run.json").read_text())["status"] == "finished" and len(metrics(out)) == 7
+    assert (
+        json.loads((out / "run.json").read_text())["status"] == "finished"
+        and len(metrics(out)) == 7
+    )
 
 
 def test_an_alarm_that_stop_on_does_not_name_is_a_warning(world, tmp_path):
-    words = ["reward=tiny_rewards:constant", "eval_every=0", "iterations=3", "stop_on=[gradient_norm]", "--no-report"]
+    words = [
+        "reward=tiny_rewards:constant",
+        "eval_every=0",
+        "iterations=3",
+        "stop_on=[gradient_norm]",
+        "--no-report",
+    ]
     said = run("train", world / "s.yaml", *words, "--out", tmp_path / "run")
     assert said.count("warning: ") == 1 and "alarm flat_groups" in said and "finished" in said
     line = metrics(tmp_path / "run")[1]
-    assert 0 < line["image_saturation"] < 1 and line["image_high_frequency"] > 0 and line["image_grid"] > 0
+    assert (
+        0 < line["image_saturation"] < 1
+        and line["image_high_frequency"] > 0
+        and line["image_grid"] > 0
+    )
 
 
 def test_an_alarm_that_there_is_not_is_refused(world, tmp_path):
     said = run("train", world / "s.yaml", "stop_on=[girds]", "--out", tmp_path / "run", code=2)
-    assert "`stop_on` must be a list of names of alarms: clip_fraction, " in said and "girds" in said
+    assert (
+        "`stop_on` must be a list of names of alarms: clip_fraction, " in said and "girds" in said
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -211,7 +327,9 @@ def test_damaged_weights(world, tmp_path):
     shutil.copytree(world / "model", tmp_path / "model")
     file = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:500])
-    said = run("train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2)
+    said = run(
+        "train", world / "s.yaml", f"model={tmp_path / 'model'}", "--out", tmp_path / "run", code=2
+    )
     assert "is damaged" in said and not (tmp_path / "run").exists()
 
 
@@ -234,11 +352,17 @@ def test_the_miniature_is_the_pipeline(world):
 
     model = policy.load_policy(str(world / "model"), resolution=64, max_tokens=8, guidance=2.5)
     noise = model.noise(torch.Generator().manual_seed(3))[None]
-    ours = model.decode(sample_ode(model, model.encode(["a red star"]), noise, sigmas(6, policy.native_shift(model))))
+    ours = model.decode(
+        sample_ode(
+            model, model.encode(["a red star"]), noise, sigmas(6, policy.native_shift(model))
+        )
+    )
     pipe = FluxPipeline.from_pretrained(world / "model")
     size = {"height": 64, "width": 64, "max_sequence_length": 8, "guidance_scale": 2.5}
     generator = torch.Generator().manual_seed(3)
-    theirs = pipe("a red star", num_inference_steps=6, output_type="pt", generator=generator, **size).images
+    theirs = pipe(
+        "a red star", num_inference_steps=6, output_type="pt", generator=generator, **size
+    ).images
     assert (ours - theirs).abs().max() < 1e-5
 
 
@@ -247,26 +371,47 @@ def test_tensorboard_gets_the_metrics(world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    run("train", world / "s.yaml", "tracker=tensorboard", "iterations=2", "--out", out, "--no-report")
+    run(
+        "train",
+        world / "s.yaml",
+        "tracker=tensorboard",
+        "iterations=2",
+        "--out",
+        out,
+        "--no-report",
+    )
     (events,) = (out / "chunk_grpo").glob("events*")
     found = EventAccumulator(str(events))
     found.Reload()
     assert [event.step for event in found.Scalars("train/reward_mean")] == [1, 2]
-    assert found.Scalars("train/reward_mean")[1].value == pytest.approx(metrics(out)[2]["reward_mean"], rel=1e-5)
+    assert found.Scalars("train/reward_mean")[1].value == pytest.approx(
+        metrics(out)[2]["reward_mean"], rel=1e-5
+    )
     names = found.Tags()["scalars"]
     assert {name.partition("/")[0] for name in names} == {"train", "eval", "chunks", "seconds"}
-    drawn = {k for line in metrics(out)[1:] for k, x in enumerate(line["clip_fraction"], 1) if x is not None}
-    assert {name for name in names if "clip_fraction" in name} == {f"chunks/clip_fraction_{k}" for k in drawn}
+    drawn = {
+        k
+        for line in metrics(out)[1:]
+        for k, x in enumerate(line["clip_fraction"], 1)
+        if x is not None
+    }
+    assert {name for name in names if "clip_fraction" in name} == {
+        f"chunks/clip_fraction_{k}" for k in drawn
+    }
     kept = sorted(int(folder.name) for folder in (out / "samples").iterdir())
     assert [event.step for event in found.Images("eval/images")] == kept
-    assert "not installed" in run("train", world / "s.yaml", "tracker=wandb", "--out", tmp_path / "two", code=2)
+    assert "not installed" in run(
+        "train", world / "s.yaml", "tracker=wandb", "--out", tmp_path / "two", code=2
+    )
 
 
 def test_full_disk(world, tmp_path):
     "A disk too small for the run is said before it starts, and nothing is written."
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True
+    ).returncode:
         pytest.skip("a small disk can only be mounted by root")
     try:
         said = run("train", world / "s.yaml", "--out", disk / "run", code=2)

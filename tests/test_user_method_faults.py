@@ -17,52 +17,165 @@ from chunk_grpo.training.methods import Method
 
 """
 FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
-    "init takes more": ("def __init__(self, s, rank):\n    super().__init__(s)", "__init__", "must take (s); it takes"),
+    "init takes more": (
+        "def __init__(self, s, rank):\n    super().__init__(s)",
+        "__init__",
+        "must take (s); it takes",
+    ),
     "init takes nothing": ("def __init__(self):\n    pass", "__init__", "must take (s)"),
-    "init raises": ("def __init__(self, s):\n    raise ValueError('a\\nb')", "__init__", "ValueError: a b"),
+    "init raises": (
+        "def __init__(self, s):\n    raise ValueError('a\\nb')",
+        "__init__",
+        "ValueError: a b",
+    ),
     "init exits": ("def __init__(self, s):\n    raise SystemExit(3)", "__init__", "SystemExit: 3"),
-    "init without super": ("def __init__(self, s):\n    self.s = s", "__init__", "must call super().__init__(s)"),
-    "new returns another": ("def __new__(cls, s):\n    return 3", "__new__", "must return the method"),
-    "sampler raises": ("def sampler(self, iteration):\n    return 1 / 0", "sampler", "ZeroDivisionError"),
-    "sampler raises later": ("def sampler(self, iteration):\n    assert iteration < 2\n"
-                             "    return super().sampler(iteration)", "sampler", "AssertionError"),
-    "sampler takes nothing": ("def sampler(self):\n    return 3", "sampler", "must take (iteration); it takes ()"),
-    "sampler returns none": ("def sampler(self, iteration):\n    pass", "sampler", "must return a Sampler"),
-    "sampler returns levels": ("def sampler(self, iteration):\n    return self.sigmas", "sampler", "a Tensor"),
-    "sampler of a wrong kind": ("def sampler(self, iteration):\n    return Sampler(self.sigmas, 'mist')", "sampler",
-                                "'mist'"),
+    "init without super": (
+        "def __init__(self, s):\n    self.s = s",
+        "__init__",
+        "must call super().__init__(s)",
+    ),
+    "new returns another": (
+        "def __new__(cls, s):\n    return 3",
+        "__new__",
+        "must return the method",
+    ),
+    "sampler raises": (
+        "def sampler(self, iteration):\n    return 1 / 0",
+        "sampler",
+        "ZeroDivisionError",
+    ),
+    "sampler raises later": (
+        "def sampler(self, iteration):\n    assert iteration < 2\n"
+        "    return super().sampler(iteration)",
+        "sampler",
+        "AssertionError",
+    ),
+    "sampler takes nothing": (
+        "def sampler(self):\n    return 3",
+        "sampler",
+        "must take (iteration); it takes ()",
+    ),
+    "sampler returns none": (
+        "def sampler(self, iteration):\n    pass",
+        "sampler",
+        "must return a Sampler",
+    ),
+    "sampler returns levels": (
+        "def sampler(self, iteration):\n    return self.sigmas",
+        "sampler",
+        "a Tensor",
+    ),
+    "sampler of a wrong kind": (
+        "def sampler(self, iteration):\n    return Sampler(self.sigmas, 'mist')",
+        "sampler",
+        "'mist'",
+    ),
     "sampler yields": ("def sampler(self, iteration):\n    yield 3", "sampler", "a generator"),
-    "sampler waits": ("async def sampler(self, iteration):\n    return 3", "sampler", "asynchronous"),
+    "sampler waits": (
+        "async def sampler(self, iteration):\n    return 3",
+        "sampler",
+        "asynchronous",
+    ),
     "sampler is no function": ("sampler = 3", "sampler", "must be a function; it is 3"),
-    "places returns a list": ("def places(self, sampler):\n    return [0, 1]", "places", "it returned a list"),
-    "places returns floats": ("def places(self, sampler):\n    return torch.arange(3.0)", "places", "float32 of shape"),
-    "places too far": ("def places(self, sampler):\n    return torch.tensor([0, 99])", "places", "[0, 99]"),
-    "places twice": ("def places(self, sampler):\n    return torch.tensor([1, 1])", "places", "[1, 1]"),
-    "places raises": ("def places(self, sampler):\n    return sampler.nothing", "places", "AttributeError"),
-    "chunks returns a list": ("def chunks(self, profile):\n    return [1] * len(profile)", "chunks", "a list"),
+    "places returns a list": (
+        "def places(self, sampler):\n    return [0, 1]",
+        "places",
+        "it returned a list",
+    ),
+    "places returns floats": (
+        "def places(self, sampler):\n    return torch.arange(3.0)",
+        "places",
+        "float32 of shape",
+    ),
+    "places too far": (
+        "def places(self, sampler):\n    return torch.tensor([0, 99])",
+        "places",
+        "[0, 99]",
+    ),
+    "places twice": (
+        "def places(self, sampler):\n    return torch.tensor([1, 1])",
+        "places",
+        "[1, 1]",
+    ),
+    "places raises": (
+        "def places(self, sampler):\n    return sampler.nothing",
+        "places",
+        "AttributeError",
+    ),
+    "chunks returns a list": (
+        "def chunks(self, profile):\n    return [1] * len(profile)",
+        "chunks",
+        "a list",
+    ),
     "chunks returns none": ("def chunks(self, profile):\n    pass", "chunks", "must return Chunks"),
-    "chunks covers too few": ("def chunks(self, profile):\n    return Chunks((1, 1))", "chunks", "which covers 2"),
-    "chunks of no size": ("def chunks(self, profile):\n    return Chunks(())", "chunks", "one or more sizes"),
-    "chunks raises": ("def chunks(self, profile):\n    return profile.nothing", "chunks", "AttributeError"),
-    "chunks takes too much": ("def chunks(self, profile, more):\n    return profile", "chunks", "must take (profile)"),
+    "chunks covers too few": (
+        "def chunks(self, profile):\n    return Chunks((1, 1))",
+        "chunks",
+        "which covers 2",
+    ),
+    "chunks of no size": (
+        "def chunks(self, profile):\n    return Chunks(())",
+        "chunks",
+        "one or more sizes",
+    ),
+    "chunks raises": (
+        "def chunks(self, profile):\n    return profile.nothing",
+        "chunks",
+        "AttributeError",
+    ),
+    "chunks takes too much": (
+        "def chunks(self, profile, more):\n    return profile",
+        "chunks",
+        "must take (profile)",
+    ),
     "chunks is none": ("chunks = None", "chunks", "must be a function"),
-    "weights too few": ("def weights(self, sampler):\n    return torch.ones(2)", "weights", "shape (2,)"),
-    "weights are lists": ("def weights(self, sampler):\n    return [1.0] * len(sampler)", "weights", "a list"),
-    "weights not finite": ("def weights(self, sampler):\n    return torch.full((len(sampler),), float('nan'))",
-                           "weights", "not finite"),
-    "weights raises": ("def weights(self, sampler):\n    return sampler + 1", "weights", "TypeError"),
+    "weights too few": (
+        "def weights(self, sampler):\n    return torch.ones(2)",
+        "weights",
+        "shape (2,)",
+    ),
+    "weights are lists": (
+        "def weights(self, sampler):\n    return [1.0] * len(sampler)",
+        "weights",
+        "a list",
+    ),
+    "weights not finite": (
+        "def weights(self, sampler):\n    return torch.full((len(sampler),), float('nan'))",
+        "weights",
+        "not finite",
+    ),
+    "weights raises": (
+        "def weights(self, sampler):\n    return sampler + 1",
+        "weights",
+        "TypeError",
+    ),
     "check raises": ("def check(self):\n    raise KeyError('x')", "check", "KeyError: 'x'"),
     "check returns false": ("def check(self):\n    return False", "check", "it returned False"),
     "check returns words": ("def check(self):\n    return 'no good'", "check", "'no good'"),
     "check takes more": ("def check(self, s):\n    pass", "check", "must take ()"),
-    "advantages takes one": ("def advantages(self, scores):\n    return 3", "advantages",
-                             "must take (scores, weights)"),
-    "objective takes two": ("def objective(self, statistic, advantage):\n    return 3", "objective", "must take"),
-    "replay without anchor": ("def replay(self, context, image, index):\n    return 3", "replay", "must take"),
+    "advantages takes one": (
+        "def advantages(self, scores):\n    return 3",
+        "advantages",
+        "must take (scores, weights)",
+    ),
+    "objective takes two": (
+        "def objective(self, statistic, advantage):\n    return 3",
+        "objective",
+        "must take",
+    ),
+    "replay without anchor": (
+        "def replay(self, context, image, index):\n    return 3",
+        "replay",
+        "must take",
+    ),
     "draw is a number": ("draw = 2", "draw", "must be a function"),
     "copies is a list": ("copies = ['old']", "copies", "must map names"),
     "copies has numbers": ("copies = {'old': 0.5}", "copies", "must map names"),
-    "reads a text": ("copies = {'old': lambda i: 0.5}\nreads = ('old')", "reads", "must be a tuple of names"),
+    "reads a text": (
+        "copies = {'old': lambda i: 0.5}\nreads = ('old')",
+        "reads",
+        "must be a tuple of names",
+    ),
     "reads the unknown": ("reads = ('new',)", "reads", "among base"),
     "sampled by the unknown": ("sampled_by = 'old'", "sampled_by", "no copies"),
     "needs no setting": ("needs = {'no_such': 1}", "needs", "must map names of settings"),
@@ -97,11 +210,19 @@ def test_a_fault_of_a_method_is_one_sentence_that_names_the_hook(tmp_path, fault
         assert f"line {9 + body.count(chr(10))} of " in said or "later" in fault, said
 
 
-@pytest.mark.parametrize("text, words", [
-    ("Mine = 3\n", "a function or class"), ("def Mine(s):\n    return s\n", "must name a class on"),
-    ("class Mine:\n    pass\n", "must name a class on"), ("raise OSError('gone')\n", "OSError"),
-    ("import no_such_package_at_all\n", "no_such_package_at_all"), ("class Mine(:\n", "SyntaxError"),
-    ("class Mine(no_such):\n    pass\n", "NameError"), ("other = 1\n", "a function or class")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("Mine = 3\n", "a function or class"),
+        ("def Mine(s):\n    return s\n", "must name a class on"),
+        ("class Mine:\n    pass\n", "must name a class on"),
+        ("raise OSError('gone')\n", "OSError"),
+        ("import no_such_package_at_all\n", "no_such_package_at_all"),
+        ("class Mine(:\n", "SyntaxError"),
+        ("class Mine(no_such):\n    pass\n", "NameError"),
+        ("other = 1\n", "a function or class"),
+    ],
+)
 def test_a_file_without_a_method_is_one_sentence(tmp_path, text, words):
     (tmp_path / "m.py").write_text(text)
     said = refused(tmp_path, method=f"{tmp_path / 'm.py'}:Mine")
@@ -116,25 +237,46 @@ def test_an_abstract_class_is_one_sentence(tmp_path):
 
 
 def test_what_a_method_says_of_settings_is_left_as_it_is(tmp_path):
-    said = refused(tmp_path, method=write(tmp_path, "def check(self):\n    raise InputError('`eta` must be odd')"))
+    said = refused(
+        tmp_path,
+        method=write(tmp_path, "def check(self):\n    raise InputError('`eta` must be odd')"),
+    )
     assert said == "`eta` must be odd"
 
 
-@pytest.mark.parametrize("body, words", [
-    ("return 3", "must return sizes of chunks; it returned a int"), ("pass", "it returned a NoneType"),
-    ("return [1, 1]", "must return whole sizes that add up to"), ("return [1.0] * len(profile)", "whole sizes"),
-    ("return profile", "whole sizes"), ("return 1 / 0", "failed in line 2"), ("return []", "whole sizes")])
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("return 3", "must return sizes of chunks; it returned a int"),
+        ("pass", "it returned a NoneType"),
+        ("return [1, 1]", "must return whole sizes that add up to"),
+        ("return [1.0] * len(profile)", "whole sizes"),
+        ("return profile", "whole sizes"),
+        ("return 1 / 0", "failed in line 2"),
+        ("return []", "whole sizes"),
+    ],
+)
 def test_a_fault_of_a_chunker_is_one_sentence(tmp_path, body, words):
     (tmp_path / "c.py").write_text(f"def f(profile):\n    {body}\n")
     said = refused(tmp_path, chunks=f"{tmp_path / 'c.py'}:f")
     assert said.startswith("`chunks` must") and words in said, said
 
 
-@pytest.mark.parametrize("head, body, words", [
-    ("ratio, advantage", "return ratio", "must take (ratio, advantage, clip_range); it takes (ratio, advantage)"),
-    ("r, a, c", "return 3", "it returned a int"), ("r, a, c", "return (r * a).mean()", "float32 of shape ()"),
-    ("r, a, c", "return r[:, None] * a", "of shape (3, 3)"), ("r, a, c", "return r.x", "failed in line 2"),
-    ("r, a, c", "return r > 1", "bool of shape (3,)")])
+@pytest.mark.parametrize(
+    "head, body, words",
+    [
+        (
+            "ratio, advantage",
+            "return ratio",
+            "must take (ratio, advantage, clip_range); it takes (ratio, advantage)",
+        ),
+        ("r, a, c", "return 3", "it returned a int"),
+        ("r, a, c", "return (r * a).mean()", "float32 of shape ()"),
+        ("r, a, c", "return r[:, None] * a", "of shape (3, 3)"),
+        ("r, a, c", "return r.x", "failed in line 2"),
+        ("r, a, c", "return r > 1", "bool of shape (3,)"),
+    ],
+)
 def test_a_fault_of_a_surrogate_is_one_sentence(tmp_path, head, body, words):
     (tmp_path / "c.py").write_text(f"def f({head}):\n    {body}\n")
     said = refused(tmp_path, surrogate=f"{tmp_path / 'c.py'}:f")
@@ -144,7 +286,11 @@ def test_a_fault_of_a_surrogate_is_one_sentence(tmp_path, head, body, words):
 def test_the_plan_of_a_method_that_cannot_count_is_one_sentence(tmp_path):
     name = write(tmp_path, "def counts(self):\n    return 1 / 0")
     done = call("plan", "pocket/tiny", f"method={name}")
-    assert done.returncode == 2 and "`counts` of Mine failed in line" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2
+        and "`counts` of Mine failed in line" in done.stderr
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_methods_of_the_table_are_made_as_before():

@@ -16,13 +16,20 @@ STEPS = 15.080 - 13.804  # what steps gain in the paper's Table 1
 
 
 def kept(name):
-    return [json.loads(line) for line in (RESULTS / f"studies/{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (RESULTS / f"studies/{name}.jsonl").read_text().splitlines()
+    ]
 
 
 def gains(name, arm, reward="pocket-clip", place="plain", minus="base"):
     "A row a seed, a column a prompt."
     rows = sorted((row for row in kept(name) if row["arm"] == arm), key=lambda row: row["seed"])
-    return np.array([np.array(row["scores"][place][reward]) - np.array(row["scores"][minus][reward]) for row in rows])
+    return np.array(
+        [
+            np.array(row["scores"][place][reward]) - np.array(row["scores"][minus][reward])
+            for row in rows
+        ]
+    )
 
 
 def of_table(d):
@@ -33,20 +40,29 @@ def of_table(d):
     left = d - d.mean(1, keepdims=True) - d.mean(0, keepdims=True) + d.mean()
     rest = np.square(left).sum() / ((s - 1) * (p - 1))
     seeds, prompts = np.var(d.mean(1), ddof=1) - rest / p, np.var(d.mean(0), ddof=1) - rest / s
-    return d.mean(), math.sqrt(max(seeds, 0) / s + max(prompts, 0) / p + rest / (s * p)), min(s, p) - 1
+    return (
+        d.mean(),
+        math.sqrt(max(seeds, 0) / s + max(prompts, 0) / p + rest / (s * p)),
+        min(s, p) - 1,
+    )
 
 
 def entry(file, part, value, error, **wanted):
     "A kept number with its error, as a normal one."
-    found = next(e for e in json.loads((RESULTS / f"benchmarks/{file}").read_text())[part]
-                 if all(e[name] == x for name, x in wanted.items()))
+    found = next(
+        e
+        for e in json.loads((RESULTS / f"benchmarks/{file}").read_text())[part]
+        if all(e[name] == x for name, x in wanted.items())
+    )
     return found[value], found[error], math.inf
 
 
 def falls(arm):
     "How far a curve, as means of five, ends below its highest point."
     out = []
-    for row in sorted((row for row in kept("instability") if row["arm"] == arm), key=lambda row: row["seed"]):
+    for row in sorted(
+        (row for row in kept("instability") if row["arm"] == arm), key=lambda row: row["seed"]
+    ):
         means = np.convolve(row["curve"]["pocket-clip"], np.ones(5) / 5, "valid")
         out.append([means.max() - means[-1]])
     return np.array(out)
@@ -55,8 +71,10 @@ def falls(arm):
 def expected():
     "Number of a row -> (mean, error, freedom), direction, bound, smallest effect."
     truth, structure, mean = "ground_truth.json", "pocket-geneval", {}
-    apart = {name: {arm: gains(name, arm) for arm in {row["arm"] for row in kept(name)}}
-             for name in ("chunk-setting", "confirmation", "explain")}
+    apart = {
+        name: {arm: gains(name, arm) for arm in {row["arm"] for row in kept(name)}}
+        for name in ("chunk-setting", "confirmation", "explain")
+    }
     first, fresh, free = apart["chunk-setting"], apart["confirmation"], apart["explain"]
     mean = {name: {arm: d.mean() for arm, d in found.items()} for name, found in apart.items()}
     equal = np.mean([15.115, 15.078, 15.173]) - 15.080
@@ -65,17 +83,61 @@ def expected():
     of_both = 0.1 * np.concatenate([first["steps"], fresh["steps"]]).mean()
     hacked = gains("hybrid", "it-36", structure)
     rows = [
-        (entry(truth, "states", "mean_by_share", "mean_by_share_se", sampler="flow", parts="all"), "above", 0.37,
-            0.037),
-        (entry(truth, "gradients", "images_of_steps", "images_of_steps_se", sampler="flow", transitions=16,
-               estimator="2,3,4,7"), "below", 1.0, 0.1),
-        (entry("profile_shares.json", "rows", "prompt_only", "se", sampler="flow", distance="l1"), "equal", 0.0, 0.05),
+        (
+            entry(
+                truth, "states", "mean_by_share", "mean_by_share_se", sampler="flow", parts="all"
+            ),
+            "above",
+            0.37,
+            0.037,
+        ),
+        (
+            entry(
+                truth,
+                "gradients",
+                "images_of_steps",
+                "images_of_steps_se",
+                sampler="flow",
+                transitions=16,
+                estimator="2,3,4,7",
+            ),
+            "below",
+            1.0,
+            0.1,
+        ),
+        (
+            entry(
+                "profile_shares.json", "rows", "prompt_only", "se", sampler="flow", distance="l1"
+            ),
+            "equal",
+            0.0,
+            0.05,
+        ),
         (of_table(fresh["2-3-4-7"] - fresh["steps"]), "above", 0.0, steps * 0.156 / STEPS),
-        (of_table((first["2x8"] + first["4x4"] + first["8x2"]) / 3 - first["steps"]), "above", 0.0,
-         mean["chunk-setting"]["steps"] * equal / STEPS),
-        (of_table(fresh["2-3-4-7"] - fresh["4x4"]), "above", 0.0, steps * (15.236 - 15.173) / STEPS),
-        (of_table(fresh["16-half"] - fresh["2-3-4-7"]), "below", 0.0, steps * (15.236 - 15.142) / STEPS),
-        (of_table(first["adaptive"] - first["steps"]), "above", 0.0, mean["chunk-setting"]["steps"] * 0.156 / STEPS),
+        (
+            of_table((first["2x8"] + first["4x4"] + first["8x2"]) / 3 - first["steps"]),
+            "above",
+            0.0,
+            mean["chunk-setting"]["steps"] * equal / STEPS,
+        ),
+        (
+            of_table(fresh["2-3-4-7"] - fresh["4x4"]),
+            "above",
+            0.0,
+            steps * (15.236 - 15.173) / STEPS,
+        ),
+        (
+            of_table(fresh["16-half"] - fresh["2-3-4-7"]),
+            "below",
+            0.0,
+            steps * (15.236 - 15.142) / STEPS,
+        ),
+        (
+            of_table(first["adaptive"] - first["steps"]),
+            "above",
+            0.0,
+            mean["chunk-setting"]["steps"] * 0.156 / STEPS,
+        ),
         (of_table(both), "equal", 0.0, of_both),
         (of_table(free["reweighted-free"] - free["steps-free"]), "above", 0.0, tenth("steps-free")),
         (of_table(free["chunks"] - free["reweighted"]), "above", 0.0, tenth("reweighted")),
@@ -84,16 +146,45 @@ def expected():
         (of_table(free["4x4-once"] - free["steps-once"]), "equal", 0.0, tenth("steps-once")),
         (of_table(free["reweighted-free"] - free["chunks"]), "above", 0.0, tenth("chunks")),
         None,  # planned, not run
-        (of_table(gains("weighting", "dynamics") - gains("weighting", "uniform")), "above", 0.0, steps * 0.137 / STEPS),
-        (of_table(gains("weighting", "dynamics", structure) - gains("weighting", "uniform", structure)), "below", 0.0,
-         0.02),
-        (of_table(gains("single-chunk", "chunk-1") - gains("single-chunk", "chunk-4")), "above", 0.0,
-         0.1 * gains("single-chunk", "chunk-4").mean()),
-        (of_table(falls("chunk-1") - falls("chunk-4")), "above", 0.0, 0.1 * gains("instability", "chunk-4").mean()),
-        (of_table(gains("hybrid", "it-36", structure, "split-12", "plain")), "above", 0.0, 0.1 * abs(hacked.mean())),
+        (
+            of_table(gains("weighting", "dynamics") - gains("weighting", "uniform")),
+            "above",
+            0.0,
+            steps * 0.137 / STEPS,
+        ),
+        (
+            of_table(
+                gains("weighting", "dynamics", structure) - gains("weighting", "uniform", structure)
+            ),
+            "below",
+            0.0,
+            0.02,
+        ),
+        (
+            of_table(gains("single-chunk", "chunk-1") - gains("single-chunk", "chunk-4")),
+            "above",
+            0.0,
+            0.1 * gains("single-chunk", "chunk-4").mean(),
+        ),
+        (
+            of_table(falls("chunk-1") - falls("chunk-4")),
+            "above",
+            0.0,
+            0.1 * gains("instability", "chunk-4").mean(),
+        ),
+        (
+            of_table(gains("hybrid", "it-36", structure, "split-12", "plain")),
+            "above",
+            0.0,
+            0.1 * abs(hacked.mean()),
+        ),
         (of_table(gains("rewards", "clip", structure)), "above", 0.0, 0.03),
-        (of_table(gains("rewards", "partial")), "above", 0.0,
-         gains("rewards", "clip").mean() * (14.810 - 13.804) / (15.236 - 13.804)),
+        (
+            of_table(gains("rewards", "partial")),
+            "above",
+            0.0,
+            gains("rewards", "clip").mean() * (14.810 - 13.804) / (15.236 - 13.804),
+        ),
     ]
     return dict(enumerate(rows))
 
@@ -101,9 +192,21 @@ def expected():
 def p_of(found, direction, bound, smallest):
     "Two-sided p-value: of no effect on the claimed side, or of an effect as large as the smallest."
     (mean, error, freedom), sign = found, -1 if direction == "below" else 1
-    upper = (lambda x: stats.norm.sf(x / error)) if freedom == math.inf else (lambda x: stats.t.sf(x / error, freedom))
+    upper = (
+        (lambda x: stats.norm.sf(x / error))
+        if freedom == math.inf
+        else (lambda x: stats.t.sf(x / error, freedom))
+    )
     away = sign * (mean - bound)
-    return min(1, 2 * (max(upper(smallest - away), upper(smallest + away)) if direction == "equal" else upper(away)))
+    return min(
+        1,
+        2
+        * (
+            max(upper(smallest - away), upper(smallest + away))
+            if direction == "equal"
+            else upper(away)
+        ),
+    )
 
 
 def test_every_row_by_other_code():
@@ -121,15 +224,30 @@ def test_every_row_by_other_code():
         (mean, error, freedom), direction, bound, smallest = theirs[i]
         half = error * (1.96 if freedom == math.inf else stats.t.ppf(0.975, freedom))
         found = line["interval"]
-        assert (found["mean"], found["lo"], found["hi"]) == pytest.approx((mean, mean - half, mean + half), abs=1e-9), i
+        assert (found["mean"], found["lo"], found["hi"]) == pytest.approx(
+            (mean, mean - half, mean + half), abs=1e-9
+        ), i
         assert line["smallest"] == pytest.approx(smallest, rel=1e-6), line["claim"]
         assert line["p"] == pytest.approx(holm[i], abs=1e-9), line["claim"]
-        lo, hi = sorted((-1 if direction == "below" else 1) * (mean + side * half - bound) for side in (-1, 1))
+        lo, hi = sorted(
+            (-1 if direction == "below" else 1) * (mean + side * half - bound) for side in (-1, 1)
+        )
         if direction == "equal":
-            word = "does not hold" if lo > smallest or hi < -smallest else \
-                "holds" if -smallest < lo and hi < smallest and holm[i] < 0.05 else "cannot tell"
+            word = (
+                "does not hold"
+                if lo > smallest or hi < -smallest
+                else "holds"
+                if -smallest < lo and hi < smallest and holm[i] < 0.05
+                else "cannot tell"
+            )
         else:
-            word = "does not hold" if hi < smallest else "holds" if lo > 0 and holm[i] < 0.05 else "cannot tell"
+            word = (
+                "does not hold"
+                if hi < smallest
+                else "holds"
+                if lo > 0 and holm[i] < 0.05
+                else "cannot tell"
+            )
         assert line["verdict"] == word, line["claim"]
 
 
@@ -137,32 +255,58 @@ def test_does_not_hold_excludes_what_the_paper_reports():
     for line in claims.claim_rows(claims.all_claims()):
         if line["verdict"] == "does not hold":
             sign = -1 if line["direction"] == "below" else 1
-            assert max(sign * (line["interval"][end] - line["bound"]) for end in ("lo", "hi")) < line["smallest"]
+            assert (
+                max(sign * (line["interval"][end] - line["bound"]) for end in ("lo", "hi"))
+                < line["smallest"]
+            )
 
 
 def test_the_history_says_the_same_of_plans(tmp_path):
     "The kept table of plans is what the history gives, where it is here."
     entries = json.loads((RESULTS / "verdict/plans.json").read_text())["plans"]
-    kept_rows = {(name.stem,
-        row["git_commit"]) for name in (RESULTS / "studies").glob("*.jsonl") for row in kept(name.stem)
-                 if "plan" not in row}
+    kept_rows = {
+        (name.stem, row["git_commit"])
+        for name in (RESULTS / "studies").glob("*.jsonl")
+        for row in kept(name.stem)
+        if "plan" not in row
+    }
     assert kept_rows == {(one["study"], one["code"]) for one in entries}
     for one in entries:
-        known = subprocess.run(["git", "-C", ROOT, "cat-file", "-e", one["brought_by"]], capture_output=True,
-            check=False)
+        known = subprocess.run(
+            ["git", "-C", ROOT, "cat-file", "-e", one["brought_by"]],
+            capture_output=True,
+            check=False,
+        )
         if known.returncode:
             pytest.skip("the history is not here")
         for file, state in one["plan_at_code"].items():
             path = f"runs/pocket/studies/{one['study']}/{file}"
-            then, later = (subprocess.run(["git", "-C", ROOT, "show", f"{commit}:{path}"], capture_output=True,
-                check=False)
-                           for commit in (one["code"], one["brought_by"]))
-            assert state == ("absent" if then.returncode else "the same" if then.stdout == later.stdout else "another")
+            then, later = (
+                subprocess.run(
+                    ["git", "-C", ROOT, "show", f"{commit}:{path}"],
+                    capture_output=True,
+                    check=False,
+                )
+                for commit in (one["code"], one["brought_by"])
+            )
+            assert state == (
+                "absent"
+                if then.returncode
+                else "the same"
+                if then.stdout == later.stdout
+                else "another"
+            )
     assert {one["study"] for one in entries if one["shown"]} == {"instability", "samplers"}
 
 
-@pytest.mark.parametrize("effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "cannot tell")])
+@pytest.mark.parametrize(
+    "effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "cannot tell")]
+)
 def test_a_verdict_follows_its_interval(effect, word):
-    assert claims.claim_verdict({"lo": effect - 0.006, "hi": effect + 0.006}, "above", 0.007) == word
-    assert claims.claim_verdict({"lo": -effect - 0.006, "hi": -effect + 0.006}, "below", 0.007) == word
+    assert (
+        claims.claim_verdict({"lo": effect - 0.006, "hi": effect + 0.006}, "above", 0.007) == word
+    )
+    assert (
+        claims.claim_verdict({"lo": -effect - 0.006, "hi": -effect + 0.006}, "below", 0.007) == word
+    )
     assert claims.claim_verdict({"lo": 0.014, "hi": 0.026}, "above", 0.007, 0.2) == "cannot tell"

@@ -15,15 +15,32 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.runs.verify import repeat_run
 
-FEW = {"iterations": 3, "images_per_prompt": 2, "prompts_per_iteration": 2, "steps": 5, "chunks": "2,2",
-       "eval_count": 1, "eval_every": 0, "keep_checkpoints": 3, "updates_per_iteration": 2}
+FEW = {
+    "iterations": 3,
+    "images_per_prompt": 2,
+    "prompts_per_iteration": 2,
+    "steps": 5,
+    "chunks": "2,2",
+    "eval_count": 1,
+    "eval_every": 0,
+    "keep_checkpoints": 3,
+    "updates_per_iteration": 2,
+}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "A folder with a finished run in it, and its own cache, so that it is this user's."
     folder = small_runs.write(tmp_path_factory.mktemp("verify"), **FEW)
-    done = call("train", "s.yaml", "--out", "run", "--no-report", cwd=folder, XDG_CACHE_HOME=folder / "cache")
+    done = call(
+        "train",
+        "s.yaml",
+        "--out",
+        "run",
+        "--no-report",
+        cwd=folder,
+        XDG_CACHE_HOME=folder / "cache",
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -42,8 +59,19 @@ def copied(home: Path, name: str) -> Path:
 def test_a_finished_run_verifies_to_the_last_bit(home):
     found = verify(home, "--iterations", 3)
     assert (found["answer"], found["iterations"], found["weights"]) == ("identical", 3, 0.0)
-    assert (found["changed"], found["unknown"], found["deviations"], found["differences"]) == ([], [], [], {})
-    assert sorted(one.name for one in home.iterdir()) == ["cache", "model", "prompts.txt", "run", "s.yaml"]
+    assert (found["changed"], found["unknown"], found["deviations"], found["differences"]) == (
+        [],
+        [],
+        [],
+        {},
+    )
+    assert sorted(one.name for one in home.iterdir()) == [
+        "cache",
+        "model",
+        "prompts.txt",
+        "run",
+        "s.yaml",
+    ]
 
 
 def test_the_first_iterations_are_those_of_a_longer_run(home):
@@ -57,7 +85,10 @@ def test_other_threads_are_within_tolerance_and_said(home):
     write_json(run / "run.json", note | {"settings": note["settings"] | {"threads": 2}})
     shutil.rmtree(run / "checkpoints")  # the witness of the setting
     found = verify(home, "--iterations", 1, run=run)
-    assert found["answer"] in ("identical", "within tolerance") and "no checkpoints" in found["unknown"][0]
+    assert (
+        found["answer"] in ("identical", "within tolerance")
+        and "no checkpoints" in found["unknown"][0]
+    )
     assert found["differences"] == {"threads": [1, 2]}
 
 
@@ -78,13 +109,23 @@ def spoil(run: Path, name: str) -> str:
     return f"{file.relative_to(run)} was changed after it was written"
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "final/*.safetensors", "final/config.json",
-                                  "checkpoints/000002/weights.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run.json",
+        "metrics.jsonl",
+        "final/*.safetensors",
+        "final/config.json",
+        "checkpoints/000002/weights.safetensors",
+    ],
+)
 def test_what_was_edited_is_named(home, name):
     run = copied(home, f"edited-{name.replace('/', '-').replace('*', '')}")
     wanted = spoil(run, name)
     found = verify(home, "--iterations", 1, run=run, code=1)
-    assert found["answer"] == "differs" and any(text.startswith(wanted) for text in found["changed"]), found["changed"]
+    assert found["answer"] == "differs" and any(
+        text.startswith(wanted) for text in found["changed"]
+    ), found["changed"]
 
 
 def test_other_prompts_are_another_run(home):
@@ -93,7 +134,9 @@ def test_other_prompts_are_another_run(home):
     prompts.write_text(before.replace("two cats", "two dogs"))
     found = verify(home, "--iterations", 1, code=1)
     prompts.write_text(before)
-    assert found["changed"] == ["the files of the prompts are not those that the run was trained on"]
+    assert found["changed"] == [
+        "the files of the prompts are not those that the run was trained on"
+    ]
     assert list(found["differences"]) == ["prompts_sha256"]
 
 
@@ -108,7 +151,9 @@ def test_an_edited_number_is_found_without_any_witness(home):
 
 def test_a_run_from_elsewhere_runs_no_rewards(home):
     said = verify(home, "--iterations", 1, code=2, cache="another")["said"]
-    assert "was not made on this machine, and verifying it would run the code tiny_rewards:red" in said
+    assert (
+        "was not made on this machine, and verifying it would run the code tiny_rewards:red" in said
+    )
     assert verify(home, "--iterations", 1, "--trust", cache="another")["answer"] == "identical"
 
 
@@ -140,8 +185,12 @@ def test_changed_packages_are_noted_when_a_run_goes_on(home):
 
 def test_a_repetition_that_fails_names_its_reason_and_no_log_that_is_gone(tmp_path, monkeypatch):
     def fails(s, out, **words):
-        run_folder.update_run_json(run_folder.create_run(s, out), status="failed", error="OSError: the disk is full")
-        raise launch.TrainingFailed(f"training stopped in {out}: OSError: the disk is full; the log is {out}/train.log")
+        run_folder.update_run_json(
+            run_folder.create_run(s, out), status="failed", error="OSError: the disk is full"
+        )
+        raise launch.TrainingFailed(
+            f"training stopped in {out}: OSError: the disk is full; the log is {out}/train.log"
+        )
 
     monkeypatch.setattr(launch, "train", fails)
     with pytest.raises(InputError, match="it was not: OSError: the disk is full$"):

@@ -30,10 +30,18 @@ from chunk_grpo.reporting import figures, widgets
 from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-MEASURED = {"kind": "l1", "mean": (0.5 * np.exp(-np.arange(17) / 6) + 0.1).tolist(), "std": [0.03] * 17}  # invented
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+MEASURED = {
+    "kind": "l1",
+    "mean": (0.5 * np.exp(-np.arange(17) / 6) + 0.1).tolist(),
+    "std": [0.03] * 17,
+}  # invented
 PROFILE = torch.tensor(MEASURED["mean"][:16], dtype=torch.float64)
-SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(lambda sizes: chunks.Chunks(tuple(sizes)))
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(
+    lambda sizes: chunks.Chunks(tuple(sizes))
+)
 
 
 def parts(editor):
@@ -53,7 +61,9 @@ def test_a_pushed_boundary_leaves_no_chunk_empty(cut, data):
     assert not any(away[:index]) or not any(away[index + 1 :])  # only on the side that it moved to
 
 
-@pytest.mark.parametrize("text", ["2,3,4", "", "2,,3", "0,16", "4;12", "equal:5", "-1,17", "2,3,4,7,1", "stepz"])
+@pytest.mark.parametrize(
+    "text", ["2,3,4", "", "2,,3", "0,16", "4;12", "equal:5", "-1,17", "2,3,4,7,1", "stepz"]
+)
 def test_words_are_those_of_the_settings(text):
     editor = widgets.chunk_editor(MEASURED)
     field, words, *_ = parts(editor)
@@ -63,8 +73,10 @@ def test_words_are_those_of_the_settings(text):
     assert html.escape(str(error.value)) in words.value and "chunks" in words.value
 
 
-@pytest.mark.parametrize(("text", "sizes"), [(" 2, 3,4 ,7", "2,3,4,7"), ("whole", "16"), ("equal:8", "8,8"),
-                                             ("steps", ",".join("1" * 16))])
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [(" 2, 3,4 ,7", "2,3,4,7"), ("whole", "16"), ("equal:8", "8,8"), ("steps", ",".join("1" * 16))],
+)
 def test_line_gives_these_chunks(text, sizes):
     editor = widgets.chunk_editor(MEASURED, text)
     line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
@@ -87,12 +99,23 @@ def test_editor_keeps_the_last_valid_chunks():
     page, seen = editor.page(), []
     editor.observe(lambda change: seen.append(str(change.new)), "value")
     field.value = "2,3,4"
-    assert "must add up to the 16 transitions that are trained; got 2,3,4, which adds up to 9" in words.value
-    assert str(editor.value) == "2,3,4,7" and editor.page() == page and "chunks: 2,3,4,7<" in below.value
+    assert (
+        "must add up to the 16 transitions that are trained; got 2,3,4, which adds up to 9"
+        in words.value
+    )
+    assert (
+        str(editor.value) == "2,3,4,7"
+        and editor.page() == page
+        and "chunks: 2,3,4,7<" in below.value
+    )
     field.value = "<b>"
     assert "<b>" not in words.value
     field.value = "4,4,4,4"
-    assert "chunks" not in words.value and seen == ["4,4,4,4"] and "chunks: 4,4,4,4<" in editor.page() != page
+    assert (
+        "chunks" not in words.value
+        and seen == ["4,4,4,4"]
+        and "chunks: 4,4,4,4<" in editor.page() != page
+    )
 
 
 def test_editor_moves_boundaries():
@@ -100,7 +123,11 @@ def test_editor_moves_boundaries():
     field, words, knobs, _ = parts(editor)
     field.value = "2,3"
     knobs[1].value = 12  # moved although the text is not valid: the last valid chunks move
-    assert (field.value, str(editor.value), [knob.value for knob in knobs]) == ("2,10,1,3", "2,10,1,3", [2, 12, 13])
+    assert (field.value, str(editor.value), [knob.value for knob in knobs]) == (
+        "2,10,1,3",
+        "2,10,1,3",
+        [2, 12, 13],
+    )
     assert "chunks" not in words.value
     knobs[2].value = 3
     assert field.value == "1,1,1,13"
@@ -121,7 +148,9 @@ def test_editor_refuses_what_it_cannot_begin_with():
 def invented():
     "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
     images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
-    return profiles.TrajectoryFrames(("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images)
+    return profiles.TrajectoryFrames(
+        ("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images
+    )
 
 
 def test_scrubber_shows_base_beside_trained(invented):
@@ -131,8 +160,10 @@ def test_scrubber_shows_base_beside_trained(invented):
     prompt.value, slider.value = 1, 3
     assert place.value == 3 and place.description == "transitions done"
     assert scrub.value == (1, 3) and "= 0.500, after 3 of 4 transitions" in words.value
-    rows = [(view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
-            for v, view in enumerate(widgets.TRAJECTORY_VIEWS)]
+    rows = [
+        (view, [invented.images[0, v, 1, 3], invented.images[1, v, 1, 3]])
+        for v, view in enumerate(widgets.TRAJECTORY_VIEWS)
+    ]
     assert images.value == widgets.gallery_html(rows, ("base", "trained"), 192)
 
 
@@ -145,7 +176,9 @@ def test_both_leave_a_page_without_a_kernel(invented):
 
 
 def test_frames_of_weights_that_were_not_trained_are_the_base():
-    policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
+    policy = trainable.load_trainable_policy(
+        "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
+    )
     made = profiles.render_frames(policy, ["a star"], steps=3, sampler="ode", side=32)
     assert made.images.shape == (2, 2, 1, 4, 32, 32, 3) and len(made.sigmas) == 4
     assert (made.images[0] == made.images[1]).all()
@@ -157,13 +190,32 @@ def start_lab(folder: Path, command):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR",
-           "JUPYTER_DATA_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR")}
-    words = command(["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}", "--IdentityProvider.token=",
-                     "--LabApp.news_url=None"])
+    own = {
+        name: str(folder / name.lower())
+        for name in (
+            "JUPYTER_CONFIG_DIR",
+            "JUPYTER_RUNTIME_DIR",
+            "IPYTHONDIR",
+            "JUPYTER_DATA_DIR",
+            "JUPYTERLAB_SETTINGS_DIR",
+            "JUPYTERLAB_WORKSPACES_DIR",
+        )
+    }
+    words = command(
+        [
+            "--no-browser",
+            "--allow-root",
+            "--ip=127.0.0.1",
+            f"--port={port}",
+            "--IdentityProvider.token=",
+            "--LabApp.news_url=None",
+        ]
+    )
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with open(folder / "lab.log", "w") as log:
-        server = subprocess.Popen(words, env=os.environ | own | {"PYTHONPATH": path}, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            words, env=os.environ | own | {"PYTHONPATH": path}, stdout=log, stderr=log
+        )
         try:
             for _ in range(600):
                 with socket.socket() as knock:
@@ -180,8 +232,10 @@ def start_lab(folder: Path, command):
 @pytest.fixture
 def lab(tmp_path):
     "JupyterLab on a notebook of one cell; the address of the notebook."
-    code = ("import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
-            f"widgets.chunk_editor({MEASURED!r})")
+    code = (
+        "import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
+        f"widgets.chunk_editor({MEASURED!r})"
+    )
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     book = nbformat.v4.new_notebook(metadata=kernel, cells=[nbformat.v4.new_code_cell(code)])
     (tmp_path / "books").mkdir()
@@ -192,9 +246,13 @@ def lab(tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
+)
 def test_chunk_editor_in_jupyterlab(lab):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra dev)"
+    )
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page, expect = browser.new_page(viewport={"width": 1400, "height": 1100}), playwright.expect
@@ -202,7 +260,9 @@ def test_chunk_editor_in_jupyterlab(lab):
         asked = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(lab, timeout=120_000)
-        expect(page.get_by_text("| Idle")).to_be_visible(timeout=120_000)  # before that Lab asks for a kernel
+        expect(page.get_by_text("| Idle")).to_be_visible(
+            timeout=120_000
+        )  # before that Lab asks for a kernel
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
         output = page.locator(".jp-OutputArea-output:has(.widget-text)")
@@ -224,9 +284,15 @@ def test_chunk_editor_in_jupyterlab(lab):
         page.keyboard.press("ArrowRight")
         expect(field).to_have_value("4,5,3,4")
         expect(line).to_have_text("chunks: 4,5,3,4")
-        shown = output.locator("img").evaluate("i => [i.naturalWidth, i.alt, i.getBoundingClientRect().right]")
+        shown = output.locator("img").evaluate(
+            "i => [i.naturalWidth, i.alt, i.getBoundingClientRect().right]"
+        )
         assert shown[0] > 0 and shown[1].endswith("4,5,3,4") and shown[2] < 1400
-        assert not [url for url in asked if not url.startswith((lab.split("/lab/")[0], "data:", "blob:", "ws:"))]
+        assert not [
+            url
+            for url in asked
+            if not url.startswith((lab.split("/lab/")[0], "data:", "blob:", "ws:"))
+        ]
         browser.close()
 
 
@@ -262,8 +328,13 @@ def test_the_run_s_folder_stays_as_it_is(whole, tmp_path):
 def test_the_command_says_where_the_notebook_is_and_hands_options_on(whole, tmp_path):
     "JupyterLab itself answers --version, and ends."
     done = call("lab", whole, "--", "--version", cwd=tmp_path)
-    version = subprocess.run([sys.executable, "-m", "jupyterlab", "--version"], capture_output=True, text=True).stdout
-    assert done.returncode == 0 and done.stdout.splitlines() == ["notebook: whole.ipynb", version.strip()]
+    version = subprocess.run(
+        [sys.executable, "-m", "jupyterlab", "--version"], capture_output=True, text=True
+    ).stdout
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        "notebook: whole.ipynb",
+        version.strip(),
+    ]
     assert (tmp_path / "whole.ipynb").is_file()
 
 
@@ -281,15 +352,22 @@ def test_what_cannot_be_opened_is_said(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
+)
 def test_it_opens_in_a_browser(whole, tmp_path):
     "The notebook stands there, not the launcher; with its cells run, every field has a name, also what a slider sets."
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra dev)"
+    )
     file = widgets.write_lab_notebook(whole, tmp_path)
     with start_lab(tmp_path, lambda options: widgets.lab_command(file, options)) as address:
         with playwright.sync_playwright() as started:
             browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            page, expect = browser.new_page(viewport={"width": 1400, "height": 1100}), playwright.expect
+            page, expect = (
+                browser.new_page(viewport={"width": 1400, "height": 1100}),
+                playwright.expect,
+            )
             expect.set_options(timeout=60_000)
             page.goto(address, timeout=120_000)
             expect(page.get_by_role("heading", name="whole")).to_be_visible(timeout=120_000)
@@ -297,8 +375,11 @@ def test_it_opens_in_a_browser(whole, tmp_path):
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_text("Run All Cells", exact=True).click()
             expect(page.get_by_role("button", name="draw")).to_be_visible(timeout=180_000)
-            fields = {"textbox": ["chunks", "prompt"], "spinbutton": ["transitions done", "seed"],
-                      "combobox": ["prompt"]}
+            fields = {
+                "textbox": ["chunks", "prompt"],
+                "spinbutton": ["transitions done", "seed"],
+                "combobox": ["prompt"],
+            }
             for role, name in [(role, name) for role, names in fields.items() for name in names]:
                 expect(page.get_by_role(role, name=name, exact=True)).to_be_visible()
             page.get_by_role("spinbutton", name="transitions done").fill("0")

@@ -65,74 +65,185 @@ GOOD = {  # arguments that are right by themselves
     "export_run": {"run": RUN, "folder": "/proc/no/folder"},
 }
 WRONG = {
-    "Chunks": {"sizes": (None, 4, "22", "2,2", [], [0], [-1], [1.0], [True], ["2"], [NAN], [[2]], {2, 1})},
+    "Chunks": {
+        "sizes": (None, 4, "22", "2,2", [], [0], [-1], [1.0], [True], ["2"], [NAN], [[2]], {2, 1})
+    },
     "Chunks.parse": {"text": (None, 5, 2.2, b"2", ["2"], "", "a", "0,2", "2;2", "-1")},
     "Chunks.steps": {"transitions": (*COUNTS, 0)},
     "Chunks.whole": {"transitions": (*COUNTS, 0)},
     "Chunks.equal": {"transitions": (*COUNTS, 0), "size": (*COUNTS, 0, 3)},
     "Sampler": {
-        "sigmas": (*TENSORS, torch.tensor([1.0, NAN, 0.0]), torch.full((3,), NAN), torch.tensor([1.0]), ones,
-                   torch.tensor([0.0, 1.0]), torch.tensor([2, 1, 0]), torch.tensor([INF, 1.0, 0.0]),
-                   torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 0.0, -1.0])),
+        "sigmas": (
+            *TENSORS,
+            torch.tensor([1.0, NAN, 0.0]),
+            torch.full((3,), NAN),
+            torch.tensor([1.0]),
+            ones,
+            torch.tensor([0.0, 1.0]),
+            torch.tensor([2, 1, 0]),
+            torch.tensor([INF, 1.0, 0.0]),
+            torch.tensor([2.0, 1.0, 0.0]),
+            torch.tensor([1.0, 0.0, -1.0]),
+        ),
         "kind": (None, 5, "flows", "", ["flow"], b"flow"),
-        "eta": (None, "0.5", NAN, INF, -1, -0.1, [0.1], [NAN] * 4, ["a"] * 4, {}, torch.ones(2), torch.ones(4)),
+        "eta": (
+            None,
+            "0.5",
+            NAN,
+            INF,
+            -1,
+            -0.1,
+            [0.1],
+            [NAN] * 4,
+            ["a"] * 4,
+            {},
+            torch.ones(2),
+            torch.ones(4),
+        ),
         "solver": (None, 5, "heun", "", "dpm2"),
     },
-    "sigmas": {"steps": (*COUNTS, 0), "shift": (None, "3", NAN, INF, 0, -1.0, [3.0]),
-               "dtype": (None, "float32", float, 32)},
-    "relative_distance": {"latents": (*TENSORS, torch.ones(2), torch.zeros(1, 3, 2), torch.full((1, 3, 2), NAN)),
-                          "kind": (None, 1, "l3", "", ["l1"])},
-    "chunks_from_profile": {"profile": (None, "123", 5, [], [0.0], [-1.0], [NAN], [INF], ["a"], {}, torch.ones(2, 2)),
-                            "max_chunks": ("2", 1.0, True, NAN, [1], -1, 0)},
-    "chunk_weights": {"distance": (*TENSORS, torch.ones(4), torch.ones(2, 3), -ones, ones * NAN),
-                      "chunks": (None, 5, "2,2", (2, 2), [2, 2], Nobody())},
-    "chunk_ratio": {"new_logp": (*TENSORS, torch.ones(2), torch.ones(2, 3)),
-                    "old_logp": (*TENSORS, torch.ones(2), torch.ones(2, 3)),
-                    "chunks": (None, 5, "2,2", (2, 2), [2, 2], chunk_grpo.Chunks((1, 1)))},
-    "clipped_objective": {"ratio": (*TENSORS, torch.ones(2)), "advantage": (*TENSORS, ones, torch.ones(3)),
-                          "clip_range": (*NUMBERS, -0.1, 0.0)},
-    "group_advantages": {"rewards": (*TENSORS, torch.ones(2), torch.ones(2, 1), ones * NAN),
-                         "clamp": (*NUMBERS, -1.0, 0.0)},
-    "Settings": {"steps": COUNTS, "learning_rate": (None, "a", NAN, True, [1]), "sampler": (5, "flows"),
-                 "no_setting": (1,)},
+    "sigmas": {
+        "steps": (*COUNTS, 0),
+        "shift": (None, "3", NAN, INF, 0, -1.0, [3.0]),
+        "dtype": (None, "float32", float, 32),
+    },
+    "relative_distance": {
+        "latents": (*TENSORS, torch.ones(2), torch.zeros(1, 3, 2), torch.full((1, 3, 2), NAN)),
+        "kind": (None, 1, "l3", "", ["l1"]),
+    },
+    "chunks_from_profile": {
+        "profile": (None, "123", 5, [], [0.0], [-1.0], [NAN], [INF], ["a"], {}, torch.ones(2, 2)),
+        "max_chunks": ("2", 1.0, True, NAN, [1], -1, 0),
+    },
+    "chunk_weights": {
+        "distance": (*TENSORS, torch.ones(4), torch.ones(2, 3), -ones, ones * NAN),
+        "chunks": (None, 5, "2,2", (2, 2), [2, 2], Nobody()),
+    },
+    "chunk_ratio": {
+        "new_logp": (*TENSORS, torch.ones(2), torch.ones(2, 3)),
+        "old_logp": (*TENSORS, torch.ones(2), torch.ones(2, 3)),
+        "chunks": (None, 5, "2,2", (2, 2), [2, 2], chunk_grpo.Chunks((1, 1))),
+    },
+    "clipped_objective": {
+        "ratio": (*TENSORS, torch.ones(2)),
+        "advantage": (*TENSORS, ones, torch.ones(3)),
+        "clip_range": (*NUMBERS, -0.1, 0.0),
+    },
+    "group_advantages": {
+        "rewards": (*TENSORS, torch.ones(2), torch.ones(2, 1), ones * NAN),
+        "clamp": (*NUMBERS, -1.0, 0.0),
+    },
+    "Settings": {
+        "steps": COUNTS,
+        "learning_rate": (None, "a", NAN, True, [1]),
+        "sampler": (5, "flows"),
+        "no_setting": (1,),
+    },
     "load_settings": {
-        "source": (None, 5, 1.5, [], ["pocket/tiny"], b"pocket/tiny", "", "no/preset", object(), {1: 2}, {"stepz": 1},
-                   ("pocket/tiny",)),
+        "source": (
+            None,
+            5,
+            1.5,
+            [],
+            ["pocket/tiny"],
+            b"pocket/tiny",
+            "",
+            "no/preset",
+            object(),
+            {1: 2},
+            {"stepz": 1},
+            ("pocket/tiny",),
+        ),
         "overrides": (*CHANGES, ["seed"], ["seed=x"], {"seed": "x"}, {"sed": 1}),
     },
     "load_policy": {
-        "model": (*TEXTS, "no-model-of-this-name"), "resolution": (*COUNTS, 0, 63),
-        "dtype": (None, 32, "float16", "half", "", torch.float32, ["float32"]), "weights": (32, "float16", "", []),
-        "max_tokens": (*COUNTS, 0, 100_000), "guidance": (*NUMBERS, -1.0), "true_cfg_scale": (*NUMBERS, 0.5),
-        "device": (None, 0, "gpu", "", "cuda:x", "meta0", []), "host": FLAGS, "vae_tiling": FLAGS,
+        "model": (*TEXTS, "no-model-of-this-name"),
+        "resolution": (*COUNTS, 0, 63),
+        "dtype": (None, 32, "float16", "half", "", torch.float32, ["float32"]),
+        "weights": (32, "float16", "", []),
+        "max_tokens": (*COUNTS, 0, 100_000),
+        "guidance": (*NUMBERS, -1.0),
+        "true_cfg_scale": (*NUMBERS, 0.5),
+        "device": (None, 0, "gpu", "", "cuda:x", "meta0", []),
+        "host": FLAGS,
+        "vae_tiling": FLAGS,
     },
-    "load_placed_reward": {"name": (*TEXTS, "no-reward", "module:"), "here": FLAGS, "url": (5, [], True, "nowhere"),
-                           "environment": (5, [], True, "none-such"), "worker": (5, "yes", []), "option": (1,)},
+    "load_placed_reward": {
+        "name": (*TEXTS, "no-reward", "module:"),
+        "here": FLAGS,
+        "url": (5, [], True, "nowhere"),
+        "environment": (5, [], True, "none-such"),
+        "worker": (5, "yes", []),
+        "option": (1,),
+    },
     "sample_images": {
-        "policy": (None, 5, "pocket", Nobody()), "prompts": (*LISTS_OF_TEXTS, {0: 1}, {"a": "b"}),
-        "places": (None, 5, "00", [], [0], [(0,)], [(0, 0, 0)], [(0, -1)], [(1, 0)], [("a", "b")], [(0.0, 0.0)]),
-        "seed": COUNTS, "steps": (*COUNTS, 0), "split": ("2", 1.0, True, NAN, [1], -1, 51), "batch": (*COUNTS, 0),
-        "sampler": (5, "flow", Nobody()), "store": (None, "float32", 32),
+        "policy": (None, 5, "pocket", Nobody()),
+        "prompts": (*LISTS_OF_TEXTS, {0: 1}, {"a": "b"}),
+        "places": (
+            None,
+            5,
+            "00",
+            [],
+            [0],
+            [(0,)],
+            [(0, 0, 0)],
+            [(0, -1)],
+            [(1, 0)],
+            [("a", "b")],
+            [(0.0, 0.0)],
+        ),
+        "seed": COUNTS,
+        "steps": (*COUNTS, 0),
+        "split": ("2", 1.0, True, NAN, [1], -1, 51),
+        "batch": (*COUNTS, 0),
+        "sampler": (5, "flow", Nobody()),
+        "store": (None, "float32", 32),
     },
     "train": {
         "s": (None, 5, [], ["pocket/tiny"], b"x", object(), "", "no/preset", {"stepz": 1}),
-        "out": (5, b"run", [], {}, object(), ""), "resume": FLAGS, "processes": (*COUNTS, 0), "nodes": (*COUNTS, 0),
-        "node_rank": COUNTS, "rendezvous": (None, 5, []), "max_restarts": COUNTS,
-        "callbacks": (None, 5, "print", [5], ["print"], print, {}), "on_made": CALLS,
+        "out": (5, b"run", [], {}, object(), ""),
+        "resume": FLAGS,
+        "processes": (*COUNTS, 0),
+        "nodes": (*COUNTS, 0),
+        "node_rank": COUNTS,
+        "rendezvous": (None, 5, []),
+        "max_restarts": COUNTS,
+        "callbacks": (None, 5, "print", [5], ["print"], print, {}),
+        "on_made": CALLS,
     },
-    "evaluate": {"run": (*PATHS, RUN), "say": CALLS + (None,), "changes": CHANGES,
-                 "arms": (5, "base", ["base"], [], {"base": "0"}, {"base": 0.5}, {1: 0}), "processes": COUNTS},
+    "evaluate": {
+        "run": (*PATHS, RUN),
+        "say": CALLS + (None,),
+        "changes": CHANGES,
+        "arms": (5, "base", ["base"], [], {"base": "0"}, {"base": 0.5}, {1: 0}),
+        "processes": COUNTS,
+    },
     "read_metrics": {"run": PATHS},
     "compare_runs": {"runs": (None, 5, "runs/one", b"x", [], [5], [None], [""], {}, [RUN])},
     "write_run_report": {"run": (*PATHS, RUN), "name": (None, 5, [], "trian", "")},
-    "sample_run": {"run": (*PATHS, RUN), "prompts": (*LISTS_OF_TEXTS, [], [""]), "arms": LISTS_OF_TEXTS,
-                   "seeds": (None, 5, "01", ["0"], [0.5], [-1], [True], [NAN]), "out": (5, b"x", [], object(), ""),
-                   "changes": CHANGES, "say": CALLS + (None,)},
-    "sample_widget": {"run": (*PATHS, RUN), "prompt": (None, 5, [], ["a"]), "arms": LISTS_OF_TEXTS,
-                      "changes": CHANGES},
+    "sample_run": {
+        "run": (*PATHS, RUN),
+        "prompts": (*LISTS_OF_TEXTS, [], [""]),
+        "arms": LISTS_OF_TEXTS,
+        "seeds": (None, 5, "01", ["0"], [0.5], [-1], [True], [NAN]),
+        "out": (5, b"x", [], object(), ""),
+        "changes": CHANGES,
+        "say": CALLS + (None,),
+    },
+    "sample_widget": {
+        "run": (*PATHS, RUN),
+        "prompt": (None, 5, [], ["a"]),
+        "arms": LISTS_OF_TEXTS,
+        "changes": CHANGES,
+    },
     "export_run": {"run": (*PATHS, RUN), "folder": PATHS, "trust": FLAGS},
 }
-CASES = [(name, key, value) for name, known in WRONG.items() for key, values in known.items() for value in values]
+CASES = [
+    (name, key, value)
+    for name, known in WRONG.items()
+    for key, values in known.items()
+    for value in values
+]
 
 
 def function(name: str):
@@ -152,13 +263,16 @@ def refusal(called, *args, **kwargs) -> str:
 
 
 def test_there_are_at_least_300_wrong_calls_over_every_function():
-    callables = {name for name in chunk_grpo.__all__ if callable(getattr(chunk_grpo, name))} - {"InputError"}
+    callables = {name for name in chunk_grpo.__all__ if callable(getattr(chunk_grpo, name))} - {
+        "InputError"
+    }
     assert callables <= {name.partition(".")[0] for name in WRONG} and WRONG.keys() == GOOD.keys()
     assert len(CASES) >= 300
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{key}-{i}" for i, (name, key, _) in
-                                                           enumerate(CASES)])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=[f"{name}-{key}-{i}" for i, (name, key, _) in enumerate(CASES)]
+)
 def test_wrong_argument_is_rejected_in_one_sentence(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name, key, value = CASES[number]
@@ -178,19 +292,25 @@ def test_missing_or_unknown_argument_is_rejected(name):
     assert "`no_such`" in refusal(called, **good, no_such=1)
     first = next(iter(good))
     near = f"{first}x"
-    assert f"did you mean `{first}`" in refusal(called, **{near if k == first else k: v for k, v in good.items()})
+    assert f"did you mean `{first}`" in refusal(
+        called, **{near if k == first else k: v for k, v in good.items()}
+    )
     refusal(called, *range(20))
 
 
 def test_argument_value_and_allowed_values_are_named():
     assert refusal(chunk_grpo.train, "pocket/tiny", processes=2, max_restarts=-1) == (
-        "`max_restarts` of train must be a whole number from 0; got -1")
+        "`max_restarts` of train must be a whole number from 0; got -1"
+    )
     assert refusal(chunk_grpo.train, "pocket/tiny", processes=1.0) == (
-        "`processes` of train must be a whole number from 1; got 1.0")
+        "`processes` of train must be a whole number from 1; got 1.0"
+    )
     assert refusal(chunk_grpo.load_policy, "pocket", resolution=64, dtype="float16") == (
-        "`dtype` of load_policy must be one of float32, bfloat16; got 'float16'")
+        "`dtype` of load_policy must be one of float32, bfloat16; got 'float16'"
+    )
     assert "`overrides` of load_settings must be a mapping or a list of texts" in refusal(
-        chunk_grpo.load_settings, "pocket/tiny", "seed=1")
+        chunk_grpo.load_settings, "pocket/tiny", "seed=1"
+    )
     assert "a Tensor; got [1.0]" in refusal(chunk_grpo.group_advantages, [1.0])
 
 
@@ -215,7 +335,9 @@ def test_settings_may_be_named_where_a_run_is_trained(tmp_path):
 def test_help_and_signature_stay_readable(name):
     called = function(name)
     text = str(inspect.signature(called))
-    assert name == "Settings" or "Annotated" not in text and "args" not in text.replace("kwargs", "")
+    assert (
+        name == "Settings" or "Annotated" not in text and "args" not in text.replace("kwargs", "")
+    )
     assert called.__doc__ and inspect.getdoc(called)
     if not isinstance(called, type):
         assert typing.get_type_hints(inspect.unwrap(called)) or name.startswith("Chunks.")

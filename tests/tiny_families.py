@@ -34,38 +34,69 @@ from transformers import (
     T5EncoderModel,
 )
 
-WORDS = [*tiny_flux.WORDS, *("system user assistant Describe image by detailing color shape size texture quantity text "
-                             "spatial relationships objects and background think").split(), ",", ":", "\n", "/"]
+WORDS = [
+    *tiny_flux.WORDS,
+    *(
+        "system user assistant Describe image by detailing color shape size texture quantity text "
+        "spatial relationships objects and background think"
+    ).split(),
+    ",",
+    ":",
+    "\n",
+    "/",
+]
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}")
-VAE = {"block_out_channels": (8, 8, 8, 8), "down_block_types": ("DownEncoderBlock2D",) * 4,
-       "up_block_types": ("UpDecoderBlock2D",) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4}
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+VAE = {
+    "block_out_channels": (8, 8, 8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "latent_channels": 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+}
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     "Qwen's tokenizer with whole words: line ends are tokens, and the template's beginning has its 34."
-    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*MARKS, "<unk>", *WORDS])}, unk_token="<unk>"))
+    core = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate([*MARKS, "<unk>", *WORDS])}, unk_token="<unk>")
+    )
     pieces = Regex(r"\n|\w+|[^\w\s]")
     core.pre_tokenizer = pre_tokenizers.Split(pieces, "removed", invert=True)
     core.add_special_tokens(MARKS)
     names = {"pad_token": MARKS[0], "eos_token": MARKS[2], "unk_token": "<unk>"}
-    out = PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=2048, padding_side="right", **names)
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=core, model_max_length=2048, padding_side="right", **names
+    )
     out.chat_template = CHAT
     return out
 
 
 def qwen_sizes(layers: int) -> dict:
     "The sizes of a small Qwen language model."
-    return {"vocab_size": len(MARKS) + 1 + len(WORDS), "hidden_size": 32, "intermediate_size": 32,
-            "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 0,
-            "eos_token_id": 2, "pad_token_id": 0}
+    return {
+        "vocab_size": len(MARKS) + 1 + len(WORDS),
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
 
 
 def small_vae() -> AutoencoderKL:
     "FLUX.1's and SD3's VAE."
-    return AutoencoderKL(use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.4, **VAE)
+    return AutoencoderKL(
+        use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.4, **VAE
+    )
 
 
 def loud(net: torch.nn.Module, scale: float = 0.1) -> torch.nn.Module:
@@ -88,40 +119,90 @@ def schnell(folder: Path) -> None:
 
 def sd3(folder: Path) -> None:
     "SD3.5: three text encoders, dual attention in the first block, static shift 3."
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"projection_dim": 16, "vocab_size": len(tiny_flux.WORDS) + 3, "eos_token_id": 1}
-    clips = [CLIPTextModelWithProjection(CLIPTextConfig(max_position_embeddings=16, **sizes)) for _ in range(2)]
-    t5 = T5EncoderModel(T5Config(vocab_size=sizes["vocab_size"], d_model=32, d_kv=16, d_ff=32, num_layers=1,
-                                 num_heads=2))
+    clips = [
+        CLIPTextModelWithProjection(CLIPTextConfig(max_position_embeddings=16, **sizes))
+        for _ in range(2)
+    ]
+    t5 = T5EncoderModel(
+        T5Config(
+            vocab_size=sizes["vocab_size"], d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2
+        )
+    )
     net = SD3Transformer2DModel(
-        sample_size=8, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=32, pos_embed_max_size=8,
-        dual_attention_layers=(0,), qk_norm="rms_norm",
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=32,
+        pos_embed_max_size=8,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
     )
     words = [tiny_flux.tokenizer(end, 16) for end in ("<end>", "<end>", "</s>")]
     StableDiffusion3Pipeline(
-        loud(net), FlowMatchEulerDiscreteScheduler(shift=3.0), small_vae(), clips[0], words[0], clips[1], words[1], t5,
+        loud(net),
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        small_vae(),
+        clips[0],
+        words[0],
+        clips[1],
+        words[1],
+        t5,
         words[2],
     ).save_pretrained(folder)
 
 
 def qwen(folder: Path) -> None:
     "Qwen-Image: a language model that sees, a video VAE, a schedule that ends at 0.02."
-    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
-              "fullatt_block_indexes": [0]}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [0],
+    }
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     encoder = Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=qwen_sizes(2) | {"rope_parameters": rope}, vision_config=vision))
+        Qwen2_5_VLConfig(
+            text_config=qwen_sizes(2) | {"rope_parameters": rope}, vision_config=vision
+        )
+    )
     net = QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
     )
     vae = AutoencoderKLQwenImage(
-        base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[-0.7, 0.1, 0.9, -0.2],
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[-0.7, 0.1, 0.9, -0.2],
         latents_std=[2.8, 1.4, 2.3, 1.1],
     )
     scheduler = FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02)
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+    )
     QwenImagePipeline(scheduler, vae, encoder, chat_tokenizer(), loud(net)).save_pretrained(folder)
 
 
@@ -129,25 +210,42 @@ def z_image(folder: Path) -> None:
     "Z-Image: Qwen3's second last layer, captions of their own lengths, static shift 3."
     encoder = Qwen3Model(Qwen3Config(head_dim=16, **qwen_sizes(3)))
     net = ZImageTransformer2DModel(
-        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
-        axes_dims=[4, 6, 6], axes_lens=[128, 32, 32],
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[128, 32, 32],
     )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    ZImagePipeline(scheduler, small_vae(), encoder, chat_tokenizer(), loud(net, 0.05)).save_pretrained(folder)
+    ZImagePipeline(
+        scheduler, small_vae(), encoder, chat_tokenizer(), loud(net, 0.05)
+    ).save_pretrained(folder)
 
 
 def klein(folder: Path, distilled: bool = False) -> None:
     "FLUX.2-klein: three of Qwen3's layers, batch norm in the VAE, a shift that knows the steps."
     encoder = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **qwen_sizes(28)))
     net = Flux2Transformer2DModel(
-        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=96, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=96,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
     )
     vae = AutoencoderKLFlux2(**VAE)
     vae.bn.running_mean.normal_()
     vae.bn.running_var.uniform_(0.5, 2.0)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
-    Flux2KleinPipeline(scheduler, vae, encoder, chat_tokenizer(), loud(net), distilled).save_pretrained(folder)
+    Flux2KleinPipeline(
+        scheduler, vae, encoder, chat_tokenizer(), loud(net), distilled
+    ).save_pretrained(folder)
 
 
 def dev(folder: Path) -> None:
@@ -155,7 +253,14 @@ def dev(folder: Path) -> None:
     tiny_flux.build(folder)
 
 
-BUILDERS = {"dev": dev, "schnell": schnell, "sd3": sd3, "qwen": qwen, "z_image": z_image, "klein": klein}
+BUILDERS = {
+    "dev": dev,
+    "schnell": schnell,
+    "sd3": sd3,
+    "qwen": qwen,
+    "z_image": z_image,
+    "klein": klein,
+}
 
 
 def build(name: str, folder: Path) -> Path:

@@ -3,9 +3,20 @@
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
 
 WORDS = "a red green blue star circle square two three cats dogs left of right above below the photo".split()
 
@@ -15,7 +26,9 @@ def tokenizer(end: str, length: int) -> PreTrainedTokenizerFast:
     vocabulary = {w: i for i, w in enumerate(["<pad>", end, "<unk>", *WORDS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, 1)])
+    core.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, 1)]
+    )
     names = {"pad_token": "<pad>", "eos_token": end, "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=length, **names)
 
@@ -24,9 +37,18 @@ def build(folder: Path, seed: int = 0) -> Path:
     "Save the pipeline under `folder` and return it."
     torch.manual_seed(seed)
     vocab = len(WORDS) + 3
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    clip = CLIPTextModel(CLIPTextConfig(vocab_size=vocab, eos_token_id=1, max_position_embeddings=16, **small))
-    t5 = T5EncoderModel(T5Config(vocab_size=vocab, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2))
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    clip = CLIPTextModel(
+        CLIPTextConfig(vocab_size=vocab, eos_token_id=1, max_position_embeddings=16, **small)
+    )
+    t5 = T5EncoderModel(
+        T5Config(vocab_size=vocab, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    )
     transformer = FluxTransformer2DModel(
         in_channels=16,
         num_layers=1,

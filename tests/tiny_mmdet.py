@@ -7,7 +7,13 @@ import numpy as np
 import torch
 
 WIDTH, DEPTHS, HEADS, WINDOW = 8, (2, 1, 1, 1), (1, 2, 2, 2), 3
-SIZE, QUERIES, LAYERS, CLASSES, NUM_HEADS = 32, 6, (2, 3), 80, 4  # LAYERS: of the pixel decoder, of the decoder
+SIZE, QUERIES, LAYERS, CLASSES, NUM_HEADS = (
+    32,
+    6,
+    (2, 3),
+    80,
+    4,
+)  # LAYERS: of the pixel decoder, of the decoder
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -76,8 +82,11 @@ def shapes() -> dict[str, tuple[int, ...]]:
         for n in range(3):
             norm(f"{layer}.norms.{n}", SIZE)
     norm(f"{head}.transformer_decoder.post_norm", SIZE)
-    out |= {f"{head}.query_embed.weight": (QUERIES, SIZE), f"{head}.query_feat.weight": (QUERIES, SIZE),
-            f"{head}.level_embed.weight": (3, SIZE)}
+    out |= {
+        f"{head}.query_embed.weight": (QUERIES, SIZE),
+        f"{head}.query_feat.weight": (QUERIES, SIZE),
+        f"{head}.level_embed.weight": (3, SIZE),
+    }
     linear(f"{head}.cls_embed", CLASSES + 1, SIZE)
     for n in (0, 2, 4):
         linear(f"{head}.mask_embed.{n}", SIZE, SIZE)
@@ -90,7 +99,9 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     for name, shape in sorted(shapes().items()):
         values = rng.standard_normal(shape)
         if name.endswith("relative_position_index"):
-            place = np.stack(np.meshgrid(np.arange(WINDOW), np.arange(WINDOW), indexing="ij"), -1).reshape(-1, 2)
+            place = np.stack(
+                np.meshgrid(np.arange(WINDOW), np.arange(WINDOW), indexing="ij"), -1
+            ).reshape(-1, 2)
             ahead = place[:, None] - place + WINDOW - 1
             out[name] = torch.from_numpy(ahead[..., 0] * (2 * WINDOW - 1) + ahead[..., 1])
             continue
@@ -101,7 +112,10 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         else:
             values = values / np.prod(shape[1:]) ** 0.5
         out[name] = torch.from_numpy(values.astype(np.float32))
-    for kind in ("weight", "bias"):  # logits of masks near 1, so that 1e-5 is a tolerance for them too
+    for kind in (
+        "weight",
+        "bias",
+    ):  # logits of masks near 1, so that 1e-5 is a tolerance for them too
         out[f"panoptic_head.mask_embed.4.{kind}"] *= 0.1
     return out
 
@@ -111,7 +125,9 @@ def older(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     out = {}
     for name, value in state.items():
         if "transformer_decoder.layers" in name:
-            name = name.replace(".cross_attn.", ".attentions.0.").replace(".self_attn.", ".attentions.1.")
+            name = name.replace(".cross_attn.", ".attentions.0.").replace(
+                ".self_attn.", ".attentions.1."
+            )
             name = name.replace(".ffn.", ".ffns.0.")
         elif "pixel_decoder.encoder.layers" in name:
             name = name.replace(".self_attn.", ".attentions.0.").replace(".ffn.", ".ffns.0.")
@@ -144,10 +160,22 @@ def drawn(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(classes.astype(np.float32)), torch.from_numpy(masks.astype(np.float32))
 
 
-GIVEN = {"padded": (96, 64), "fitted": (90, 60), "original": (45, 30)}  # heights, widths of the golden objects
-SIZES = (((60, 90), (80, 120)), ((37, 50), (23, 31)), ((37, 50), (61, 45)), ((128, 128), (64, 64)), ((16, 21), (1, 1)))
+GIVEN = {
+    "padded": (96, 64),
+    "fitted": (90, 60),
+    "original": (45, 30),
+}  # heights, widths of the golden objects
+SIZES = (
+    ((60, 90), (80, 120)),
+    ((37, 50), (23, 31)),
+    ((37, 50), (61, 45)),
+    ((128, 128), (64, 64)),
+    ((16, 21), (1, 1)),
+)
 
 
 def noise(height: int, width: int) -> np.ndarray:
     "Pixels, (H, W, 3), uint8."
-    return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.random.default_rng(height * 1000 + width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )

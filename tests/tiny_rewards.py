@@ -67,7 +67,11 @@ def faulty(images, prompts):
 
 def out_of_ink(images, prompts):
     "Red; but the second of several processes raises once it has scored its part of the base's images and an iteration."
-    if os.environ.get("RANK") == "1" and len(prompts) > 6 and Path(os.environ["INK"]).stat().st_size > 0:
+    if (
+        os.environ.get("RANK") == "1"
+        and len(prompts) > 6
+        and Path(os.environ["INK"]).stat().st_size > 0
+    ):
         raise ValueError("no ink is left")
     with open(os.environ["INK"], "a") as ink:
         ink.write("x" if os.environ.get("RANK") == "1" and len(prompts) > 6 else "")

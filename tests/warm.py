@@ -19,12 +19,26 @@ import traceback
 from multiprocessing import forkserver, util
 
 PRELOADED = [
-    "diffusers.pipelines.flux.pipeline_flux", "diffusers.models.transformers.transformer_flux", "peft", "accelerate",
-    "transformers.models.clip.modeling_clip", "transformers.models.t5.modeling_t5", "scipy.stats",
-    "chunk_grpo.cli.main", "chunk_grpo.runs.launch", "chunk_grpo.training.trainer", "chunk_grpo.evaluation.evaluate",
-    "chunk_grpo.evaluation.benchmarks", "chunk_grpo.runs.run_images", "chunk_grpo.reporting.reports",
-    "papermill", "nbconvert", "chunk_grpo.reporting.tables", "chunk_grpo.studies.study",
-    "frozen"]
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.models.transformers.transformer_flux",
+    "peft",
+    "accelerate",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.t5.modeling_t5",
+    "scipy.stats",
+    "chunk_grpo.cli.main",
+    "chunk_grpo.runs.launch",
+    "chunk_grpo.training.trainer",
+    "chunk_grpo.evaluation.evaluate",
+    "chunk_grpo.evaluation.benchmarks",
+    "chunk_grpo.runs.run_images",
+    "chunk_grpo.reporting.reports",
+    "papermill",
+    "nbconvert",
+    "chunk_grpo.reporting.tables",
+    "chunk_grpo.studies.study",
+    "frozen",
+]
 FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.run_images")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 MAIN = "chunk_grpo.cli.main"
@@ -35,7 +49,10 @@ def server(environment: dict[str, str]):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
-    os.environ |= environment | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}  # as the command line sets it
+    os.environ |= environment | {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TQDM_DISABLE": "1",
+    }  # as the command line sets it
     try:
         forkserver.ensure_running()
     finally:
@@ -44,14 +61,24 @@ def server(environment: dict[str, str]):
     return context
 
 
-def become(module: str, words: list[str], environment: dict[str, str], anew: tuple[str, ...] = (),
-           safe: bool = False) -> int:
+def become(
+    module: str,
+    words: list[str],
+    environment: dict[str, str],
+    anew: tuple[str, ...] = (),
+    safe: bool = False,
+) -> int:
     "Run a module here as `python -m` does (`safe`: `python -P -m`), packages in `anew` read again; its exit code."
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.signal(
+            number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler
+        )
     os.environ.clear()
     os.environ.update(environment)
-    places = [*[os.getcwd()] * (not safe), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    places = [
+        *[os.getcwd()] * (not safe),
+        *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     sys.path[:] = [*places, *(place for place in sys.path if place not in ("", TESTS, *places))]
     sys.stdout, sys.stderr = (open(number, "w", closefd=False, buffering=1) for number in (1, 2))
     sys.argv[:] = [module, *words]
@@ -82,7 +109,16 @@ class Forked:
 
     anew: tuple[str, ...] = ()  # packages that this process may have changed
 
-    def __init__(self, words, stdin=None, stdout=None, stderr=None, env=None, start_new_session=False, preexec_fn=None):
+    def __init__(
+        self,
+        words,
+        stdin=None,
+        stdout=None,
+        stderr=None,
+        env=None,
+        start_new_session=False,
+        preexec_fn=None,
+    ):
         self.args, self.returncode = words, None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -101,7 +137,9 @@ class Forked:
             if preexec_fn:
                 preexec_fn()
             named = [*map(str, words[words.index("-m") + 1 :])]
-            code = become(named[0], named[1:], dict(env or os.environ), self.anew, "-P" in words[:2])
+            code = become(
+                named[0], named[1:], dict(env or os.environ), self.anew, "-P" in words[:2]
+            )
         finally:
             os._exit(code)
 
@@ -130,21 +168,32 @@ class Popen(subprocess.Popen):
     forked = Forked
 
     def __new__(cls, args, *given, **more):
-        if isinstance(args, list) and args[0] == sys.executable and "-m" in args[1:3] \
-                and args[args.index("-m") + 1] in FORKED:
+        if (
+            isinstance(args, list)
+            and args[0] == sys.executable
+            and "-m" in args[1:3]
+            and args[args.index("-m") + 1] in FORKED
+        ):
             return cls.forked(args, *given, **more)
         return super().__new__(cls)
 
 
-def program(words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str],
-            module: str = MAIN) -> None:
+def program(
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    files: tuple[str, str],
+    module: str = MAIN,
+) -> None:
     "What a process of the server does: the command line, or another module or file, in a folder; output in two files."
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
     os.chdir(folder)
     subprocess.Popen = Popen
-    os._exit(become(module, words, environment, safe=module == MAIN))  # the installed script has not the folder
+    os._exit(
+        become(module, words, environment, safe=module == MAIN)
+    )  # the installed script has not the folder
 
 
 _starting = threading.Lock()
@@ -160,10 +209,21 @@ def start_process(process) -> None:
 class Started:
     "What subprocess.Popen gives, for the command line in a process of the server."
 
-    def __init__(self, context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str]):
+    def __init__(
+        self,
+        context,
+        words: list[str],
+        environment: dict[str, str],
+        folder: str,
+        files: tuple[str, str],
+    ):
         self.process = context.Process(target=program, args=(words, environment, folder, files))
         start_process(self.process)
-        self.pid, self.kill, self.terminate = self.process.pid, self.process.kill, self.process.terminate
+        self.pid, self.kill, self.terminate = (
+            self.process.pid,
+            self.process.kill,
+            self.process.terminate,
+        )
 
     def poll(self) -> int | None:
         return self.process.exitcode
@@ -173,8 +233,15 @@ class Started:
         return self.process.exitcode
 
 
-def call(context, words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float,
-         module: str = MAIN):
+def call(
+    context,
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    files: tuple[str, str],
+    timeout: float,
+    module: str = MAIN,
+):
     "Run the command line, or another module or file, to its end in a process of the server; its exit code."
     child = context.Process(target=program, args=(words, environment, folder, files, module))
     start_process(child)

@@ -19,7 +19,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def comments_of(source: str) -> dict[int, str]:
     "The comment of every line that has one."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ").rstrip() for token in tokens if token.type == tokenize.COMMENT}
+    return {
+        token.start[0]: token.string.lstrip("# ").rstrip()
+        for token in tokens
+        if token.type == tokenize.COMMENT
+    }
 
 
 def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, str]]:
@@ -29,19 +33,31 @@ def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, st
     defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
     found = [(arg, default, "") for arg, default in zip(plain, defaults, strict=True)]
     found += [(args.vararg, None, "*")] if args.vararg else []
-    found += [(arg, default, "") for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    found += [
+        (arg, default, "") for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
     return found + ([(args.kwarg, None, "**")] if args.kwarg else [])
 
 
 def signature(node: ast.FunctionDef, method: bool) -> str:
     "A function's parameters and what it returns, as Python writes them, without self or cls."
-    bare = ast.FunctionDef(name="f", args=ast.parse(ast.unparse(node.args).join(["def f(", "): 0"])).body[0].args,
-                           body=[ast.Pass()], decorator_list=[], returns=node.returns, lineno=0, type_params=[])
+    bare = ast.FunctionDef(
+        name="f",
+        args=ast.parse(ast.unparse(node.args).join(["def f(", "): 0"])).body[0].args,
+        body=[ast.Pass()],
+        decorator_list=[],
+        returns=node.returns,
+        lineno=0,
+        type_params=[],
+    )
     static = any(getattr(d, "id", "") == "staticmethod" for d in node.decorator_list)
     if method and not static and bare.args.args:
         bare.args.args = bare.args.args[1:]
-        bare.args.defaults = bare.args.defaults[-len(bare.args.args):] if bare.args.args else []
-    for part in [*(arg for arg, _, _ in parameters(bare)), bare]:  # an annotation in quotes means what stands in them
+        bare.args.defaults = bare.args.defaults[-len(bare.args.args) :] if bare.args.args else []
+    for part in [
+        *(arg for arg, _, _ in parameters(bare)),
+        bare,
+    ]:  # an annotation in quotes means what stands in them
         field = "returns" if part is bare else "annotation"
         if isinstance(note := getattr(part, field), ast.Constant) and isinstance(note.value, str):
             setattr(part, field, ast.parse(note.value, mode="eval").body)
@@ -51,13 +67,21 @@ def signature(node: ast.FunctionDef, method: bool) -> str:
 def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
     "What comments say of each parameter, and of the return under the name `return`: beside it, or by its name."
     found, known = {}, parameters(node)
-    if known and node.returns and node.returns.end_lineno == node.lineno:  # on one line; a comment names what it means
+    if (
+        known and node.returns and node.returns.end_lineno == node.lineno
+    ):  # on one line; a comment names what it means
         names, key = {arg.arg: stars + arg.arg for arg, _, stars in known}, "return"
-        said = [comments[line] for line in range(node.lineno, node.body[0].lineno) if line in comments]
+        said = [
+            comments[line] for line in range(node.lineno, node.body[0].lineno) if line in comments
+        ]
         for part in "; ".join(said).split("; ") if said else []:
             name, _, text = part.partition(": ")
             if name in names or part.startswith("returns "):
-                key, part = (names[name], text) if name in names else ("return", part.removeprefix("returns "))
+                key, part = (
+                    (names[name], text)
+                    if name in names
+                    else ("return", part.removeprefix("returns "))
+                )
             found[key] = f"{found[key]}; {part}" if key in found else part
         return found
     for arg, default, stars in known:
@@ -73,13 +97,21 @@ def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
 def plain(text: str) -> str:
     "A docstring as markdown: what is not between backticks means itself."
     parts = re.split(r"(`+[^`]*`+)", " ".join(text.split()))
-    return "".join(part if part.startswith("`") else re.sub(r"([\\*_\[\]<>$#{}|~^])", r"\\\1", part) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([\\*_\[\]<>$#{}|~^])", r"\\\1", part)
+        for part in parts
+    )
 
 
-def directive(kind: str, name: str, body: list[str], options: dict[str, str] | None = None, deep: int = 3) -> str:
+def directive(
+    kind: str, name: str, body: list[str], options: dict[str, str] | None = None, deep: int = 3
+) -> str:
     "One object of Sphinx's Python domain."
     fence = ":" * deep
-    quoted = {key: "'" + value.replace("'", "''") + "'" if value else "" for key, value in (options or {}).items()}
+    quoted = {
+        key: "'" + value.replace("'", "''") + "'" if value else ""
+        for key, value in (options or {}).items()
+    }
     given = [f":{key}: {value}".rstrip() for key, value in quoted.items()]
     return "\n".join([f"{fence}{{py:{kind}}} {name}", *given, "", *body, fence])
 
@@ -97,12 +129,18 @@ def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = Fal
     if method and marks & {"property", "cached_property"}:
         kind = {"type": ast.unparse(node.returns)} if node.returns else {}
         return directive("property", node.name, [body[0]], kind)
-    return directive("method" if method else "function", node.name + signature(node, method), body, options)
+    return directive(
+        "method" if method else "function", node.name + signature(node, method), body, options
+    )
 
 
 def is_setting(value: ast.expr | None) -> bool:
     "Whether a field is written as `setting(default, unit, source, text)`."
-    return isinstance(value, ast.Call) and getattr(value.func, "id", "") == "setting" and len(value.args) >= 4
+    return (
+        isinstance(value, ast.Call)
+        and getattr(value.func, "id", "") == "setting"
+        and len(value.args) >= 4
+    )
 
 
 def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
@@ -127,7 +165,9 @@ def public(nodes: list[ast.stmt], kind: type) -> list:
 
 def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
     "What a class body says, after what its private bases say."
-    bases = {base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")}
+    bases = {
+        base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")
+    }
     above = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in bases]
     return [part for base in above for part in whole_body(base, tree)] + node.body
 
@@ -135,16 +175,27 @@ def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
 def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -> str:
     "A class with its fields and public methods."
     body_nodes = whole_body(node, tree)
-    start = next((n for n in body_nodes if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    start = next(
+        (n for n in body_nodes if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
     bases = ", ".join(base for base in map(ast.unparse, node.bases) if not base.startswith("_"))
-    body = [plain(ast.get_docstring(node) or ""), ""] + ([f"Bases: `{bases}`.", ""] if bases else [])
+    body = [plain(ast.get_docstring(node) or ""), ""] + (
+        [f"Bases: `{bases}`.", ""] if bases else []
+    )
     if start:
-        body += [f":param {name}: {plain(text)}" for name, text in docments(start, comments).items()] + [""]
+        body += [
+            f":param {name}: {plain(text)}" for name, text in docments(start, comments).items()
+        ] + [""]
     for part in public(body_nodes, ast.AnnAssign):
         body += [field(part, comments), ""]
     for part in public(body_nodes, ast.FunctionDef):
         body += [function(part, comments, method=True), ""]
-    return directive("class", node.name + (signature(start, True).split(" -> ")[0] if start else ""), body, deep=4)
+    return directive(
+        "class",
+        node.name + (signature(start, True).split(" -> ")[0] if start else ""),
+        body,
+        deep=4,
+    )
 
 
 def exported(tree: ast.Module) -> list[str]:
@@ -157,11 +208,19 @@ def exported(tree: ast.Module) -> list[str]:
 
 def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
     "The names that a statement assigns, each with its value where that is written out."
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     found = [(target.id, node.value) for target in targets if isinstance(target, ast.Name)]
     for target in targets:
         if isinstance(target, ast.Tuple):
-            values = node.value.elts if isinstance(node.value, ast.Tuple) else [None] * len(target.elts)
+            values = (
+                node.value.elts if isinstance(node.value, ast.Tuple) else [None] * len(target.elts)
+            )
             found += [(name.id, value) for name, value in zip(target.elts, values, strict=True)]
     return found
 
@@ -175,12 +234,18 @@ def entries(path: Path) -> dict[str, str]:
     for node in tree.body:
         if isinstance(node, Definition) and node.name in wanted:
             is_class = isinstance(node, ast.ClassDef)
-            found.setdefault(node.name, class_text(node, comments, tree) if is_class else function(node, comments))
+            found.setdefault(
+                node.name,
+                class_text(node, comments, tree) if is_class else function(node, comments),
+            )
         for name, value in assigned(node):
             text = ast.unparse(value) if value else ""
             options = {"value": text} if text and len(text) <= LONGEST_VALUE else {}
             if name in wanted:
-                found.setdefault(name, directive("data", name, [plain(comments.get(node.end_lineno, ""))], options))
+                found.setdefault(
+                    name,
+                    directive("data", name, [plain(comments.get(node.end_lineno, ""))], options),
+                )
     return found
 
 
@@ -188,9 +253,12 @@ def entries(path: Path) -> dict[str, str]:
 def members(path: Path) -> dict[str, list[str]]:
     "The public methods and fields of each public class of a module."
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
-            + [part.name for part in public(whole_body(node, tree), ast.FunctionDef)]
-            for node in tree.body if isinstance(node, ast.ClassDef) and node.name in exported(tree)}
+    return {
+        node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
+        + [part.name for part in public(whole_body(node, tree), ast.FunctionDef)]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in exported(tree)
+    }
 
 
 def module_of(path: Path) -> str:

@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from chunk_grpo.method.dynamics import relative_distance
-from chunk_grpo.training.iteration import TrainingState, build_update_batches, sample_groups, step_optimizer
+from chunk_grpo.training.iteration import (
+    TrainingState,
+    build_update_batches,
+    sample_groups,
+    step_optimizer,
+)
 from chunk_grpo.training.update import accumulate_gradients
 
 
@@ -22,8 +27,14 @@ def iteration_tensors(
     gradient = torch.cat([p.grad.flatten() for p in trained]).clone()
     step_optimizer(state)
     weights = torch.cat([p.detach().flatten() for p in trained])
-    return {"initial noise": paths.latents[:, 0].clone(), "latents": paths.latents[:, -1],
-            "log-probabilities": paths.logp, "advantages": advantage, "gradient": gradient, "weights": weights}
+    return {
+        "initial noise": paths.latents[:, 0].clone(),
+        "latents": paths.latents[:, -1],
+        "log-probabilities": paths.logp,
+        "advantages": advantage,
+        "gradient": gradient,
+        "weights": weights,
+    }
 
 
 def relative_difference(
@@ -38,4 +49,6 @@ def relative_difference(
 
 def difference_words(difference: float) -> str:
     "A difference in words."
-    return "the same bits" if difference == 0 else f"apart by at most {difference:.0e} of the largest"
+    return (
+        "the same bits" if difference == 0 else f"apart by at most {difference:.0e} of the largest"
+    )

@@ -34,7 +34,10 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 from chunk_grpo import InputError
 from chunk_grpo.core.files import atomic_write, check_place, write_json
 
-OFFICIAL_CHECKPOINTS = {"743b7d99": "mmdet 2.x", "c9d0c4f2": "mmdet 3.x"}  # start of the sha256: where from
+OFFICIAL_CHECKPOINTS = {
+    "743b7d99": "mmdet 2.x",
+    "c9d0c4f2": "mmdet 3.x",
+}  # start of the sha256: where from
 MMDET_2_TO_3 = (  # names of mmdet 2.x -> 3.x
     (r"(pixel_decoder\.encoder\.layers\.\d+)\.attentions\.0\.", r"\1.self_attn."),
     (r"(transformer_decoder\.layers\.\d+)\.attentions\.0\.", r"\1.cross_attn."),
@@ -51,17 +54,24 @@ def to_mmdet_3_name(
         name = re.sub(old, new, name)
     return name
 
+
 ENCODER, BLOCK = "model.pixel_level_module.encoder", r"backbone\.stages\.(\d+)\.blocks\.(\d+)"
 
 TO_BLOCK = rf"{ENCODER}.swin.encoder.layers.\1.blocks.\2"
 
 BACKBONE_NAMES = (  # names of mmdet 3.x -> of transformers, without what `convert_weight` treats first
-    (r"backbone\.patch_embed\.projection", f"{ENCODER}.swin.embeddings.patch_embeddings.projection"),
+    (
+        r"backbone\.patch_embed\.projection",
+        f"{ENCODER}.swin.embeddings.patch_embeddings.projection",
+    ),
     (r"backbone\.patch_embed\.norm", f"{ENCODER}.swin.embeddings.norm"),
     (rf"{BLOCK}\.norm1", rf"{TO_BLOCK}.layernorm_before"),
     (rf"{BLOCK}\.norm2", rf"{TO_BLOCK}.layernorm_after"),
     (rf"{BLOCK}\.attn\.w_msa\.proj", rf"{TO_BLOCK}.attention.o_proj"),
-    (rf"{BLOCK}\.attn\.w_msa\.(relative_position_bias)_table", rf"{TO_BLOCK}.attention.\3.\3_table"),
+    (
+        rf"{BLOCK}\.attn\.w_msa\.(relative_position_bias)_table",
+        rf"{TO_BLOCK}.attention.\3.\3_table",
+    ),
     (rf"{BLOCK}\.ffn\.layers\.0\.0", rf"{TO_BLOCK}.mlp.fc1"),
     (rf"{BLOCK}\.ffn\.layers\.1", rf"{TO_BLOCK}.mlp.fc2"),
 )
@@ -77,9 +87,13 @@ def translate_name(
             return re.sub("^" + old, new, name)
     return None
 
+
 PIXEL, PIXEL_HEAD = "model.pixel_level_module.decoder", r"panoptic_head\.pixel_decoder"
 
-PIXEL_LAYER, TO_PIXEL_LAYER = rf"{PIXEL_HEAD}\.encoder\.layers\.(\d+)", rf"{PIXEL}.encoder.layers.\1"
+PIXEL_LAYER, TO_PIXEL_LAYER = (
+    rf"{PIXEL_HEAD}\.encoder\.layers\.(\d+)",
+    rf"{PIXEL}.encoder.layers.\1",
+)
 
 PIXEL_DECODER_NAMES = (
     (rf"{PIXEL_HEAD}\.input_convs\.(\d)\.conv", rf"{PIXEL}.input_projections.\1.0"),
@@ -118,7 +132,11 @@ DECODER_NAMES = (
 
 MMDET_TO_TRANSFORMERS = BACKBONE_NAMES + PIXEL_DECODER_NAMES + DECODER_NAMES
 
-UNUSED_KEYS = (f"{ENCODER}.swin.layernorm.weight", f"{ENCODER}.swin.layernorm.bias", "criterion.empty_weight")
+UNUSED_KEYS = (
+    f"{ENCODER}.swin.layernorm.weight",
+    f"{ENCODER}.swin.layernorm.bias",
+    "criterion.empty_weight",
+)
 
 
 def reorder_patch_channels(
@@ -135,16 +153,30 @@ def convert_weight(
     "What becomes of one weight."
     if found := re.fullmatch(rf"{BLOCK}\.attn\.w_msa\.qkv\.(weight|bias)", name):
         start = found.expand(TO_BLOCK) + ".attention"
-        return {f"{start}.{k}_proj.{found[3]}": part.clone() for k, part in zip("qkv", value.chunk(3), strict=True)}
+        return {
+            f"{start}.{k}_proj.{found[3]}": part.clone()
+            for k, part in zip("qkv", value.chunk(3), strict=True)
+        }
     if found := re.fullmatch(rf"{LAYER}\.self_attn\.attn\.in_proj_(weight|bias)", name):
         start = f"{DECODER}.decoder.layers.{found[1]}.self_attn"
-        return {f"{start}.{k}_proj.{found[2]}": part.clone() for k, part in zip("qkv", value.chunk(3), strict=True)}
-    if found := re.fullmatch(r"backbone\.stages\.(\d+)\.downsample\.((norm|reduction)\.(weight|bias))", name):
-        return {f"{ENCODER}.swin.encoder.layers.{found[1]}.downsample.{found[2]}": reorder_patch_channels(value)}
+        return {
+            f"{start}.{k}_proj.{found[2]}": part.clone()
+            for k, part in zip("qkv", value.chunk(3), strict=True)
+        }
+    if found := re.fullmatch(
+        r"backbone\.stages\.(\d+)\.downsample\.((norm|reduction)\.(weight|bias))", name
+    ):
+        return {
+            f"{ENCODER}.swin.encoder.layers.{found[1]}.downsample.{found[2]}": reorder_patch_channels(
+                value
+            )
+        }
     if found := re.fullmatch(r"backbone\.norm(\d)\.(weight|bias)", name):
         return {f"{ENCODER}.hidden_states_norms.stage{int(found[1]) + 1}.{found[2]}": value}
     if found := re.fullmatch(rf"{HEAD}\.mask_embed\.([024])\.(weight|bias)", name):
-        return {f"{DECODER}.decoder.mask_predictor.mask_embedder.{int(found[1]) // 2}.0.{found[2]}": value}
+        return {
+            f"{DECODER}.decoder.mask_predictor.mask_embedder.{int(found[1]) // 2}.0.{found[2]}": value
+        }
     new = translate_name(MMDET_TO_TRANSFORMERS, name)
     return {new: value} if new else {}
 
@@ -155,8 +187,10 @@ def weight_shape(
 ) -> tuple[int, ...]:
     "The shape of a weight; InputError where there is none of this name."
     if name not in weights:
-        raise InputError(f"source: the checkpoint has no weight {name!r}; a Mask2Former with a Swin backbone from "
-                         f"mmdet is needed.")
+        raise InputError(
+            f"source: the checkpoint has no weight {name!r}; a Mask2Former with a Swin backbone from "
+            f"mmdet is needed."
+        )
     return tuple(weights[name].shape)
 
 
@@ -175,11 +209,18 @@ def infer_swin_config(
     bias_table = "backbone.stages.{}.blocks.0.attn.w_msa.relative_position_bias_table"
     stages = range(layer_count(weights, r"backbone\.stages\.(\d+)\."))
     patches = weight_shape(weights, "backbone.patch_embed.projection.weight")
-    return {"model_type": "swin", "embed_dim": patches[0], "patch_size": patches[-1], "drop_path_rate": 0.0,
-            "depths": [layer_count(weights, rf"backbone\.stages\.{i}\.blocks\.(\d+)\.") for i in stages],
-            "num_heads": [weight_shape(weights, bias_table.format(i))[1] for i in stages],
-            "window_size": (isqrt(weight_shape(weights, bias_table.format(0))[0]) + 1) // 2,
-            "out_features": [f"stage{i + 1}" for i in stages]}
+    return {
+        "model_type": "swin",
+        "embed_dim": patches[0],
+        "patch_size": patches[-1],
+        "drop_path_rate": 0.0,
+        "depths": [
+            layer_count(weights, rf"backbone\.stages\.{i}\.blocks\.(\d+)\.") for i in stages
+        ],
+        "num_heads": [weight_shape(weights, bias_table.format(i))[1] for i in stages],
+        "window_size": (isqrt(weight_shape(weights, bias_table.format(0))[0]) + 1) // 2,
+        "out_features": [f"stage{i + 1}" for i in stages],
+    }
 
 
 def infer_config(
@@ -191,14 +232,20 @@ def infer_config(
     masks, features = weight_shape(weights, f"{pixel}.mask_feature.weight")[:2]
     queries, hidden = weight_shape(weights, "panoptic_head.query_feat.weight")
     return Mask2FormerConfig(
-        backbone_config=backbone, feature_size=features, mask_feature_size=masks,
-        hidden_dim=hidden, num_queries=queries,
-        num_attention_heads=weight_shape(weights, f"{layer}.self_attn.sampling_offsets.weight")[0] // (3 * 4 * 2),
+        backbone_config=backbone,
+        feature_size=features,
+        mask_feature_size=masks,
+        hidden_dim=hidden,
+        num_queries=queries,
+        num_attention_heads=weight_shape(weights, f"{layer}.self_attn.sampling_offsets.weight")[0]
+        // (3 * 4 * 2),
         encoder_layers=layer_count(weights, rf"{re.escape(pixel)}\.encoder\.layers\.(\d+)\."),
         encoder_feedforward_dim=weight_shape(weights, f"{layer}.ffn.layers.0.0.weight")[0],
-        decoder_layers=layer_count(weights, rf"{re.escape(decoder)}\.(\d+)\.") + 1,  # the queries count as the first
+        decoder_layers=layer_count(weights, rf"{re.escape(decoder)}\.(\d+)\.")
+        + 1,  # the queries count as the first
         dim_feedforward=weight_shape(weights, f"{decoder}.0.ffn.layers.0.0.weight")[0],
-        num_labels=weight_shape(weights, "panoptic_head.cls_embed.weight")[0] - 1)
+        num_labels=weight_shape(weights, "panoptic_head.cls_embed.weight")[0] - 1,
+    )
 
 
 def convert_state_dict(
@@ -209,16 +256,25 @@ def convert_state_dict(
     new, unknown, misfits = {}, [], []
     for name, value in weights.items():
         found = convert_weight(name, value)
-        misfits += [f"{name} {tuple(value.shape)}" for to, part in found.items()
-                    if to in own and own[to].shape != part.shape]
+        misfits += [
+            f"{name} {tuple(value.shape)}"
+            for to, part in found.items()
+            if to in own and own[to].shape != part.shape
+        ]
         if not found or not found.keys() <= own.keys():
             unknown.append(name)
         new |= found
     missing = [name for name in own if name not in new and name not in UNUSED_KEYS]
-    for what, names in {"unknown": unknown, "missing": missing, "of another shape": misfits}.items():
+    for what, names in {
+        "unknown": unknown,
+        "missing": missing,
+        "of another shape": misfits,
+    }.items():
         if names:
-            raise InputError(f"source: {len(names)} weights are {what}, first {', '.join(names[:3])}; a Mask2Former "
-                             f"with a Swin backbone from mmdet 2.x or 3.x is needed.")
+            raise InputError(
+                f"source: {len(names)} weights are {what}, first {', '.join(names[:3])}; a Mask2Former "
+                f"with a Swin backbone from mmdet 2.x or 3.x is needed."
+            )
     return new
 
 
@@ -232,7 +288,9 @@ def check_position_index(
         stage, block = (int(x) for x in re.match(BLOCK, name).groups())
         bias = layers[stage].blocks[block].attention.relative_position_bias
         if not torch.equal(value.flatten(), bias.relative_position_index.flatten()):
-            raise InputError(f"source: {name} counts relative positions in another order than Swin does.")
+            raise InputError(
+                f"source: {name} counts relative positions in another order than Swin does."
+            )
 
 
 def build_mask2former(
@@ -241,7 +299,11 @@ def build_mask2former(
     "The network with these weights; InputError where they do not fit."
     weights = {to_mmdet_3_name(name): value for name, value in weights.items()}
     model = Mask2FormerForUniversalSegmentation(infer_config(weights)).eval()
-    index = {name: weights.pop(name) for name in list(weights) if name.endswith(".relative_position_index")}
+    index = {
+        name: weights.pop(name)
+        for name in list(weights)
+        if name.endswith(".relative_position_index")
+    }
     new = convert_state_dict(weights, model.state_dict())
     check_position_index(model, index)
     model.load_state_dict(new, strict=False)
@@ -255,11 +317,15 @@ def read_mmdet_checkpoint(
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise InputError(f"source: {source} cannot be read as weights alone ({str(error).splitlines()[0]}); a "
-                         f"checkpoint of plain tensors is needed.") from None
+        raise InputError(
+            f"source: {source} cannot be read as weights alone ({str(error).splitlines()[0]}); a "
+            f"checkpoint of plain tensors is needed."
+        ) from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not weights or not all(isinstance(x, Tensor) for x in weights.values()):
-        raise InputError(f"source: {source} holds no table of weights; a checkpoint that mmdet published is needed.")
+        raise InputError(
+            f"source: {source} holds no table of weights; a checkpoint that mmdet published is needed."
+        )
     return weights
 
 
@@ -270,7 +336,9 @@ def convert_mmdet_checkpoint(
     "Convert mmdet's checkpoint to a transformers folder; InputError where it does not fit."
     source, out = Path(source), Path(out)
     if not source.is_file():
-        raise InputError(f"source: {source} is no file; the checkpoint that mmdet published is needed.")
+        raise InputError(
+            f"source: {source} is no file; the checkpoint that mmdet published is needed."
+        )
     if out.exists():
         raise InputError(f"out: {out} exists already; a new folder is needed.")
     check_place(out)
@@ -278,7 +346,12 @@ def convert_mmdet_checkpoint(
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     weights = read_mmdet_checkpoint(source)
     layout = "mmdet 2.x" if any(".attentions." in name for name in weights) else "mmdet 3.x"
-    note = {"source": source.name, "sha256": digest, "official": digest[:8] in OFFICIAL_CHECKPOINTS, "layout": layout}
+    note = {
+        "source": source.name,
+        "sha256": digest,
+        "official": digest[:8] in OFFICIAL_CHECKPOINTS,
+        "layout": layout,
+    }
     model = build_mask2former(weights)
     with atomic_write(out) as folder:
         model.save_pretrained(folder)
@@ -297,7 +370,9 @@ def main(arguments: list[str] | None = None) -> int:  # exit status
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"detector: {chosen.out}, {'official' if note['official'] else 'not official'}, sha256 {note['sha256']}")
+    print(
+        f"detector: {chosen.out}, {'official' if note['official'] else 'not official'}, sha256 {note['sha256']}"
+    )
     return 0
 
 

@@ -23,8 +23,15 @@ UNSEEN = {"hide", "default_exp", "eval", "notest", "slow", "gpu"}
 
 def modules(root: Path) -> dict[str, Path]:
     "The package's modules by dotted name, without nbdev's index and empty files."
-    files = [f for f in sorted((root / "chunk_grpo").rglob("*.py")) if f.name != "_modidx.py" and f.read_text().strip()]
-    return {".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    files = [
+        f
+        for f in sorted((root / "chunk_grpo").rglob("*.py"))
+        if f.name != "_modidx.py" and f.read_text().strip()
+    ]
+    return {
+        ".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
 
 
 def public_names(file: Path) -> list[str]:
@@ -64,20 +71,35 @@ def count_package(root: Path) -> dict:
     names = {name: public_names(file) for name, file in files.items()}
     arrows = {name: imported(name, file, set(files)) for name, file in files.items()}
     words = {name: set(re.findall(r"[A-Za-z_]\w*", text)) for name, text in texts.items()}
-    alone = [x for name, found in names.items() for x in found if not any(x in words[o] for o in files if o != name)]
-    places = {f"chunk_grpo.{page.parent.name[3:]}.{page.stem[3:]}": (page.parent.name, page.name)
-              for page in (root / "nbs").glob("[0-9]*/*.ipynb")}
-    upward = [(a, b) for a in places for b in arrows.get(a, ()) if b in places and places[b] > places[a]]
+    alone = [
+        x
+        for name, found in names.items()
+        for x in found
+        if not any(x in words[o] for o in files if o != name)
+    ]
+    places = {
+        f"chunk_grpo.{page.parent.name[3:]}.{page.stem[3:]}": (page.parent.name, page.name)
+        for page in (root / "nbs").glob("[0-9]*/*.ipynb")
+    }
+    upward = [
+        (a, b) for a in places for b in arrows.get(a, ()) if b in places and places[b] > places[a]
+    ]
     chapters = defaultdict(lambda: [0, 0, 0])
     for name, text in texts.items():
         row = chapters[name.split(".")[1] if "." in name else "front door"]
-        row[:] = [a + b for a, b in zip(row, (len(text.splitlines()), 1, len(names[name])), strict=True)]
+        row[:] = [
+            a + b for a, b in zip(row, (len(text.splitlines()), 1, len(names[name])), strict=True)
+        ]
     stub = (root / "chunk_grpo/__init__.pyi").read_text(encoding="utf-8").splitlines()
-    return {"lines": len(stub) + sum(len(text.splitlines()) for text in texts.values()), "modules": len(files),
-            "public names": sum(map(len, names.values())), "public names used in their own module only": len(alone),
-            "imports that lead upwards": len(upward),
-            "modules in circles": sum(name in reachable(name, arrows) for name in arrows),
-            "chapters (lines, modules, public names)": dict(chapters)}
+    return {
+        "lines": len(stub) + sum(len(text.splitlines()) for text in texts.values()),
+        "modules": len(files),
+        "public names": sum(map(len, names.values())),
+        "public names used in their own module only": len(alone),
+        "imports that lead upwards": len(upward),
+        "modules in circles": sum(name in reachable(name, arrows) for name in arrows),
+        "chapters (lines, modules, public names)": dict(chapters),
+    }
 
 
 def count_book(root: Path) -> dict:
@@ -85,21 +107,36 @@ def count_book(root: Path) -> dict:
     exports, demonstrations, shown, with_figure = [], 0, 0, 0
     pages = sorted((root / "nbs").glob("[0-9]*/*.ipynb"))
     for page in pages:
-        cells = [cell for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code"]
-        kinds = {kind for cell in cells for output in cell.outputs for kind in output.get("data", {})}
+        cells = [
+            cell for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code"
+        ]
+        kinds = {
+            kind for cell in cells for output in cell.outputs for kind in output.get("data", {})
+        }
         with_figure += bool(kinds & {"image/png", "image/svg+xml"})
         for cell in cells:
             marks = set(re.findall(r"^#\|\s*(\w+)", cell.source, re.MULTILINE))
-            body = [line for line in cell.source.split("\n") if line.strip() and not line.startswith("#|")]
+            body = [
+                line
+                for line in cell.source.split("\n")
+                if line.strip() and not line.startswith("#|")
+            ]
             if "export" in marks:
                 exports.append(len(body))
-            elif not marks & UNSEEN and not all(re.match(r"(from|import)\s|[\s)]", line) for line in body):
+            elif not marks & UNSEEN and not all(
+                re.match(r"(from|import)\s|[\s)]", line) for line in body
+            ):
                 demonstrations += 1
                 shown += bool(cell.outputs)
-    return {"pages": len(pages), "pages with a figure": with_figure, "export cells": len(exports),
-            "lines of an export cell, median": statistics.median(exports),
-            "lines of an export cell, most": max(exports), "demonstration cells": demonstrations,
-            "of these with an output": f"{shown / demonstrations:.1%}"}
+    return {
+        "pages": len(pages),
+        "pages with a figure": with_figure,
+        "export cells": len(exports),
+        "lines of an export cell, median": statistics.median(exports),
+        "lines of an export cell, most": max(exports),
+        "demonstration cells": demonstrations,
+        "of these with an output": f"{shown / demonstrations:.1%}",
+    }
 
 
 def main() -> int:
@@ -108,7 +145,9 @@ def main() -> int:
     root = Path(given[0]) if given else Path(__file__).resolve().parents[1]
     found = count_package(root) | count_book(root)
     for part in ("tests", "tools"):
-        found[f"lines of {part}"] = sum(len(f.read_text().splitlines()) for f in (root / part).glob("*.py"))
+        found[f"lines of {part}"] = sum(
+            len(f.read_text().splitlines()) for f in (root / part).glob("*.py")
+        )
     if "--json" in sys.argv:
         print(json.dumps(found))
         return 0

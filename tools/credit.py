@@ -63,10 +63,18 @@ def block_gradient(
     limit: int = 96,  # transitions in one forward
 ) -> list[Tensor]:  # one for each trained parameter
     "The gradient (a) of one block and transition."
-    trained, item, sampler = what.policy.trained, torch.arange(len(images)), what.trajectories.sampler
+    trained, item, sampler = (
+        what.policy.trained,
+        torch.arange(len(images)),
+        what.trajectories.sampler,
+    )
     total = [torch.zeros_like(p) for p in trained]
     for part in item.split(limit):
-        path = what.trajectories.latents[images[part], index : index + 2].float().to(what.policy.device)
+        path = (
+            what.trajectories.latents[images[part], index : index + 2]
+            .float()
+            .to(what.policy.device)
+        )
         now, then = path.unbind(1)
         told = told_sigma(what.policy, sampler.sigmas[index].expand(len(part)))
         v = what.policy.velocity(now, told, what.rows(images[part]))
@@ -77,13 +85,22 @@ def block_gradient(
     return total
 
 
-LAYER_GROUPS = {"attention": ("attn",), "modulation": ("norm",), "mlp": ("ff", "mlp"), "embedding": ("embed",)}
+LAYER_GROUPS = {
+    "attention": ("attn",),
+    "modulation": ("norm",),
+    "mlp": ("ff", "mlp"),
+    "embedding": ("embed",),
+}
 
 
 def layer_group(name: str) -> str:
     "attention, modulation, mlp, embedding or output of a FLUX, by a parameter's name."
-    found = next((k for k, words in LAYER_GROUPS.items() if any(word in name for word in words)), "output")
-    return "mlp" if found == "output" and "single_transformer_blocks" in name else found  # a single block's last layer
+    found = next(
+        (k for k, words in LAYER_GROUPS.items() if any(word in name for word in words)), "output"
+    )
+    return (
+        "mlp" if found == "output" and "single_transformer_blocks" in name else found
+    )  # a single block's last layer
 
 
 def gradient_gram(
@@ -96,7 +113,9 @@ def gradient_gram(
     trajectories, policy = what.trajectories, what.policy
     places = torch.arange(len(trajectories.keys)).chunk(blocks)
     if len({len(part) for part in places}) > 1 or len(places) < blocks:
-        raise InputError(f"blocks: got {blocks} for {len(trajectories.keys)} images, allowed is a divisor.")
+        raise InputError(
+            f"blocks: got {blocks} for {len(trajectories.keys)} images, allowed is a divisor."
+        )
     group = group or layer_group
     names = [group(name) for name, p in policy.transformer.named_parameters() if p.requires_grad]
     held: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -131,7 +150,9 @@ class GaussianWorld:
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: dict) -> Tensor:
         "The affine velocity of every sample, in the latents' dtype."
-        mean, scale, by, plus = (x.to(latents.dtype) for x in (self.mean, self.scale, *self.trained))
+        mean, scale, by, plus = (
+            x.to(latents.dtype) for x in (self.mean, self.scale, *self.trained)
+        )
         return (1 + by) * gaussian_velocity(latents, sigma, mean, scale) + plus
 
     def reward(self, latents: Tensor, images: Tensor | None = None) -> Tensor:
@@ -167,7 +188,10 @@ def branch_noise(
 ) -> Tensor:  # (B, T - index, S, C) float32 on the CPU
     "The noise of a branch's transitions, another one for each index and branch."
     streams = [f"branch/{index}/{number}" for number in branch]
-    drawn = [torch.randn(shape, generator=make_generator(*k, stream=s)) for k, s in zip(keys, streams, strict=True)]
+    drawn = [
+        torch.randn(shape, generator=make_generator(*k, stream=s))
+        for k, s in zip(keys, streams, strict=True)
+    ]
     return torch.stack(drawn)
 
 
@@ -192,21 +216,30 @@ def continue_from(
 
 def branch_rewards(
     what: ReplayContext,  # stored trajectories of B images
-    outcome: Callable[[Tensor, Tensor], Tensor],  # latents (M, S, C) at sigma 0 and their images (M,) -> rewards (M,)
+    outcome: Callable[
+        [Tensor, Tensor], Tensor
+    ],  # latents (M, S, C) at sigma 0 and their images (M,) -> rewards (M,)
     branches: int = 4,  # N, from every latent
     batch: int = 48,  # images in one forward
 ) -> Tensor:  # (B, T + 1, N) float64, of the branches that leave at each latent
     "Rewards of N continuations from every latent; costs N T (T + 3) / 2 - N forwards an image."
     paths = what.trajectories
     count, steps = len(paths.keys), paths.latents.shape[1] - 1
-    ends = torch.cat([outcome(paths.latents[part, -1], part) for part in torch.arange(count).split(batch)])
+    ends = torch.cat(
+        [outcome(paths.latents[part, -1], part) for part in torch.arange(count).split(batch)]
+    )
     out = ends.double()[:, None, None].repeat(1, steps + 1, branches)
-    image, branch = torch.arange(count).repeat_interleave(branches), torch.arange(branches).repeat(count)
+    image, branch = (
+        torch.arange(count).repeat_interleave(branches),
+        torch.arange(branches).repeat(count),
+    )
     for index in range(steps - 1):
         for part in torch.arange(len(image)).split(batch):
             own, number = image[part], branch[part]
             shape = (steps - index, *paths.latents.shape[2:])
-            noise = branch_noise([paths.keys[b] for b in own.tolist()], index, number.tolist(), shape)
+            noise = branch_noise(
+                [paths.keys[b] for b in own.tolist()], index, number.tolist(), shape
+            )
             rows = {k: v[paths.row[own]] for k, v in what.conditioning.items()}
             start = paths.latents[own, index].to(what.policy.device)
             last = continue_from(what.policy, rows, start, index, noise, paths.sampler)
@@ -219,13 +252,17 @@ def branch_values(
 ) -> tuple[Tensor, Tensor]:  # value and its standard error (d), both (B, T + 1)
     "Mean and standard error over branches. InputError on fewer than 2 branches."
     if rewards.shape[-1] < 2:
-        raise InputError(f"branches: got {rewards.shape[-1]}, allowed are at least 2, for an error.")
+        raise InputError(
+            f"branches: got {rewards.shape[-1]}, allowed are at least 2, for an error."
+        )
     return rewards.mean(-1), rewards.std(-1) / math.sqrt(rewards.shape[-1])
 
 
 def step_advantages(
     rewards: Tensor,  # (B, T + 1, N)
-) -> tuple[Tensor, Tensor]:  # advantage and its standard error (d) of the trained transitions, both (B, T - 1)
+) -> tuple[
+    Tensor, Tensor
+]:  # advantage and its standard error (d) of the trained transitions, both (B, T - 1)
     "The advantage of every transition but the last, which has no noise."
     value, error = branch_values(rewards)
     square = error.square()
@@ -238,8 +275,11 @@ def wrong_sign_shares(
     error: Tensor,  # its standard error, (P, G, n)
     parts: Chunks,  # transitions whose moments are averaged, K parts of n
     certain: float = 2.0,  # standard errors from which a sign counts as certain
-) -> Tensor:  # (6, K): raw, certain, corrected, by_share, share of one transition, how many are certain
+) -> (
+    Tensor
+):  # (6, K): raw, certain, corrected, by_share, share of one transition, how many are certain
     "Shares of wrong signs by (e) and (f), and the share of the variance decided at a transition."
+
     def mean(x: Tensor) -> Tensor:
         return torch.stack([x[..., part].mean() for part in parts.slices])
 
@@ -258,16 +298,22 @@ def wrong_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
     parts: Chunks | None = None,  # transitions whose moments are averaged; None: each alone
-) -> dict[str, Tensor]:  # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
+) -> dict[
+    str, Tensor
+]:  # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
     "How often the trajectory's advantage has the wrong sign at each transition; errors over prompts."
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
-    step, error = (x.reshape(count, group, -1) / spread[:, None, None] for x in step_advantages(branches))
+    step, error = (
+        x.reshape(count, group, -1) / spread[:, None, None] for x in step_advantages(branches)
+    )
     adv = (rewards - rewards.mean(1, keepdim=True)).double() / spread[:, None]
     cut = parts or Chunks.steps(step.shape[2])
     value, se = jackknife_error(lambda p: wrong_sign_shares(adv[p], step[p], error[p], cut), count)
     names = ("raw", "certain", "corrected", "by_share", "share", "found")
-    return dict(zip(names, value, strict=True)) | {f"{n}_se": x for n, x in zip(names, se, strict=True)}
+    return dict(zip(names, value, strict=True)) | {
+        f"{n}_se": x for n, x in zip(names, se, strict=True)
+    }
 
 
 def state_sign_shares(
@@ -283,7 +329,9 @@ def state_sign_shares(
 def state_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
-) -> dict[str, Tensor]:  # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
+) -> dict[
+    str, Tensor
+]:  # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
     "How often the state that a transition leads to is wrongly attributed, as version 3 counts; errors over prompts."
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
@@ -291,20 +339,37 @@ def state_sign_estimates(
     value = (value - value.mean(1, keepdim=True)) / spread[:, None, None]
     adv = (rewards - rewards.mean(1, keepdim=True)).double() / spread[:, None]
     shares, shares_se = jackknife_error(lambda p: state_sign_shares(adv[p], value[p]), count)
-    means, means_se = jackknife_error(lambda p: state_sign_shares(adv[p], value[p])[:2].mean(1), count)
-    out = dict(zip(("raw", "by_share", "decided", "mean_raw", "mean_by_share"), [*shares, *means], strict=True))
+    means, means_se = jackknife_error(
+        lambda p: state_sign_shares(adv[p], value[p])[:2].mean(1), count
+    )
+    out = dict(
+        zip(
+            ("raw", "by_share", "decided", "mean_raw", "mean_by_share"),
+            [*shares, *means],
+            strict=True,
+        )
+    )
     return out | {f"{name}_se": x for name, x in zip(out, [*shares_se, *means_se], strict=True)}
 
 
 def attribution_distance(
     wrong: Tensor,  # wrong signs of each trajectory, or their chances, (B, n)
-) -> dict[str, Tensor]:  # (B,) each: k, step (36), chunk (37), zero, scaled and cosine (h), nearer (40)
+) -> dict[
+    str, Tensor
+]:  # (B,) each: k, step (36), chunk (37), zero, scaled and cosine (h), nearer (40)
     "Proposition 1's distances to the true coefficients, and those that do not depend on length."
     n = wrong.shape[1]
     k = wrong.double().sum(1)
     step, chunk = 4 * k, ((n - 1) ** 2 + 4 * k) / n
-    return {"k": k, "step": step, "chunk": chunk, "zero": torch.full_like(k, n), "scaled": n - (n - 2 * k) ** 2 / n,
-            "cosine": 1 - 2 * k / n, "nearer": k > (n - 1) / 4}
+    return {
+        "k": k,
+        "step": step,
+        "chunk": chunk,
+        "zero": torch.full_like(k, n),
+        "scaled": n - (n - 2 * k) ** 2 / n,
+        "cosine": 1 - 2 * k / n,
+        "nearer": k > (n - 1) / 4,
+    }
 
 
 def coefficient_gradients(
@@ -313,10 +378,13 @@ def coefficient_gradients(
     images: Tensor,  # the block's positions, (m,)
 ) -> Tensor:  # (R, n, D) float32 on the CPU; D numbers in all trained parameters
     "Mean over a block's images of coefficient times gradient, for each set and transition."
+
     def flat(row: Tensor, i: int) -> Tensor:
         return torch.cat([g.flatten() for g in block_gradient(what, row[:, i], i, images)]).cpu()
 
-    return torch.stack([torch.stack([flat(row, i) for i in range(row.shape[1])]) for row in coefficients])
+    return torch.stack(
+        [torch.stack([flat(row, i) for i in range(row.shape[1])]) for row in coefficients]
+    )
 
 
 def coefficient_sets(
@@ -326,6 +394,7 @@ def coefficient_sets(
     generator: torch.Generator,  # of the random signs
 ) -> Tensor:  # (4, B, n) float64: trajectory's, transition's, signed, branches' noise
     "The coefficients of which gradients are taken."
+
     def signs(*shape: int) -> Tensor:
         return 2.0 * torch.randint(2, shape, generator=generator) - 1
 
@@ -355,13 +424,18 @@ def weighted_inner_products(
     weights: Tensor,  # w of the estimator, (n,)
     truth: Tensor,  # of the truth (a): ones, (n,), or 0 on transitions that are left out
     row: int = 0,  # the estimator's set
-    mean: tuple[int, float] | None = None,  # set whose expectation, times the number, is the estimator's; None: its own
-) -> Tensor:  # (4, K, K): of the estimator, of its expectation, of that with the truth, of the truth
+    mean: tuple[int, float]
+    | None = None,  # set whose expectation, times the number, is the estimator's; None: its own
+) -> (
+    Tensor
+):  # (4, K, K): of the estimator, of its expectation, of that with the truth, of the truth
     "Inner products of the blocks' weighted gradients."
     w, t = weights.double(), truth.double()
     own, c = mean or (row, 1.0)
     pairs = ((row, w, row, w), (own, c * w, own, c * w), (own, c * w, 1, t), (1, t, 1, t))
-    return torch.stack([torch.einsum("isjt,s,t->ij", gram[:, a, :, :, b], u, v) for a, u, b, v in pairs])
+    return torch.stack(
+        [torch.einsum("isjt,s,t->ij", gram[:, a, :, :, b], u, v) for a, u, b, v in pairs]
+    )
 
 
 def alignment_statistics(
@@ -387,10 +461,14 @@ def alignment_with_errors(
     count = tables.shape[1]
     if count < 3:
         raise InputError(f"gram: got {count} blocks, allowed are at least 3, for an error.")
-    found = jackknife_error(lambda p: alignment_statistics(tables[:, p][:, :, p], images, extra, many), count)
+    found = jackknife_error(
+        lambda p: alignment_statistics(tables[:, p][:, :, p], images, extra, many), count
+    )
     names = ("cosine", "cosine_many", "variance", "along", "half")
     value, error = (x.tolist() for x in found)
-    return dict(zip(names, value, strict=True)) | {f"{n}_se": e for n, e in zip(names, error, strict=True)}
+    return dict(zip(names, value, strict=True)) | {
+        f"{n}_se": e for n, e in zip(names, error, strict=True)
+    }
 
 
 def chunk_sampling_variance(

@@ -24,11 +24,21 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, PACKAGE = ROOT / "nbs", ROOT / "chunk_grpo"
 CHAPTERS = {  # the titles that a reader sees, in the order of the house
-    "method": "The method", "pocket": "The pocket model", "core": "Files, statistics, settings",
-    "models": "Models as policies", "rewards": "Rewards", "reward_serving": "Rewards in other processes",
-    "planning": "Planning a run", "training": "Training", "methods": "Methods", "runs": "Runs and machines",
-    "evaluation": "Evaluation", "measurements": "Measurements", "reporting": "Figures and reports",
-    "studies": "Studies and claims", "cli": "The command line",
+    "method": "The method",
+    "pocket": "The pocket model",
+    "core": "Files, statistics, settings",
+    "models": "Models as policies",
+    "rewards": "Rewards",
+    "reward_serving": "Rewards in other processes",
+    "planning": "Planning a run",
+    "training": "Training",
+    "methods": "Methods",
+    "runs": "Runs and machines",
+    "evaluation": "Evaluation",
+    "measurements": "Measurements",
+    "reporting": "Figures and reports",
+    "studies": "Studies and claims",
+    "cli": "The command line",
 }
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
@@ -55,13 +65,21 @@ def pages() -> list[Path]:
     verdict = BOOK / "findings/index.ipynb"
     rest = [path for path in sorted((BOOK / "findings").glob("*.ipynb")) if path != verdict]
     chapters = [page for folder in chapter_folders() for page in sorted(folder.glob("*.ipynb"))]
-    return [BOOK / "index.ipynb", *chapters, verdict, *rest, *sorted((BOOK / "reports").glob("*.ipynb"))]
+    return [
+        BOOK / "index.ipynb",
+        *chapters,
+        verdict,
+        *rest,
+        *sorted((BOOK / "reports").glob("*.ipynb")),
+    ]
 
 
 def title_of(page: Path) -> tuple[str, str]:
     "A page's heading, and its subtitle or an empty text."
     lines = read(page).cells[0].source.strip().split("\n")
-    return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith("> ") else ""
+    return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith(
+        "> "
+    ) else ""
 
 
 def module_path(page: Path) -> Path | None:
@@ -82,12 +100,21 @@ def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
     table, ours = {}, settings_fields()
     for path in modules:
         module, names = api.module_of(path), list(api.entries(path))
-        names += [f"{owner}.{member}" for owner, found in api.members(path).items() for member in found]
+        names += [
+            f"{owner}.{member}" for owner, found in api.members(path).items() for member in found
+        ]
         for name in names:
             full = f"{module}.{name}"
-            written = {name, f"{module.split('.')[-1]}.{name}", full, full.removeprefix("chunk_grpo.")}
+            written = {
+                name,
+                f"{module.split('.')[-1]}.{name}",
+                full,
+                full.removeprefix("chunk_grpo."),
+            }
             if "." not in name and (name in ours or name.islower() and "_" not in name):
-                written.discard(name)  # `train` or `chunks` alone is as often a command or a setting
+                written.discard(
+                    name
+                )  # `train` or `chunks` alone is as often a command or a setting
             for text in written:
                 table.setdefault(text, []).append(full)
     return table
@@ -95,20 +122,27 @@ def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
 
 def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
     "Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."
+
     def link(found: re.Match) -> str:
         name = re.sub(r"\(\)$", "", found.group(1))
         meant = table.get(name, [])
         meant = [full for full in meant if full == f"{module}.{name}"] or meant
         return f"{{py:obj}}`{found.group(1)} <{meant[0]}>`" if len(meant) == 1 else found.group(0)
 
-    blocks = re.split(r"(^```.*?^```[ \t]*$|^#+ .*$|\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$)", text,
-                      flags=re.MULTILINE | re.DOTALL)
-    return "".join(block if i % 2 else re.sub(r"(?<![`\w}])`([\w.]+(?:\(\))?)`(?!`)", link, block)
-                   for i, block in enumerate(blocks))
+    blocks = re.split(
+        r"(^```.*?^```[ \t]*$|^#+ .*$|\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$)",
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    return "".join(
+        block if i % 2 else re.sub(r"(?<![`\w}])`([\w.]+(?:\(\))?)`(?!`)", link, block)
+        for i, block in enumerate(blocks)
+    )
 
 
 def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
     "Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."
+
     def link(found: re.Match) -> str:
         words, target, rest = found.groups()
         file = (here.parent / target).resolve()
@@ -133,9 +167,17 @@ def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
         return ""
 
     def tests(node: ast.stmt) -> bool:
-        calls = node.items[0].context_expr if isinstance(node, ast.With) else getattr(node, "value", None)
+        calls = (
+            node.items[0].context_expr
+            if isinstance(node, ast.With)
+            else getattr(node, "value", None)
+        )
         name = ast.unparse(calls.func) if isinstance(calls, ast.Call) else ""
-        return isinstance(node, ast.Assert) or bool(TESTS.match(name)) and not isinstance(node, ast.Assign)
+        return (
+            isinstance(node, ast.Assert)
+            or bool(TESTS.match(name))
+            and not isinstance(node, ast.Assign)
+        )
 
     if all(isinstance(node, ast.Import | ast.ImportFrom) for node in body):
         return "Imports"
@@ -153,9 +195,16 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.MULTILINE).strip()
     if "hide" in directives or not source:
         return []
-    texts = [out["data"].pop("text/markdown") for out in cell.outputs if "text/markdown" in out.get("data", {})]
-    outputs = [out for out in cell.outputs if out.output_type == "stream" or set(out.get("data", {})) - {"text/plain"}
-               or not texts]
+    texts = [
+        out["data"].pop("text/markdown")
+        for out in cell.outputs
+        if "text/markdown" in out.get("data", {})
+    ]
+    outputs = [
+        out
+        for out in cell.outputs
+        if out.output_type == "stream" or set(out.get("data", {})) - {"text/plain"} or not texts
+    ]
     new = nbformat.v4.new_code_cell(source, outputs=outputs)
     new.metadata.tags = ["export"] if "export" in directives else []
     if "echo: false" in directives:
@@ -169,8 +218,11 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 def plain_words(text: str) -> str:
     "The last paragraph of prose of a markdown cell without its markdown, for the alternative text of a figure below."
-    parts = [part for part in re.split(r"\n\s*\n", text)
-             if not re.match(r"\s*(#|\||\$\$|```|[-*] |\d+\. |>|\()", part)]
+    parts = [
+        part
+        for part in re.split(r"\n\s*\n", text)
+        if not re.match(r"\s*(#|\||\$\$|```|[-*] |\d+\. |>|\()", part)
+    ]
     last = " ".join(parts[-1].split()) if parts else ""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)|\{py:obj\}`([^ `]*)[^`]*`", r"\1\2", last)
     return re.sub(r"[`*]|\$", "", words)
@@ -182,12 +234,18 @@ def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str
     for cell in cells:
         if cell.cell_type == "markdown" and re.search(r"^#{2,4} ", cell.source, re.MULTILINE):
             heading = cell
-        elif cell.cell_type == "code" and "export" in cell.metadata.get("tags", []) and heading is not None:
+        elif (
+            cell.cell_type == "code"
+            and "export" in cell.metadata.get("tags", [])
+            and heading is not None
+        ):
             label = f"made-{stem}-{cells.index(heading)}"
             if not heading.source.startswith("(made-") and f"\n({label})=" not in heading.source:
                 at = [m.start() for m in re.finditer(r"^#{2,4} ", heading.source, re.MULTILINE)][-1]
                 heading.source = heading.source[:at] + f"({label})=\n" + heading.source[at:]
-            for name in re.findall(r"^(?:async )?(?:def|class) (\w+)|^(\w+)(?:: .*)? = ", cell.source, re.MULTILINE):
+            for name in re.findall(
+                r"^(?:async )?(?:def|class) (\w+)|^(\w+)(?:: .*)? = ", cell.source, re.MULTILINE
+            ):
                 targets.setdefault(name[0] or name[1], label)
     return targets
 
@@ -210,12 +268,18 @@ class Site:
     def __init__(self, folder: Path, only: Iterable[str] | None = None):
         chosen = None if only is None else {"index", *only}
         self.folder, self.written = folder, set()
-        self.pages = [p for p in pages() if chosen is None or str(p.relative_to(BOOK).with_suffix("")) in chosen]
+        self.pages = [
+            p
+            for p in pages()
+            if chosen is None or str(p.relative_to(BOOK).with_suffix("")) in chosen
+        ]
         self.sources = {page: str(page.relative_to(BOOK)) for page in self.pages}
         self.sources |= {ROOT / old: new for old, new in ROOT_PAGES.items()}
         self.modules = {page: path for page in self.pages if (path := module_path(page))}
         self.names = name_table(self.modules.values())
-        self.chapters = [f for f in chapter_folders() if any(page.parent == f for page in self.pages)]
+        self.chapters = [
+            f for f in chapter_folders() if any(page.parent == f for page in self.pages)
+        ]
         self.with_api = [f for f in self.chapters if any(page.parent == f for page in self.modules)]
 
     def write(self, name: str, text: str) -> None:
@@ -243,8 +307,16 @@ class Site:
         self.figures(cells, page, stem)
         targets = cell_targets(cells, stem)
         cells += [nbformat.v4.new_markdown_cell(text) for text in after]
-        notebook.cells, notebook.metadata = cells, {"kernelspec": notebook.metadata.get("kernelspec", {
-            "name": "python3", "display_name": "python3", "language": "python"}), "language_info": {"name": "python"}}
+        notebook.cells, notebook.metadata = (
+            cells,
+            {
+                "kernelspec": notebook.metadata.get(
+                    "kernelspec",
+                    {"name": "python3", "display_name": "python3", "language": "python"},
+                ),
+                "language_info": {"name": "python"},
+            },
+        )
         self.write(self.sources[page], nbformat.writes(notebook))
         return targets
 
@@ -263,16 +335,31 @@ class Site:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data := base64.b64decode(out.data["image/png"]))
                 about = out.metadata.get("image/png", {})
-                below = "".join(after.get("data", {}).get("text/html", "") for after in cell.outputs[i + 1:i + 2])
-                caption = markup.unescape("".join(re.findall(r'<p class="caption">(.*?)</p>', below, re.DOTALL)))
+                below = "".join(
+                    after.get("data", {}).get("text/html", "")
+                    for after in cell.outputs[i + 1 : i + 2]
+                )
+                caption = markup.unescape(
+                    "".join(re.findall(r'<p class="caption">(.*?)</p>', below, re.DOTALL))
+                )
                 words = markup.escape(about.get("alt") or caption or said or title_of(page)[0])
                 width = about.get("width") or int.from_bytes(data[16:20], "big")
-                cell.outputs[i] = nbformat.v4.new_output("display_data", {"text/html": (
-                    f'<img class="figure" src="{back}_static/figures/{file.name}" width="{width}" alt="{words}">')})
+                cell.outputs[i] = nbformat.v4.new_output(
+                    "display_data",
+                    {
+                        "text/html": (
+                            f'<img class="figure" src="{back}_static/figures/{file.name}" '
+                            f'width="{width}" alt="{words}">'
+                        )
+                    },
+                )
 
     def chapter(self, folder: Path) -> None:
         "A chapter's pages, its own page, and its page of the API."
-        inside, title = [page for page in self.pages if page.parent == folder], chapter_title(folder)
+        inside, title = (
+            [page for page in self.pages if page.parent == folder],
+            chapter_title(folder),
+        )
         name, modules = folder.name.split("_", 1)[1], []
         for page in inside:
             module = self.modules.get(page)
@@ -286,20 +373,32 @@ class Site:
                 modules.append((module, made + (f", parts {links}." if links else ".")))
         if modules:
             self.write(f"api/{name}.md", api.chapter_page(title, modules))
-        lines = [f"- [{t}]({page.name}): {s[:1].lower() + s[1:] if s[1:2].islower() else s}" for page in inside
-                 for t, s in [title_of(page)]]
+        lines = [
+            f"- [{t}]({page.name}): {s[:1].lower() + s[1:] if s[1:2].islower() else s}"
+            for page in inside
+            for t, s in [title_of(page)]
+        ]
         said = relinked(front_lines().get(name, ""), BOOK / "index.ipynb", self.sources)
         said = re.sub(r"\]\((?!http)", "](../", said)
         ref = [f"Signatures of all its functions: [API](../api/{name}.md)."] if modules else []
         toc = tree([page.stem for page in inside])
-        self.write(f"{folder.name}/index.md",
-                   "\n\n".join([f"# {title}", said[:1].upper() + said[1:] + ".", "\n".join(lines), *ref, toc]) + "\n")
+        self.write(
+            f"{folder.name}/index.md",
+            "\n\n".join(
+                [f"# {title}", said[:1].upper() + said[1:] + ".", "\n".join(lines), *ref, toc]
+            )
+            + "\n",
+        )
 
     def front_door(self) -> str:
         "The names that `chunk_grpo` itself offers, as a list of links."
         stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
-        return "\n".join(f"- {{py:obj}}`{alias.name} <chunk_grpo.{node.module}.{alias.name}>`"
-                         for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names)
+        return "\n".join(
+            f"- {{py:obj}}`{alias.name} <chunk_grpo.{node.module}.{alias.name}>`"
+            for node in stub.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        )
 
     def build_sources(self) -> None:
         "Everything that Sphinx reads."
@@ -308,22 +407,50 @@ class Site:
         findings = [page for page in self.pages if page.parent.name == "findings"]
         reports = [page for page in self.pages if page.parent.name == "reports"]
         for page in findings + reports:
-            self.notebook(page, *([tree([p.stem for p in findings[1:]])] if page.stem == "index" else []))
+            self.notebook(
+                page, *([tree([p.stem for p in findings[1:]])] if page.stem == "index" else [])
+            )
         tops = [tree([f"{folder.name}/index" for folder in self.chapters], "The book")]
         if findings:
             tops.append(tree([f"findings/{findings[0].stem}"], "What came out"))
         if reports:
-            words = ("Notebooks that `chunk-grpo report`, `compare`, `tables`, `profile` and `evaluate` fill in with\n"
-                     "a run's numbers. They are shown as they are before, with code and no output.")
+            words = (
+                "Notebooks that `chunk-grpo report`, `compare`, `tables`, `profile` and `evaluate` fill in with\n"
+                "a run's numbers. They are shown as they are before, with code and no output."
+            )
             lines = [f"- [{title_of(page)[0]}]({page.name})" for page in reports]
-            self.write("reports/index.md", "\n\n".join(
-                ["# Report notebooks", words, "\n".join(lines), tree([page.stem for page in reports])]) + "\n")
+            self.write(
+                "reports/index.md",
+                "\n\n".join(
+                    [
+                        "# Report notebooks",
+                        words,
+                        "\n".join(lines),
+                        tree([page.stem for page in reports]),
+                    ]
+                )
+                + "\n",
+            )
         listed = [f"- [{chapter_title(f)}]({f.name.split('_', 1)[1]}.md)" for f in self.with_api]
-        self.write("api/index.md", "\n\n".join([
-            "# API", "Every public name with its signature, what each parameter is, and the page where it is made.",
-            "\n".join(listed), "## From the front door", "`from chunk_grpo import ...` gives:", self.front_door(),
-            tree([f.name.split("_", 1)[1] for f in self.with_api])]) + "\n")
-        more = [*["reports/index"] * bool(reports), *(name.removesuffix(".md") for name in ROOT_PAGES.values())]
+        self.write(
+            "api/index.md",
+            "\n\n".join(
+                [
+                    "# API",
+                    "Every public name with its signature, what each parameter is, and the page where it is made.",
+                    "\n".join(listed),
+                    "## From the front door",
+                    "`from chunk_grpo import ...` gives:",
+                    self.front_door(),
+                    tree([f.name.split("_", 1)[1] for f in self.with_api]),
+                ]
+            )
+            + "\n",
+        )
+        more = [
+            *["reports/index"] * bool(reports),
+            *(name.removesuffix(".md") for name in ROOT_PAGES.values()),
+        ]
         tops.append(tree(["api/index", *more], "Reference"))
         for old, new in ROOT_PAGES.items():
             self.write(new, self.markdown((ROOT / old).read_text(encoding="utf-8"), ROOT / old))
@@ -340,7 +467,9 @@ class Site:
 
 def copy_mathjax(folder: Path) -> None:
     "MathJax with its fonts, from the package that carries it, beside the site's own files."
-    wanted = r"mathjax/static/mathjax/(?:es5/)?(LICENSE|tex-chtml-full\.js|output/chtml/fonts/.*\.woff)"
+    wanted = (
+        r"mathjax/static/mathjax/(?:es5/)?(LICENSE|tex-chtml-full\.js|output/chtml/fonts/.*\.woff)"
+    )
     for file in importlib.metadata.files("django-static-mathjax"):
         inside = re.fullmatch(wanted, str(file))
         if inside:
@@ -370,8 +499,11 @@ def page_text(page: Path) -> str:
                 continue
             if "remove-input" not in part.metadata.tags:
                 parts.append(f"```python\n{part.source}\n```")
-            texts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in part.outputs
-                     if "image/png" not in out.get("data", {})]
+            texts = [
+                out.get("text") or out.get("data", {}).get("text/plain", "")
+                for out in part.outputs
+                if "image/png" not in out.get("data", {})
+            ]
             parts += [f"```\n{text.strip()}\n```" for text in texts if text.strip()]
     return "\n\n".join(parts) + "\n"
 
@@ -379,20 +511,35 @@ def page_text(page: Path) -> str:
 def write_llms(site: Site, out: Path) -> None:
     "`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."
     cells = read(BOOK / "index.ipynb").cells
-    about = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split()))
+    about = re.sub(
+        r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split())
+    )
     lines = ["# Chunk-GRPO", f"> {title_of(BOOK / 'index.ipynb')[1]}", about]
     groups = [(chapter_title(f), [p for p in site.pages if p.parent == f]) for f in site.chapters]
-    groups += [(name, [p for p in site.pages if p.parent.name == folder])
-               for name, folder in (("Findings", "findings"), ("Report notebooks", "reports"))]
+    groups += [
+        (name, [p for p in site.pages if p.parent.name == folder])
+        for name, folder in (("Findings", "findings"), ("Report notebooks", "reports"))
+    ]
     for name, inside in groups:
         if inside:
-            lines += [f"## {name}", "\n".join(
-                f"- [{title_of(p)[0]}]({Path(site.sources[p]).with_suffix('.html')}): {first_sentence(p)}"
-                for p in inside)]
+            lines += [
+                f"## {name}",
+                "\n".join(
+                    f"- [{title_of(p)[0]}]({Path(site.sources[p]).with_suffix('.html')}): {first_sentence(p)}"
+                    for p in inside
+                ),
+            ]
     names = [f.name.split("_", 1)[1] for f in site.with_api]
-    lines += ["## API", "\n".join(f"- [{CHAPTERS[name]}](api/{name}.html): signatures, parameters" for name in names)]
+    lines += [
+        "## API",
+        "\n".join(
+            f"- [{CHAPTERS[name]}](api/{name}.html): signatures, parameters" for name in names
+        ),
+    ]
     (out / "llms.txt").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    (out / "llms-full.txt").write_text("\n\n".join(page_text(page) for page in site.pages), encoding="utf-8")
+    (out / "llms-full.txt").write_text(
+        "\n\n".join(page_text(page) for page in site.pages), encoding="utf-8"
+    )
 
 
 def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 2) -> int:
@@ -401,12 +548,27 @@ def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 
 
     site = Site(work / "source", only)
     site.build_sources()
-    made = work / "html"  # myst-nb keeps its own files beside the pages, so these are made in the work folder
+    made = (
+        work / "html"
+    )  # myst-nb keeps its own files beside the pages, so these are made in the work folder
     kept = {made / path.relative_to(site.folder).with_suffix(".html") for path in site.written}
     for old in set(made.glob("*/*.html")) - kept:
         old.unlink()
-    code = sphinx_build(["-q", "-b", "html", "-W", "--keep-going", "-j", str(jobs), "-d", str(work / "doctrees"),
-                         str(site.folder), str(made)])
+    code = sphinx_build(
+        [
+            "-q",
+            "-b",
+            "html",
+            "-W",
+            "--keep-going",
+            "-j",
+            str(jobs),
+            "-d",
+            str(work / "doctrees"),
+            str(site.folder),
+            str(made),
+        ]
+    )
     if code == 0:
         write_llms(site, made)
         shutil.rmtree(out, ignore_errors=True)

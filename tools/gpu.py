@@ -45,7 +45,13 @@ def describe_environment() -> dict:
 
     from chunk_grpo.core import machine
 
-    out = {"device": "CPU", "driver": None, "cuda": torch.version.cuda, "memory_gb": None, "capability": None}
+    out = {
+        "device": "CPU",
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "memory_gb": None,
+        "capability": None,
+    }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         out |= {
@@ -82,7 +88,15 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
 
     file, start = gpu_results.check_file(number, out), time.monotonic()
     before = read_json(file) if file.is_file() else None
-    words = [sys.executable, __file__, str(number), "--out", str(out), "--inside", *(["--small"] if small else [])]
+    words = [
+        sys.executable,
+        __file__,
+        str(number),
+        "--out",
+        str(out),
+        "--inside",
+        *(["--small"] if small else []),
+    ]
     child = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     ending = ""
     try:
@@ -94,7 +108,13 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
         terminate_process_group(child)
     result = read_json(file) if file.is_file() else None
     if result is None or result == before:  # it ended before its first part
-        result = {"check": number, "name": CHECKS[number], "small": small, "device": "unknown", "parts": {}}
+        result = {
+            "check": number,
+            "name": CHECKS[number],
+            "small": small,
+            "device": "unknown",
+            "parts": {},
+        }
         result |= {"verdict": "unfinished", "reason": ending, "peak_gb": None}
     elif ending:
         result |= {"verdict": "unfinished", "reason": f"{ending}, {result['reason']}".rstrip(", ")}
@@ -106,11 +126,19 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
 
 def main() -> int:
     """Run what was asked for; return 1 if a check failed or did not end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", type=int, choices=[[], *CHECKS], metavar="CHECK", help="1 to 10")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checks", nargs="*", type=int, choices=[[], *CHECKS], metavar="CHECK", help="1 to 10"
+    )
     parser.add_argument("--out", type=Path, help="folder of the results; runs/results/gpu")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="time for all checks together")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, on whatever is there; needs --out")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="time for all checks together"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny sizes, on whatever is there; needs --out"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -120,7 +148,9 @@ def main() -> int:
         gpu_checks.train_in_process(given.train)
         return 0
     if given.small and given.out is None:
-        parser.error("--small needs --out, since results of tiny sizes do not belong beside the others")
+        parser.error(
+            "--small needs --out, since results of tiny sizes do not belong beside the others"
+        )
     out = (given.out or gpu_results.RESULTS).absolute()
     if given.inside:
         run_check(given.checks[0], given.small, out)
@@ -130,13 +160,17 @@ def main() -> int:
     if not given.small and not torch.cuda.is_available():
         log("make gpu: torch sees no CUDA device on this machine, so nothing was measured")
         return 1
-    chosen = given.checks or [n for n in CHECKS if given.small or not gpu_results.has_result(n, out)]
+    chosen = given.checks or [
+        n for n in CHECKS if given.small or not gpu_results.has_result(n, out)
+    ]
     if not chosen:
         log("every check has a result; CHECK=3 runs one of them again")
     start, verdicts = time.monotonic(), []
     for position, number in enumerate(chosen):
         if time.monotonic() - start + CHECK_SECONDS + START_SECONDS > given.seconds:
-            log(f"no time is left for checks {', '.join(map(str, chosen[position:]))}; `make gpu` runs them next")
+            log(
+                f"no time is left for checks {', '.join(map(str, chosen[position:]))}; `make gpu` runs them next"
+            )
             verdicts.append("unfinished")
             break
         result = run_in_time(number, given.small, out)

@@ -92,7 +92,10 @@ def keep_one_cuda(wheel: Path, cuda: str) -> None:
     """Write bitsandbytes' wheel anew with the library of one version of CUDA alone."""
     with tempfile.TemporaryDirectory() as tmp:
         smaller = Path(tmp) / wheel.name
-        with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target:
+        with (
+            zipfile.ZipFile(wheel) as source,
+            zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target,
+        ):
             for entry in source.infolist():
                 library = re.search(r"libbitsandbytes_(\w+)\.so$", entry.filename)
                 if library and library[1] not in ("cpu", f"cuda{cuda}"):
@@ -116,10 +119,14 @@ def imported_module(wheel: Path) -> str:
 
 def main() -> int:
     """Fill the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="version of the host's Python; 3.12")
-    parser.add_argument("--cuda", default="130", help="version of the host's CUDA as bitsandbytes writes it; 130")
+    parser.add_argument(
+        "--cuda", default="130", help="version of the host's CUDA as bitsandbytes writes it; 130"
+    )
     parser.add_argument("--have", nargs="*", default=[], help="further packages that the host has")
     given = parser.parse_args()
     wheels = given.folder / "wheels"

@@ -113,7 +113,9 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def limit_memory(gigabytes: float) -> float | None:  # what the device has then, in GB; None without a GPU
+def limit_memory(
+    gigabytes: float,
+) -> float | None:  # what the device has then, in GB; None without a GPU
     """Let this process take no more of the device's memory than a smaller card has."""
     if DEVICE.type != "cuda":
         return None
@@ -141,13 +143,23 @@ def share_entry(model: str, settings: Settings, phase: str, flops: float, second
     name, share = reached_share(flops, seconds, settings.dtype)
     if name is None:
         return {}
-    row = {"device": name, "model": model, "dtype": settings.dtype, "phase": phase, "resolution": settings.resolution}
+    row = {
+        "device": name,
+        "model": model,
+        "dtype": settings.dtype,
+        "phase": phase,
+        "resolution": settings.resolution,
+    }
     return {"share": row | {"share": share}}
 
 
 def flux_settings(small: bool, **changes) -> Settings:
     """Return the settings of a LoRA run of FLUX.1-dev's size at 720 px."""
-    size = {name: SMALL[name] for name in ("resolution", "max_tokens", "dtype", "lora_rank")} if small else {}
+    size = (
+        {name: SMALL[name] for name in ("resolution", "max_tokens", "dtype", "lora_rank")}
+        if small
+        else {}
+    )
     return speed.load_workload_settings("flux-size", size | changes)
 
 
@@ -199,14 +211,20 @@ def check_update(small: bool, folder: Path) -> Parts:
             backward_of(policy, inputs)
             found[kernel] = gradients(policy)
             kernels[kernel] = attention_kernels(policy)
-        cosine = torch.cosine_similarity(found["native"].double(), found["math"].double(), dim=0).item()
+        cosine = torch.cosine_similarity(
+            found["native"].double(), found["math"].double(), dim=0
+        ).item()
         finite = all_finite(found.values())
         problem = ""
         if not finite:
             problem = "gradients are not finite"
         elif cosine < 0.999:
-            problem = f"gradients of native and math attention have cosine {cosine:.5f}, allowed is .999"
-        return Measured({"cosine of gradients": cosine, "finite": finite, "kernels": kernels}, problem)
+            problem = (
+                f"gradients of native and math attention have cosine {cosine:.5f}, allowed is .999"
+            )
+        return Measured(
+            {"cosine of gradients": cosine, "finite": finite, "kernels": kernels}, problem
+        )
 
     @functools.cache
     def whole_model() -> tuple[Policy, ModelConfig]:
@@ -219,9 +237,18 @@ def check_update(small: bool, folder: Path) -> Parts:
         settings = flux_settings(small, update_batch=count, gradient_checkpointing=checkpointing)
         planned = plan._batch_activation_bytes(config, settings)
         if not fits_beside_weights(planned):
-            return Measured({"planned_gb": planned / 1e9, "not tried": "by the plan it does not fit on this device"})
+            return Measured(
+                {
+                    "planned_gb": planned / 1e9,
+                    "not tried": "by the plan it does not fit on this device",
+                }
+            )
         net = policy.transformer
-        (net.enable_gradient_checkpointing if checkpointing else net.disable_gradient_checkpointing)()
+        (
+            net.enable_gradient_checkpointing
+            if checkpointing
+            else net.disable_gradient_checkpointing
+        )()
         inputs = example_inputs(policy, count)
         backward_of(policy, inputs)  # gradients are there from now on
         _, peak = measure_peak(lambda: backward_of(policy, inputs))
@@ -255,7 +282,9 @@ def fits_beside_weights(wanted: int) -> bool:
     if DEVICE.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(DEVICE)
-    return wanted < 0.95 * (free + torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE))
+    return wanted < 0.95 * (
+        free + torch.cuda.memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE)
+    )
 
 
 def attention_kernels(policy: Policy, rows: int = 2) -> list[str]:
@@ -277,22 +306,35 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
 
     def ratios(dtype: str, transitions: int, compiled: bool) -> Measured:
         free_memory()
-        settings = flux_settings(small, dtype=dtype, gradient_checkpointing=False, rollout_batch=images)
+        settings = flux_settings(
+            small, dtype=dtype, gradient_checkpointing=False, rollout_batch=images
+        )
         config = gpu_models.model_config("flux", small)
         policy = gpu_models.trainable_policy(config, settings, folder / dtype)
         if compiled:
             trainable.compile_blocks(policy)
-        levels = sigmas(settings.steps, settings.shift)[: transitions + 2]  # the steps of a whole trajectory
+        levels = sigmas(settings.steps, settings.shift)[
+            : transitions + 2
+        ]  # the steps of a whole trajectory
         sampler = Sampler(levels, settings.sampler, settings.eta)
         keys = [(settings.seed, 0, 0, g) for g in range(images)]
         conditioning = policy.encode(["a prompt"])
         row = torch.zeros(images, dtype=torch.long)
-        paths = sample_trajectories(policy, conditioning, row, keys, sampler, images, settings.shared_noise)
+        paths = sample_trajectories(
+            policy, conditioning, row, keys, sampler, images, settings.shared_noise
+        )
         method = Method(settings)
         context = ReplayContext(policy, conditioning, paths)
-        chunks = setting.load_settings(settings, {"steps": transitions + 1, "chunks": "whole"}).chunk_rule.chunks
+        chunks = setting.load_settings(
+            settings, {"steps": transitions + 1, "chunks": "whole"}
+        ).chunk_rule.chunks
         chosen = sample_chunks(paths, chunks, 1.0)
-        numbers = {"dtype": dtype, "compiled": compiled, "transitions": transitions, "rollout_batch": images}
+        numbers = {
+            "dtype": dtype,
+            "compiled": compiled,
+            "transitions": transitions,
+            "rollout_batch": images,
+        }
         largest = 0.0
         for batch in batches:
             work = build_update_batch(torch.arange(images), chosen, chunks, batch)
@@ -342,7 +384,10 @@ def counted_rows(policy: Policy) -> Iterator[Counter]:
         return trainer_update(*given)
 
     trainer_update = trainer.update_policy
-    with mock.patch.object(policy, "velocity", counted), mock.patch.object(trainer, "update_policy", update):
+    with (
+        mock.patch.object(policy, "velocity", counted),
+        mock.patch.object(trainer, "update_policy", update),
+    ):
         yield counter
 
 
@@ -360,7 +405,9 @@ def measure_whole_iteration(
     forward *= 1 + (settings.true_cfg_scale > 1)
     work = {"rollout": rows["rollout"] * forward, "update": (rows["update"] + backward) * forward}
     seconds = {name: round(spent, 3) for name, spent in line["seconds"].items()}
-    shares = {name: reached_share(flops, seconds[name], settings.dtype)[1] for name, flops in work.items()}
+    shares = {
+        name: reached_share(flops, seconds[name], settings.dtype)[1] for name, flops in work.items()
+    }
     out = {
         "images": line["images"],
         "transitions": line["transitions_trained"],
@@ -405,16 +452,25 @@ def preset_parts(
 
     def load() -> Measured:
         held = torch.cuda.memory_allocated() if state() and DEVICE.type == "cuda" else None
-        names = ("weights", "autoencoder", "rewards", "gradients", "moments", "base weights kept aside")
+        names = (
+            "weights",
+            "autoencoder",
+            "rewards",
+            "gradients",
+            "moments",
+            "base weights kept aside",
+        )
         wanted = sum(planned()[1].get(name, 0) for name in names)
-        return Measured({
-            "preset": preset,
-            "limit_gb": gigabytes,
-            "parameters": sum(p.numel() for p in state().policy.transformer.parameters()),
-            "weights_gb": None if held is None else held / 1e9,
-            "planned_gb_with_moments": wanted / 1e9,
-            "planned_peak_gb": planned()[0] / 1e9,
-        })
+        return Measured(
+            {
+                "preset": preset,
+                "limit_gb": gigabytes,
+                "parameters": sum(p.numel() for p in state().policy.transformer.parameters()),
+                "weights_gb": None if held is None else held / 1e9,
+                "planned_gb_with_moments": wanted / 1e9,
+                "planned_peak_gb": planned()[0] / 1e9,
+            }
+        )
 
     def iteration() -> Measured:
         numbers = measure_whole_iteration(state(), config, gpu_models.PUBLISHED[model])
@@ -427,14 +483,19 @@ def preset_parts(
         line, peak = measure_peak(lambda: metrics.evaluate_held_out(state()))
         images = state().s.eval_count * state().s.eval_images
         found = {k: v for k, v in line.items() if not k.endswith("_se")}
-        return Measured({"images": images, "pixels": state().s.eval_resolution, "above_weights_gb": peak / 1e9} | found)
+        return Measured(
+            {"images": images, "pixels": state().s.eval_resolution, "above_weights_gb": peak / 1e9}
+            | found
+        )
 
     return {"load": load, "iteration": iteration, "evaluation": evaluation}
 
 
 def hpsv3_on_device(small: bool):
     """Make a scorer of HPSv3's size on the device."""
-    return gpu_models.hpsv3_scorer(small, DEVICE, torch.float32 if small else torch.bfloat16, 2 if small else 8)
+    return gpu_models.hpsv3_scorer(
+        small, DEVICE, torch.float32 if small else torch.bfloat16, 2 if small else 8
+    )
 
 
 def pickscore_on_device(small: bool):
@@ -457,7 +518,12 @@ def check_80gb_iteration(small: bool, folder: Path) -> Parts:
             )
         finite = all_finite([out])
         weights = sum(p.nbytes for p in encoder.parameters())
-        numbers = {"prompts": count, "seconds": seconds, "weights_gb": weights / 1e9, "peak_gb": peak / 1e9}
+        numbers = {
+            "prompts": count,
+            "seconds": seconds,
+            "weights_gb": weights / 1e9,
+            "peak_gb": peak / 1e9,
+        }
         encoder.to_empty(device="meta")  # frees the device's memory
         del out
         free_memory()
@@ -480,17 +546,28 @@ def check_one_h200(small: bool, folder: Path) -> Parts:
     def enough() -> Measured:
         settings = setting.load_settings(preset)
         planned = plan._peak_memory(settings, gpu_models.model_config("flux", False))[0]
-        total = torch.cuda.get_device_properties(DEVICE).total_memory if DEVICE.type == "cuda" else 141e9
+        total = (
+            torch.cuda.get_device_properties(DEVICE).total_memory
+            if DEVICE.type == "cuda"
+            else 141e9
+        )
         if planned > total:
-            raise RuntimeError(f"the preset is planned at {planned / 1e9:.0f} GB, this device has {total / 1e9:.0f}")
+            raise RuntimeError(
+                f"the preset is planned at {planned / 1e9:.0f} GB, this device has {total / 1e9:.0f}"
+            )
         return Measured({"planned_gb": planned / 1e9, "device_gb": total / 1e9})
 
     def compiled_blocks() -> Measured:
-        size = {name: SMALL[name] for name in ("resolution", "max_tokens", "lora_rank", "update_batch")}
+        size = {
+            name: SMALL[name] for name in ("resolution", "max_tokens", "lora_rank", "update_batch")
+        }
         size["dtype"] = "float32"
         settings = setting.load_settings(preset, ONE_ITERATION | (size if small else {}) | changes)
         policy = gpu_models.trainable_policy(config, settings, folder / "compiled")
-        few, many = example_inputs(policy, settings.update_batch), example_inputs(policy, 2 if small else 12)
+        few, many = (
+            example_inputs(policy, settings.update_batch),
+            example_inputs(policy, 2 if small else 12),
+        )
         counters = torch._dynamo.utils.counters
         counters.clear()
 
@@ -501,7 +578,10 @@ def check_one_h200(small: bool, folder: Path) -> Parts:
         def update():
             backward_of(policy, few)
 
-        first = {"forward": speed.time_call(forward, DEVICE)[1], "update": speed.time_call(update, DEVICE)[1]}
+        first = {
+            "forward": speed.time_call(forward, DEVICE)[1],
+            "update": speed.time_call(update, DEVICE)[1],
+        }
         after = {"forward": median_seconds(forward), "update": median_seconds(update)}
         with speed.eager(policy):
             eager = {"forward": median_seconds(forward), "update": median_seconds(update)}
@@ -574,7 +654,9 @@ SHARDED = {
     "keep_checkpoints": 1,
     "clip_range": 1e-3,
 }
-TRAINING_BYTES = 3 * 4 * 2 + 4 * 2  # of a weight on the disk: two checkpoints for a moment, trained weights twice
+TRAINING_BYTES = (
+    3 * 4 * 2 + 4 * 2
+)  # of a weight on the disk: two checkpoints for a moment, trained weights twice
 
 
 def train_in_process(words: list[str]) -> None:
@@ -626,8 +708,14 @@ def roomiest_folder(folder: Path) -> Path:
 def check_fsdp(small: bool, folder: Path) -> Parts:
     """Check all weights of a part of FLUX.1-dev under FSDP2: memory beside the plan, checkpoint, resume."""
     side = 64 if small else 512
-    base = SHARDED | {"resolution": side, "eval_resolution": side, "dtype": "float32" if small else "bfloat16"}
-    device_bytes = 1e12 if DEVICE.type == "cpu" else torch.cuda.get_device_properties(DEVICE).total_memory
+    base = SHARDED | {
+        "resolution": side,
+        "eval_resolution": side,
+        "dtype": "float32" if small else "bfloat16",
+    }
+    device_bytes = (
+        1e12 if DEVICE.type == "cpu" else torch.cuda.get_device_properties(DEVICE).total_memory
+    )
     large = roomiest_folder(folder)
 
     def largest_that_fits() -> ModelConfig:
@@ -636,7 +724,9 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
             parts = plan.training_memory(setting.load_settings(base), config)
             if sum(parts.values()) < 0.85 * device_bytes:
                 return config
-        raise RuntimeError(f"the device's {device_bytes / 1e9:.0f} GB hold no part of FLUX.1-dev with all its weights")
+        raise RuntimeError(
+            f"the device's {device_bytes / 1e9:.0f} GB hold no part of FLUX.1-dev with all its weights"
+        )
 
     def one_iteration() -> Measured:
         config = largest_that_fits()
@@ -654,15 +744,21 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
         return Measured(numbers, problem)
 
     def resumed() -> Measured:
-        config = gpu_models.model_config("flux", small, **({} if small else {"num_layers": 1, "num_single_layers": 2}))
+        config = gpu_models.model_config(
+            "flux", small, **({} if small else {"num_layers": 1, "num_single_layers": 2})
+        )
         count = plan.model_sizes(config)["transformer"]
         large.mkdir(parents=True, exist_ok=True)
         try:
             if shutil.disk_usage(large).free < count * TRAINING_BYTES:
-                raise RuntimeError(f"{large} has too little room for checkpoints of {count:,} weights")
+                raise RuntimeError(
+                    f"{large} has too little room for checkpoints of {count:,} weights"
+                )
             start = time.monotonic()
             train_alone(large / "parts", config, base | {"iterations": 1}, True)
-            files = [file for file in (large / "parts" / "checkpoints").rglob("*") if file.is_file()]
+            files = [
+                file for file in (large / "parts" / "checkpoints").rglob("*") if file.is_file()
+            ]
             held = sum(file.stat().st_size for file in files)
             train_alone(large / "parts", config, base | {"iterations": 2}, True)
             shutil.rmtree(large / "parts" / "checkpoints")
@@ -671,8 +767,16 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
         finally:
             if large != folder:
                 shutil.rmtree(large, ignore_errors=True)
-        numbers = {"parameters": count, "checkpoint_gb": held / 1e9, "seconds": time.monotonic() - start} | equal
-        problem = "" if equal["weights equal"] else "the resumed run has other weights than the uninterrupted one"
+        numbers = {
+            "parameters": count,
+            "checkpoint_gb": held / 1e9,
+            "seconds": time.monotonic() - start,
+        } | equal
+        problem = (
+            ""
+            if equal["weights equal"]
+            else "the resumed run has other weights than the uninterrupted one"
+        )
         return Measured(numbers, problem)
 
     return {"one iteration": one_iteration, "checkpoint and resume": resumed}
@@ -687,9 +791,14 @@ def check_masked_attention(small: bool, folder: Path) -> Parts:
     def row_of(model: str) -> Measured:
         free_memory()
         config = gpu_models.model_config(model, small)
-        size = {name: SMALL[name] for name in ("resolution", "max_tokens", "dtype", "lora_rank")} if small else {}
+        size = (
+            {name: SMALL[name] for name in ("resolution", "max_tokens", "dtype", "lora_rank")}
+            if small
+            else {}
+        )
         settings = setting.load_settings(
-            {"lora_rank": 32, "gradient_checkpointing": True, "update_batch": 1, "max_tokens": 512} | size
+            {"lora_rank": 32, "gradient_checkpointing": True, "update_batch": 1, "max_tokens": 512}
+            | size
         )
         policy = gpu_models.trainable_policy(config, settings, folder / model)
         inputs = example_inputs(policy, 1)
@@ -726,13 +835,17 @@ def run_command(words: list, log: Path) -> None:
     command = [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
     with open(log, "ab") as out:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
     try:
         code = child.wait()
     finally:
         terminate_process_group(child)
     if code:
-        raise RuntimeError((log.read_text(errors="replace").strip().splitlines() or ["no message"])[-1])
+        raise RuntimeError(
+            (log.read_text(errors="replace").strip().splitlines() or ["no message"])[-1]
+        )
 
 
 def compare_runs(one: Path, other: Path) -> dict:
@@ -771,7 +884,13 @@ def check_adamw_8bit(small: bool, folder: Path) -> Parts:
         raise RuntimeError("bitsandbytes is not installed")
 
     def trained(name: str, iterations: int, *more: str) -> Path:
-        words = ["train", "pocket/tiny", f"optimizer={optimizer()}", "eval_every=0", f"iterations={iterations}"]
+        words = [
+            "train",
+            "pocket/tiny",
+            f"optimizer={optimizer()}",
+            "eval_every=0",
+            f"iterations={iterations}",
+        ]
         run_command([*words, "--out", folder / name, "--no-report", *more], folder / f"{name}.log")
         return folder / name
 
@@ -780,7 +899,11 @@ def check_adamw_8bit(small: bool, folder: Path) -> Parts:
         trained("parts", 2)
         parts = trained("parts", 3, "--resume")
         equal = compare_runs(whole, parts)
-        problem = "" if equal["weights equal"] else "the resumed run has other weights than the uninterrupted one"
+        problem = (
+            ""
+            if equal["weights equal"]
+            else "the resumed run has other weights than the uninterrupted one"
+        )
         return Measured({"optimizer": optimizer(), "steps": 3} | equal, problem)
 
     return {"checkpoint and resume": resumed}
@@ -806,22 +929,39 @@ def check_bfloat16_learns(small: bool, folder: Path) -> Parts:
     rises: dict[str, float] = {}
 
     def trained(dtype: str) -> Measured:
-        changes = ["iterations=2", "prompts_per_iteration=2", "images_per_prompt=4"] if small else []
-        words = ["train", "pocket/demo", f"dtype={dtype}", "eval_every=0", "eval_count=4", "checkpoint_every=60"]
+        changes = (
+            ["iterations=2", "prompts_per_iteration=2", "images_per_prompt=4"] if small else []
+        )
+        words = [
+            "train",
+            "pocket/demo",
+            f"dtype={dtype}",
+            "eval_every=0",
+            "eval_count=4",
+            "checkpoint_every=60",
+        ]
         run_command(
-            [*words, *changes, "--processes", 1, "--out", folder / dtype, "--no-report"], folder / f"{dtype}.log"
+            [*words, *changes, "--processes", 1, "--out", folder / dtype, "--no-report"],
+            folder / f"{dtype}.log",
         )
         lines = run_folder.read_metrics_lines(folder / dtype)[1:]
         rises[dtype] = reward_rise([line["reward_mean"] for line in lines])
-        floors = {name: lines[0][name] for name in ("ratio_floor", "ratio_floor_rollout") if name in lines[0]}
-        return Measured({
-            "iterations": len(lines),
-            "first reward": lines[0]["reward_mean"],
-            "last reward": lines[-1]["reward_mean"],
-            "rise": rises[dtype],
-            "seconds": sum(sum(line["seconds"].values()) for line in lines),
-            "skipped updates": sum(line["skipped_updates"] for line in lines),
-        } | floors)
+        floors = {
+            name: lines[0][name]
+            for name in ("ratio_floor", "ratio_floor_rollout")
+            if name in lines[0]
+        }
+        return Measured(
+            {
+                "iterations": len(lines),
+                "first reward": lines[0]["reward_mean"],
+                "last reward": lines[-1]["reward_mean"],
+                "rise": rises[dtype],
+                "seconds": sum(sum(line["seconds"].values()) for line in lines),
+                "skipped updates": sum(line["skipped_updates"] for line in lines),
+            }
+            | floors
+        )
 
     def compared() -> Measured:
         numbers = {f"rise in {dtype}": rise for dtype, rise in rises.items()}
@@ -829,7 +969,11 @@ def check_bfloat16_learns(small: bool, folder: Path) -> Parts:
             return Measured(numbers, "one of the two runs did not end")
         return Measured(numbers, "" if small else judge_learning(rises))
 
-    return {"float32": lambda: trained("float32"), "bfloat16": lambda: trained("bfloat16"), "compared": compared}
+    return {
+        "float32": lambda: trained("float32"),
+        "bfloat16": lambda: trained("bfloat16"),
+        "compared": compared,
+    }
 
 
 # -------------------------------------------------------------------------------------------- 9: scorers and decoding
@@ -843,7 +987,9 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
         files = ["tests/test_gpu.py", "tests/test_scorers.py"]
         chosen = [files[0], "-k", "cpu and resized"] if small else [*files, "-m", "gpu"]
         words = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen]
-        done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True
+        )
         if not report.is_file():
             raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])
         names = {"passed": [], "failed": [], "skipped": []}
@@ -855,8 +1001,14 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
             elif "skipped" in kinds:
                 outcome = "skipped"
             names[outcome].append(f"{case.get('classname')}::{case.get('name')}")
-        numbers = {outcome: len(cases) for outcome, cases in names.items()} | {"failed tests": names["failed"]}
-        problem = f"{len(names['failed'])} tests failed, first {names['failed'][0]}" if names["failed"] else ""
+        numbers = {outcome: len(cases) for outcome, cases in names.items()} | {
+            "failed tests": names["failed"]
+        }
+        problem = (
+            f"{len(names['failed'])} tests failed, first {names['failed'][0]}"
+            if names["failed"]
+            else ""
+        )
         if not names["passed"]:
             problem = problem or "no test ran"
         return Measured(numbers, problem)
@@ -872,9 +1024,15 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
         errors = {}
         for name, allowed in (("as the package sets it", ours), ("with TF32", True)):
             torch.backends.cudnn.allow_tf32 = allowed
-            errors[name] = ((layer(pictures).cpu() - expected).abs().max() / expected.abs().max()).item()
+            errors[name] = (
+                (layer(pictures).cpu() - expected).abs().max() / expected.abs().max()
+            ).item()
         torch.backends.cudnn.allow_tf32 = ours
-        problem = "" if errors["as the package sets it"] < 1e-5 else "float32 convolutions are not float32"
+        problem = (
+            ""
+            if errors["as the package sets it"] < 1e-5
+            else "float32 convolutions are not float32"
+        )
         return Measured({"largest relative error": errors, "TF32 in convolutions": ours}, problem)
 
     config = gpu_models.model_config("flux", small)
@@ -883,11 +1041,15 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
     @functools.cache
     def policy() -> Policy:
         settings = flux_settings(small, resolution=large)
-        one_block = gpu_models.model_config("flux", small, num_layers=1, num_single_layers=1)  # only its VAE is needed
+        one_block = gpu_models.model_config(
+            "flux", small, num_layers=1, num_single_layers=1
+        )  # only its VAE is needed
         return gpu_models.random_policy(one_block, settings, folder / "decoding")
 
     def decode(count: int) -> Measured:
-        latents = torch.stack([policy().noise(torch.Generator().manual_seed(i)) for i in range(count)]).to(DEVICE)
+        latents = torch.stack(
+            [policy().noise(torch.Generator().manual_seed(i)) for i in range(count)]
+        ).to(DEVICE)
 
         def call() -> Tensor:
             return decode_latents(policy(), latents, count)

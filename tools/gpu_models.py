@@ -31,7 +31,11 @@ PUBLISHED = {
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "klein": "black-forest-labs/FLUX.2-klein-base-4B",
 }
-SMALL_VAE = speed._FLUX_VAE_CONFIG | {"block_out_channels": [8] * 4, "norm_num_groups": 4, "latent_channels": 4}
+SMALL_VAE = speed._FLUX_VAE_CONFIG | {
+    "block_out_channels": [8] * 4,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
 SMALL_NETWORKS = {  # of the same classes, for a CPU
     "flux": (
         {
@@ -130,8 +134,12 @@ def model_config(
     if small:
         transformer, autoencoder = SMALL_NETWORKS[name]
     network = json.dumps(transformer | changes)
-    return ModelConfig(published.pipeline, network, json.dumps(autoencoder), 4 if small and name == "sd3" else
-                       published.extra_tokens)
+    return ModelConfig(
+        published.pipeline,
+        network,
+        json.dumps(autoencoder),
+        4 if small and name == "sd3" else published.extra_tokens,
+    )
 
 
 def random_policy(
@@ -154,7 +162,9 @@ def random_policy(
             with torch.random.fork_rng(), self.device:
                 torch.manual_seed(0)
                 dtypes = weights, self.dtype
-                for name, network_config, dtype in zip(self.network_classes, configs, dtypes, strict=True):
+                for name, network_config, dtype in zip(
+                    self.network_classes, configs, dtypes, strict=True
+                ):
                     torch.set_default_dtype(dtype)
                     network = import_class(name)(**network_config).eval().requires_grad_(False)
                     torch.set_default_dtype(usual)
@@ -167,11 +177,15 @@ def random_policy(
         def encode(self, prompts: list[str]) -> dict[str, Tensor]:
             """Return random conditioning, the same for a prompt whenever it is asked for; one row per prompt."""
             rows = [self.random_row(prompt) for prompt in [*prompts, *self.blank]]
-            stacked = {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+            stacked = {
+                name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]
+            }
             count = len(prompts)
             if not self.blank:
                 return stacked
-            blank = {f"blank_{k}": v[count:].expand(count, *v.shape[1:]) for k, v in stacked.items()}
+            blank = {
+                f"blank_{k}": v[count:].expand(count, *v.shape[1:]) for k, v in stacked.items()
+            }
             return {k: v[:count] for k, v in stacked.items()} | blank
 
         def random_row(self, prompt: str) -> dict[str, Tensor]:
@@ -190,7 +204,9 @@ def random_policy(
             return row
 
     write_policy_files(folder)
-    stored = TORCH_DTYPES[settings.dtype if settings.lora_rank or settings.sharding != "none" else "float32"]
+    stored = TORCH_DTYPES[
+        settings.dtype if settings.lora_rank or settings.sharding != "none" else "float32"
+    ]
     return RandomPolicy(
         folder,
         settings.resolution,
@@ -218,8 +234,17 @@ def trainable_policy(config: ModelConfig, settings: Settings, folder: Path) -> P
     trainable.set_attention_backend(policy, settings.attention)
     if settings.compile:
         trainable.compile_blocks(policy)
-    names = ("lora_rank", "lora_targets", "lora_alpha", "gradient_checkpointing", "seed", "sharding")
-    policy.trained = trainable.make_trainable(policy, **{name: getattr(settings, name) for name in names})
+    names = (
+        "lora_rank",
+        "lora_targets",
+        "lora_alpha",
+        "gradient_checkpointing",
+        "seed",
+        "sharding",
+    )
+    policy.trained = trainable.make_trainable(
+        policy, **{name: getattr(settings, name) for name in names}
+    )
     return policy
 
 
@@ -228,13 +253,17 @@ def replaced_loaders(config: ModelConfig, settings: Settings, folder: Path, scor
     return (
         mock.patch.object(placement, "load_placed_reward", lambda name, **options: scorer),
         mock.patch.object(
-            trainable, "load_trainable_policy", lambda model, **given: trainable_policy(config, settings, folder)
+            trainable,
+            "load_trainable_policy",
+            lambda model, **given: trainable_policy(config, settings, folder),
         ),
         mock.patch.object(prompt_embeds, "cache_prompt_embeds", lambda *given: {}),
     )
 
 
-def prepare_training(config: ModelConfig, settings: Settings, folder: Path, scorer) -> TrainingState:
+def prepare_training(
+    config: ModelConfig, settings: Settings, folder: Path, scorer
+) -> TrainingState:
     """Prepare a run of a random model up to its first iteration, by the code that trains."""
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
@@ -256,7 +285,14 @@ T5_XXL = {
     "vocab_size": 32128,
     "feed_forward_proj": "gated-gelu",
 }
-SMALL_T5 = T5_XXL | {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+SMALL_T5 = T5_XXL | {
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 64,
+}
 QWEN2_VL_7B = {
     "text_config": {
         "hidden_size": 3584,
@@ -266,9 +302,19 @@ QWEN2_VL_7B = {
         "num_key_value_heads": 4,
         "vocab_size": 151658,
         "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+        "rope_parameters": {
+            "rope_type": "default",
+            "mrope_section": [16, 24, 24],
+            "rope_theta": 1e6,
+        },
     },
-    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "num_heads": 16, "mlp_ratio": 4},
+    "vision_config": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 3584,
+        "num_heads": 16,
+        "mlp_ratio": 4,
+    },
 }
 SMALL_QWEN2_VL = {
     "text_config": QWEN2_VL_7B["text_config"]
@@ -281,10 +327,21 @@ SMALL_QWEN2_VL = {
         "vocab_size": 64,
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
     },
-    "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 4},
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 4,
+    },
 }
 CLIP_H = {  # PickScore's
-    "text_config": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "text_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
     "vision_config": {
         "hidden_size": 1280,
         "intermediate_size": 5120,
@@ -294,7 +351,12 @@ CLIP_H = {  # PickScore's
     },
     "projection_dim": 1024,
 }
-_SMALL_CLIP_PART = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_SMALL_CLIP_PART = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SMALL_CLIP = {
     "text_config": _SMALL_CLIP_PART | {"vocab_size": 64},
     "vision_config": _SMALL_CLIP_PART | {"patch_size": 14},
@@ -317,7 +379,9 @@ def t5_encoder(small: bool, device: torch.device, dtype: torch.dtype) -> nn.Modu
     """Make a T5-XXL encoder with random weights."""
     from transformers import T5Config, T5EncoderModel
 
-    return made_on(device, dtype, lambda: T5EncoderModel(T5Config(**(SMALL_T5 if small else T5_XXL))))
+    return made_on(
+        device, dtype, lambda: T5EncoderModel(T5Config(**(SMALL_T5 if small else T5_XXL)))
+    )
 
 
 def word_tokenizer():
@@ -356,7 +420,9 @@ class RandomPickScore:
     @torch.inference_mode()
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Score a batch of images (B, 3, H, W); returns (B,)."""
-        resized = nn.functional.interpolate(images.to(self.device), size=(224, 224), mode="bilinear")
+        resized = nn.functional.interpolate(
+            images.to(self.device), size=(224, 224), mode="bilinear"
+        )
         vision = self.model.vision_model(pixel_values=resized.to(self.dtype)).pooler_output
         features = self.model.visual_projection(vision).float()
         return features.mean(dim=1).cpu()

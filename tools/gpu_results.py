@@ -40,7 +40,9 @@ def check_file(number: int, folder: Path = RESULTS) -> Path:
     return Path(folder) / f"check-{number:02d}-{CHECKS[number]}.json"
 
 
-def verdict_of(parts: Mapping[str, dict]) -> tuple[str, str]:  # passed, failed or unfinished; and why
+def verdict_of(
+    parts: Mapping[str, dict],
+) -> tuple[str, str]:  # passed, failed or unfinished; and why
     """Judge a check by its parts."""
     failed = {name: part["failed"] for name, part in parts.items() if part.get("failed")}
     if failed:
@@ -57,7 +59,9 @@ def measure_parts(
     parts: Mapping[str, Callable[[], Measured]],  # by name, in their order
     file: Path,  # written after each part, so that a killed check leaves what it had
     about: dict,  # stands in the file before the parts
-    peak_bytes: Callable[[], int | None] = lambda: None,  # the most memory that the process has taken on the device
+    peak_bytes: Callable[[], int | None] = lambda: (
+        None
+    ),  # the most memory that the process has taken on the device
 ) -> dict:  # what the file holds
     """Measure the parts of a check one after the other; a part that fails leaves its reason."""
     start = time.monotonic()
@@ -134,7 +138,9 @@ def result_rows(found: Mapping[int, dict]) -> list[list[str]]:  # check, verdict
             rows.append([f"{number} {name}", NOT_RUN, "", f"make gpu CHECK={number}"])
             continue
         for part, numbers in found[number]["parts"].items():
-            rows.append([f"{number} {name}", found[number]["verdict"], part, describe_numbers(numbers)])
+            rows.append(
+                [f"{number} {name}", found[number]["verdict"], part, describe_numbers(numbers)]
+            )
     return rows
 
 
@@ -182,7 +188,10 @@ def collect_shares(folder: Path = RESULTS) -> list[dict]:
                 share = round(part["share"]["share"], 4)
                 origin = {"gpu": result["device"], "torch": result["versions"]["torch"]}
                 rows.append(part["share"] | {"share": share} | origin)
-    newest = {(row["device"], row["model"], row["dtype"], row["phase"], row["resolution"]): row for row in rows}
+    newest = {
+        (row["device"], row["model"], row["dtype"], row["phase"], row["resolution"]): row
+        for row in rows
+    }
     return list(newest.values())
 
 

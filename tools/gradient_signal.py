@@ -28,7 +28,12 @@ from chunk_grpo.training.rollout import sample_trajectories
 
 SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}
 BLOCKS, STEPS = 8, 17
-FIRST = {"first 2": 2, "first 5": 5, "first 9": 9, "all 16": 16}  # the boundaries of the chunks 2,3,4,7
+FIRST = {
+    "first 2": 2,
+    "first 5": 5,
+    "first 9": 9,
+    "all 16": 16,
+}  # the boundaries of the chunks 2,3,4,7
 
 
 def table(policy, prompts, images, kind, eta):
@@ -47,9 +52,18 @@ def table(policy, prompts, images, kind, eta):
     grams["all layers"] = sum(grams.values())
     for layers, gram in grams.items():
         for name, count in FIRST.items():
-            found = signal_to_noise(gram, (torch.arange(STEPS - 1) < count).double(), len(keys) // BLOCKS)
-            yield {"sampler": kind, "eta": eta, "layers": layers, "transitions": name, "snr_100": 100 * found["snr"],
-                   "se": 100 * found["se"], "noise": found["noise"]}
+            found = signal_to_noise(
+                gram, (torch.arange(STEPS - 1) < count).double(), len(keys) // BLOCKS
+            )
+            yield {
+                "sampler": kind,
+                "eta": eta,
+                "layers": layers,
+                "transitions": name,
+                "snr_100": 100 * found["snr"],
+                "se": 100 * found["se"],
+                "noise": found["noise"],
+            }
 
 
 def main():
@@ -59,13 +73,22 @@ def main():
     parser.add_argument("--images", type=int, default=12)
     parser.add_argument("--out")
     chosen, start, rows = parser.parse_args(), time.time(), []
-    policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
+    policy = trainable.load_trainable_policy(
+        "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
+    )
     for kind, eta in SAMPLERS.items():
         for line in table(policy, chosen.prompts, chosen.images, kind, eta):
             rows.append(line)
-            print("{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(**line))
-    where = {"git_commit": machine.current_git_commit(), "machine": machine.machine_info(),
-             "versions": machine.library_versions()}
+            print(
+                "{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(
+                    **line
+                )
+            )
+    where = {
+        "git_commit": machine.current_git_commit(),
+        "machine": machine.machine_info(),
+        "versions": machine.library_versions(),
+    }
     sizes = {"prompts": chosen.prompts, "images": chosen.images, "seconds": time.time() - start}
     if chosen.out:
         write_json(Path(chosen.out), sizes | where | {"rows": rows})

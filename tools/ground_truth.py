@@ -79,10 +79,17 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
 def collect(policy, chosen, kinds, parts):
     "The measurements of all prompts by sampler, from the folder `parts` where they are there already."
     texts, clip = pocket.read_pocket_prompts("train"), rewards.load_reward("pocket-clip")
-    work = [(prompt, kind) for prompt in sample_prompt_indices(len(texts), chosen.prompts, 0, 0) for kind in kinds]
+    work = [
+        (prompt, kind)
+        for prompt in sample_prompt_indices(len(texts), chosen.prompts, 0, 0)
+        for kind in kinds
+    ]
     out = {kind: [] for kind in kinds}
     for number, (prompt, kind) in enumerate(work):
-        file, start = parts / f"{kind}-{chosen.images}x{chosen.branches}-{prompt}.safetensors", time.process_time()
+        file, start = (
+            parts / f"{kind}-{chosen.images}x{chosen.branches}-{prompt}.safetensors",
+            time.process_time(),
+        )
         if not file.exists():
             found = measure(policy, clip, texts, prompt, chosen.images, chosen.branches, kind)
             found["seconds"] = torch.tensor(time.process_time() - start)
@@ -91,8 +98,14 @@ def collect(policy, chosen, kinds, parts):
         out[kind].append(load_file(file))
         spent = [float(x["seconds"]) for rows in out.values() for x in rows]
         left = sum(spent) / len(spent) * (len(work) - number - 1) / 60
-        print(f"{number + 1} of {len(work)}, prompt {prompt}, {kind}; {left:.1f} minutes of one core left", flush=True)
-    return {kind: {name: torch.stack([x[name] for x in rows]) for name in rows[0]} for kind, rows in out.items()}
+        print(
+            f"{number + 1} of {len(work)}, prompt {prompt}, {kind}; {left:.1f} minutes of one core left",
+            flush=True,
+        )
+    return {
+        kind: {name: torch.stack([x[name] for x in rows]) for name in rows[0]}
+        for kind, rows in out.items()
+    }
 
 
 def signs(found):
@@ -107,10 +120,15 @@ def signs(found):
 
 def states(found):
     "Wrong signs by the state that a transition leads to, as version 3 of the paper counts, and their mean."
-    table, level = state_sign_estimates(found["score"], found["branches"].flatten(0, 1)), sigmas(STEPS, 3.0)
+    table, level = (
+        state_sign_estimates(found["score"], found["branches"].flatten(0, 1)),
+        sigmas(STEPS, 3.0),
+    )
     for k in range(TRAINED):
         names = [name for name in table if not name.startswith("mean_")]
-        yield {"parts": "steps", "index": k, "sigma": float(level[k + 1])} | at({n: table[n] for n in names}, k)
+        yield {"parts": "steps", "index": k, "sigma": float(level[k + 1])} | at(
+            {n: table[n] for n in names}, k
+        )
     yield {"parts": "all"} | at({name: x for name, x in table.items() if name.startswith("mean_")})
 
 
@@ -144,18 +162,33 @@ def gradients(found):
             w, extra = torch.cat([w.double(), torch.zeros(TRAINED - last)]), 0.0
             if chunks is not None:
                 own = w[:last] / step_weights(chunks)  # what stands beside the chunks' own weights
-                extra = chunk_sampling_variance(second[:last, :last] * own[:, None] * own, chunks, count)
+                extra = chunk_sampling_variance(
+                    second[:last, :last] * own[:, None] * own, chunks, count
+                )
             if name.endswith("noise"):
-                extra = -alignment_with_errors(weighted_inner_products(gram, truth, truth, row=3), images)["variance"]
+                extra = -alignment_with_errors(
+                    weighted_inner_products(gram, truth, truth, row=3), images
+                )["variance"]
             # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
             shrink = 1.0 if row else (images - 1) / images
-            tables = [weighted_inner_products(gram, w, truth, row, mean) for mean in (None, (1, shrink))]
+            tables = [
+                weighted_inner_products(gram, w, truth, row, mean) for mean in (None, (1, shrink))
+            ]
             base = tables[1] if base is None else base
             direct, theorem = (alignment_with_errors(x, images, extra, MANY) for x in tables)
-            ratio, ratio_se = jackknife_error(lambda p, x=(tables[1], base, extra): relative(p, images, *x), len(gram))
-            yield {"transitions": last, "estimator": name, "trained": last * count / len(chunks) if chunks else last,
-                   "drawing": max(extra, 0.0), "images_of_steps": float(ratio), "images_of_steps_se": float(ratio_se),
-                   **direct, **{f"{key}_by_theorem": x for key, x in theorem.items() if "variance" not in key}}
+            ratio, ratio_se = jackknife_error(
+                lambda p, x=(tables[1], base, extra): relative(p, images, *x), len(gram)
+            )
+            yield {
+                "transitions": last,
+                "estimator": name,
+                "trained": last * count / len(chunks) if chunks else last,
+                "drawing": max(extra, 0.0),
+                "images_of_steps": float(ratio),
+                "images_of_steps_se": float(ratio_se),
+                **direct,
+                **{f"{key}_by_theorem": x for key, x in theorem.items() if "variance" not in key},
+            }
 
 
 def relative(keep, images, tables, base, extra):
@@ -170,12 +203,18 @@ def estimators(last):
     equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
     heavy = step_weights(paper)
     cases = {"steps": (steps, step_weights(steps)), "steps re-weighted": (steps, heavy)}
-    cases |= {name: (chunks, step_weights(chunks)) for name, chunks in ({str(paper): paper} | equal).items()}
+    cases |= {
+        name: (chunks, step_weights(chunks))
+        for name, chunks in ({str(paper): paper} | equal).items()
+    }
     for name, (chunks, w) in cases.items():
         yield name, 0, chunks, w, len(chunks)
         yield f"{name}, half drawn", 0, chunks, w, chunk_count(len(chunks), 0.5)
-    for name, w in (("true advantages", torch.ones(last)), ("true advantages, re-weighted", heavy),
-                    ("true advantages, without the branches' noise", torch.ones(last))):
+    for name, w in (
+        ("true advantages", torch.ones(last)),
+        ("true advantages, re-weighted", heavy),
+        ("true advantages, without the branches' noise", torch.ones(last)),
+    ):
         yield name, 1, None, w, None
 
 
@@ -193,7 +232,9 @@ def main():
     size = {"resolution": pocket.IMAGE_SIZE, "max_tokens": pocket.MAX_TOKENS}
     policy = trainable.load_trainable_policy("pocket", **size, lora_rank=RANK)
     named = policy.transformer.named_parameters()
-    policy.trained = [p for name, p in named if "lora_B" in name]  # they start at zero, so the others' gradient is zero
+    policy.trained = [
+        p for name, p in named if "lora_B" in name
+    ]  # they start at zero, so the others' gradient is zero
     parts = Path(f"{chosen.out}.parts") if chosen.out else Path("ground_truth.parts")
     parts.mkdir(parents=True, exist_ok=True)
     found = collect(policy, chosen, [chosen.sampler] if chosen.sampler else list(ETA), parts)
@@ -201,20 +242,41 @@ def main():
         for name, rows in TABLES.items():
             tables[name] += [{"sampler": kind} | row for row in rows(measured)]
     for r in tables["signs"]:
-        print("{sampler:5} {parts:8} {first:2}-{last:2}: wrong {raw:.3f}, by share {by_share:.3f}".format(**r))
+        print(
+            "{sampler:5} {parts:8} {first:2}-{last:2}: wrong {raw:.3f}, by share {by_share:.3f}".format(
+                **r
+            )
+        )
     for r in tables["states"]:
         if r["parts"] == "all":
-            print("{sampler:5} states: wrong {mean_raw:.3f}, by share {mean_by_share:.3f}".format(**r))
+            print(
+                "{sampler:5} states: wrong {mean_raw:.3f}, by share {mean_by_share:.3f}".format(**r)
+            )
     for r in tables["gradients"]:
-        print("{sampler:5} {transitions:2} {estimator:45} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
-              "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r))
+        print(
+            "{sampler:5} {transitions:2} {estimator:45} cosine {cosine:6.3f} +- {cosine_se:.3f}, of 100 images "
+            "{cosine_many:6.3f} +- {cosine_many_se:.3f}".format(**r)
+        )
     seconds = sum(float(x["seconds"].sum()) for x in found.values())
-    sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {"core_seconds": seconds}
-    where = {"git_commit": machine.current_git_commit(), "machine": machine.machine_info(),
-             "versions": machine.library_versions()}
+    sizes = {name: getattr(chosen, name) for name in ("prompts", "images", "branches")} | {
+        "core_seconds": seconds
+    }
+    where = {
+        "git_commit": machine.current_git_commit(),
+        "machine": machine.machine_info(),
+        "versions": machine.library_versions(),
+    }
     if chosen.out:
-        about = {"eta": ETA, "steps": STEPS, "sigmas": sigmas(STEPS, 3.0).tolist(), "lora_rank": RANK, "many": MANY}
-        for row in (row for rows in tables.values() for row in rows):  # null where noise left nothing to divide by
+        about = {
+            "eta": ETA,
+            "steps": STEPS,
+            "sigmas": sigmas(STEPS, 3.0).tolist(),
+            "lora_rank": RANK,
+            "many": MANY,
+        }
+        for row in (
+            row for rows in tables.values() for row in rows
+        ):  # null where noise left nothing to divide by
             row |= {name: None for name, value in row.items() if value != value}
         write_json(Path(chosen.out), sizes | about | where | tables)
     shutil.rmtree(parts)

@@ -28,9 +28,17 @@ CHAPTERS = {  # name: what it holds, column (of 12, its left edge), floor from b
     "studies": ("arms, seeds, claims, verdicts", 2, 5, "#eeeeee"),
     "cli": ("chunk-grpo", 7, 6, "#eeeeee"),
 }
-FLOW = [("settings", "core"), ("prompts", "models"), ("trajectories", "training"), ("rewards", "rewards"),
-        ("advantages", "method"), ("chunks", "method"), ("gradient", "training"), ("weights", "models"),
-        ("report", "reporting")]
+FLOW = [
+    ("settings", "core"),
+    ("prompts", "models"),
+    ("trajectories", "training"),
+    ("rewards", "rewards"),
+    ("advantages", "method"),
+    ("chunks", "method"),
+    ("gradient", "training"),
+    ("weights", "models"),
+    ("report", "reporting"),
+]
 COLUMN, WIDTH, HEIGHT, FLOOR, TOP = 79, 288, 48, 92, 116  # pixels
 
 
@@ -38,7 +46,9 @@ def imported_chapters(file: Path) -> set[str]:
     "The chapters that a module of the package imports, at its top or inside a function."
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.level == 2 or (node.module or "").startswith("chunk_grpo")):
+        if isinstance(node, ast.ImportFrom) and (
+            node.level == 2 or (node.module or "").startswith("chunk_grpo")
+        ):
             parts = (node.module or "").removeprefix("chunk_grpo").strip(".").split(".")
             found |= {parts[0]} if parts[0] else {alias.name for alias in node.names}
     return found & set(CHAPTERS)
@@ -55,15 +65,20 @@ def built_on() -> dict[str, list[str]]:
     def reach(name: str) -> set[str]:
         return direct[name].union(*(reach(other) for other in direct[name]))
 
-    return {name: sorted(x for x in own if not any(x in reach(y) for y in own - {x})) for name, own in direct.items()}
+    return {
+        name: sorted(x for x in own if not any(x in reach(y) for y in own - {x}))
+        for name, own in direct.items()
+    }
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, lines: list[str]) -> str:
     "A box with one or two lines of text, the first one bold."
     kinds = ["flow"] if len(lines) == 1 else ["name", "what"]
     middle = [y + height / 2 + 5] if len(lines) == 1 else [y + 20, y + 38]
-    text = "".join(f'<text x="{x + width / 2:g}" y="{at:g}" class="{kind}">{escape(line)}</text>'
-                   for line, at, kind in zip(lines, middle, kinds, strict=False))
+    text = "".join(
+        f'<text x="{x + width / 2:g}" y="{at:g}" class="{kind}">{escape(line)}</text>'
+        for line, at, kind in zip(lines, middle, kinds, strict=False)
+    )
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{colour}"/>{text}'
 
 
@@ -77,8 +92,10 @@ def arrow(upper: str, lower: str) -> str:
     "From the lower edge of one box to the upper edge of another."
     (x0, y0), (x1, y1) = place(upper), place(lower)
     shift = max(-0.35, min(0.35, (x1 - x0) / WIDTH / 3)) * WIDTH
-    return (f'<path d="M{x0 + WIDTH / 2 + shift:g} {y0 + HEIGHT:g} L{x1 + WIDTH / 2 - shift:g} {y1 - 3:g}" '
-            'class="arrow" marker-end="url(#tip)"/>')
+    return (
+        f'<path d="M{x0 + WIDTH / 2 + shift:g} {y0 + HEIGHT:g} L{x1 + WIDTH / 2 - shift:g} {y1 - 3:g}" '
+        'class="arrow" marker-end="url(#tip)"/>'
+    )
 
 
 STYLE = """text{font-family:sans-serif;text-anchor:middle;fill:#222}
@@ -98,15 +115,20 @@ def picture() -> str:
     "The whole picture as SVG."
     width, height, step = 12 * COLUMN + 24, TOP + 6 * FLOOR + HEIGHT + 12, 12 * COLUMN / len(FLOW)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
-             "<title>The house: fourteen chapters, and what flows through an iteration</title>",
-             f"<style>{STYLE}</style>", TIP,
-             f'<rect width="{width}" height="{height}" fill="#ffffff" style="stroke:none"/>',
-             note(20, "What flows through an iteration, in the colour of the chapter that makes it:")]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+        "<title>The house: fourteen chapters, and what flows through an iteration</title>",
+        f"<style>{STYLE}</style>",
+        TIP,
+        f'<rect width="{width}" height="{height}" fill="#ffffff" style="stroke:none"/>',
+        note(20, "What flows through an iteration, in the colour of the chapter that makes it:"),
+    ]
     for i, (word, chapter) in enumerate(FLOW):
         parts.append(box(12 + i * step, 32, step - 14, 34, CHAPTERS[chapter][3], [word]))
         if i:
-            parts.append(f'<path d="M{12 + i * step - 14:g} 49 h11" class="arrow" marker-end="url(#tip)"/>')
+            parts.append(
+                f'<path d="M{12 + i * step - 14:g} 49 h11" class="arrow" marker-end="url(#tip)"/>'
+            )
     parts.append(note(TOP - 12, "The chapters. An arrow leads to what a chapter is built on:"))
     parts += [arrow(name, other) for name, others in built_on().items() for other in others]
     for number, (name, (what, _, _, colour)) in enumerate(CHAPTERS.items()):

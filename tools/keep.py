@@ -31,8 +31,12 @@ def keep_study(name: str) -> int:
     if not new.is_file():
         print(f"there is no {new}: a study that was begun here is needed", file=sys.stderr)
         return 2
-    lines = [line for file in (old, new) if file.is_file() for line in file.read_text().splitlines()]
-    rows = {(row["seed"], row["arm"]): row for row in map(json.loads, lines)}  # the newer one stands
+    lines = [
+        line for file in (old, new) if file.is_file() for line in file.read_text().splitlines()
+    ]
+    rows = {
+        (row["seed"], row["arm"]): row for row in map(json.loads, lines)
+    }  # the newer one stands
     arms = list(dict.fromkeys(arm for _, arm in rows))
     order = sorted(rows, key=lambda place: (place[0], arms.index(place[1])))
     old.parent.mkdir(parents=True, exist_ok=True)
@@ -49,17 +53,27 @@ def keep_images(name: str, run: Path) -> int:
 
     folders = sorted(run.glob("samples/[0-9]*"))
     if not folders:
-        print(f"{run} has no samples: a run that was evaluated while it trained is needed", file=sys.stderr)
+        print(
+            f"{run} has no samples: a run that was evaluated while it trained is needed",
+            file=sys.stderr,
+        )
         return 2
     lines = [json.loads(line) for line in (folders[0] / "manifest.jsonl").read_text().splitlines()]
-    tiles = [[Image.open(folder / line["file"]).convert("RGB") for folder in folders] for line in lines]
+    tiles = [
+        [Image.open(folder / line["file"]).convert("RGB") for folder in folders] for line in lines
+    ]
     settings = read_run_settings(run)
     rewards = {reward: load_reward(reward) for reward in reward_weights(settings)}
     rows = []
     for line, images in zip(lines, tiles, strict=True):
         prompts = [line["prompt"]] * len(images)
-        scores = {name: [round(x, 4) for x in reward(images, prompts).tolist()] for name, reward in rewards.items()}
-        rows.append({"prompt": line["prompt"], "image_index": line["image_index"], "scores": scores})
+        scores = {
+            name: [round(x, 4) for x in reward(images, prompts).tolist()]
+            for name, reward in rewards.items()
+        }
+        rows.append(
+            {"prompt": line["prompt"], "image_index": line["image_index"], "scores": scores}
+        )
 
     side = settings.eval_resolution
     sheet = Image.new("RGB", (side * len(folders), side * len(lines)))
@@ -94,7 +108,10 @@ def main() -> int:
     for run in map(Path, runs):
         missing = [file for file in FILES if not (run / file).is_file()]
         if missing:
-            print(f"{run} has no {', '.join(missing)}: a finished and evaluated run is needed", file=sys.stderr)
+            print(
+                f"{run} has no {', '.join(missing)}: a finished and evaluated run is needed",
+                file=sys.stderr,
+            )
             return 2
     for run in map(Path, runs):
         kept = RESULTS / name / run.name

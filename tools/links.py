@@ -9,7 +9,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-PARTS = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("object", "data")}
+PARTS = {
+    ("script", "src"),
+    ("link", "href"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("object", "data"),
+}
 
 
 class Page(HTMLParser):
@@ -40,7 +47,9 @@ class Found:
 
 def check(folder: Path) -> Found:
     "Look at every page of a folder."
-    files = [path for path in folder.rglob("*.html") if "_static" not in path.parts]  # there lie the theme's templates
+    files = [
+        path for path in folder.rglob("*.html") if "_static" not in path.parts
+    ]  # there lie the theme's templates
     pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in files}
     found = Found()
     for path, page in pages.items():
@@ -57,7 +66,11 @@ def check(folder: Path) -> Found:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 found.broken.append(f"{where}: no file for {address}")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].ids
+            ):
                 found.broken.append(f"{where}: no place for {address}")
     return found
 
@@ -65,8 +78,15 @@ def check(folder: Path) -> Found:
 def main() -> int:
     "Print what was found."
     found = check(Path(sys.argv[1]))
-    print("\n".join([*found.broken, f"{found.checked} links inside, {len(found.broken)} broken; to other sites:",
-                     *sorted(found.outside)]))
+    print(
+        "\n".join(
+            [
+                *found.broken,
+                f"{found.checked} links inside, {len(found.broken)} broken; to other sites:",
+                *sorted(found.outside),
+            ]
+        )
+    )
     return int(bool(found.broken))
 
 

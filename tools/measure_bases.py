@@ -37,7 +37,11 @@ def group_statistics(
 ) -> dict[str, float]:
     """Return mean, standard error over prompts, spreads, share of flat groups and correlation with the verdict."""
     of_prompts = scores.mean(1)
-    related = np.corrcoef(scores.ravel(), verdict.ravel())[0, 1] if scores.std() and verdict.std() else float("nan")
+    related = (
+        np.corrcoef(scores.ravel(), verdict.ravel())[0, 1]
+        if scores.std() and verdict.std()
+        else float("nan")
+    )
     return {
         "mean": float(scores.mean()),
         "standard_error": float(of_prompts.std(ddof=1) / len(of_prompts) ** 0.5),
@@ -83,21 +87,30 @@ def main() -> None:
     about = {
         "sampler": "flow, eta 0.7, 17 transitions",
         "seed": SEED,
-        "weights": {model: hash_model_files(locate_model(model), MODEL_FOLDERS) for model in pocket.POCKET_MODELS},
+        "weights": {
+            model: hash_model_files(locate_model(model), MODEL_FOLDERS)
+            for model in pocket.POCKET_MODELS
+        },
         "versions": machine.library_versions(),
     }
     kept = read_json(asked.out) if asked.out.is_file() else {}
     rows = [
         row
         for row in kept.get("rows", [])
-        if row["images"] == asked.images and kept["weights"].get(row["base"]) == about["weights"][row["base"]]
+        if row["images"] == asked.images
+        and kept["weights"].get(row["base"]) == about["weights"][row["base"]]
     ]
     for model in pocket.POCKET_MODELS:
         for split in LISTS:
             if not any((row["base"], row["prompts"]) == (model, split) for row in rows):
                 rows += measure_base(model, split, asked.images)
                 write_json(asked.out, about | {"rows": rows})
-                print(model, split, {row["reward"]: row["mean"] for row in rows[-len(REWARDS) :]}, flush=True)
+                print(
+                    model,
+                    split,
+                    {row["reward"]: row["mean"] for row in rows[-len(REWARDS) :]},
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -31,12 +31,34 @@ from chunk_grpo.pocket import pocket_model_path
 from chunk_grpo.runs import launch, run_folder
 
 LOOKS = PRESETS_DIR / "pocket" / "looks"
-SHORT = {"iterations": 2, "eval_steps": 1, "hybrid_split": 0, "eval_count": 1, "checkpoint_every": 2, "threads": 1,
-         "reward": {"pocket-clip": 1}, "eval_rewards": ["pocket-clip", "pocket-partial"]}
+SHORT = {
+    "iterations": 2,
+    "eval_steps": 1,
+    "hybrid_split": 0,
+    "eval_count": 1,
+    "checkpoint_every": 2,
+    "threads": 1,
+    "reward": {"pocket-clip": 1},
+    "eval_rewards": ["pocket-clip", "pocket-partial"],
+}
 MIDDLE_SIZE = "a FLUX of middle size"
-SIZES = {"pocket": {"prompts_per_iteration": 2, "images_per_prompt": 12, "rollout_batch": 24, "update_batch": 96},
-         MIDDLE_SIZE: {"prompts_per_iteration": 1, "images_per_prompt": 4, "resolution": 128, "eval_resolution": 128,
-                       "max_tokens": 32, "rollout_batch": 8, "update_batch": 8}}
+SIZES = {
+    "pocket": {
+        "prompts_per_iteration": 2,
+        "images_per_prompt": 12,
+        "rollout_batch": 24,
+        "update_batch": 96,
+    },
+    MIDDLE_SIZE: {
+        "prompts_per_iteration": 1,
+        "images_per_prompt": 4,
+        "resolution": 128,
+        "eval_resolution": 128,
+        "max_tokens": 32,
+        "rollout_batch": 8,
+        "update_batch": 8,
+    },
+}
 FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four images
 
 
@@ -52,8 +74,10 @@ def save_middle(folder: Path) -> str:
     "A pipeline's folder: pocket's encoders and tokenizers, a FLUX of middle size and a small VAE with random weights."
     torch.manual_seed(0)
     encoders = FluxPipeline.from_pretrained(pocket_model_path())
-    config = MIDDLE | {"joint_attention_dim": encoders.text_encoder_2.config.d_model,
-                       "pooled_projection_dim": encoders.text_encoder.config.hidden_size}
+    config = MIDDLE | {
+        "joint_attention_dim": encoders.text_encoder_2.config.d_model,
+        "pooled_projection_dim": encoders.text_encoder.config.hidden_size,
+    }
     parts = {"transformer": FluxTransformer2DModel(**config), "vae": AutoencoderKL(**FEW)}
     FluxPipeline(**(encoders.components | parts)).save_pretrained(folder)
     return str(folder)
@@ -72,9 +96,20 @@ def train_row(base: dict, changes: dict) -> dict:
 
 def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
     "Seconds an image of the four orders of one iteration on this grid."
-    few = [f"{name}={base[name]}" for name in ("prompts_per_iteration", "images_per_prompt", "resolution", "max_tokens",
-                                               "rollout_batch", "update_batch")]
-    s = load_workload_settings("flux-size" if middle else "pocket", [*few, "dtype=float32", "shared_noise=false"])
+    few = [
+        f"{name}={base[name]}"
+        for name in (
+            "prompts_per_iteration",
+            "images_per_prompt",
+            "resolution",
+            "max_tokens",
+            "rollout_batch",
+            "update_batch",
+        )
+    ]
+    s = load_workload_settings(
+        "flux-size" if middle else "pocket", [*few, "dtype=float32", "shared_noise=false"]
+    )
     found = orders.measure(s, repeats, say, configs=(MIDDLE, FEW) if middle else ())
     return {name: sum(each.values()) / found["images"] for name, each in found["orders"].items()}
 
@@ -100,9 +135,13 @@ def work(words: list[str], out: Path) -> None:
 
 def main():
     "Deal the rows to workers and write what they found."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default="", help="these rows alone, such as steps,fast")
-    parser.add_argument("--workers", type=int, default=1, help="processes, each on a core of its own")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes, each on a core of its own"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -112,12 +151,20 @@ def main():
         return
     arms, asked = looked_at(), [*filter(None, a.methods.split(","))]
     if unknown := set(asked) - set(arms):
-        print(f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(
+            f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     rest = [name for name in asked or arms if name != "steps"]
-    dealt = [["steps", *rest[n::a.workers], "steps"] for n in range(a.workers)] + [[]]
-    about = {"threads": 1, "machine": machine.machine_info(), "sizes": SIZES,
-             "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
+    dealt = [["steps", *rest[n :: a.workers], "steps"] for n in range(a.workers)] + [[]]
+    about = {
+        "threads": 1,
+        "machine": machine.machine_info(),
+        "sizes": SIZES,
+        "versions": machine.library_versions(),
+        "git_commit": machine.current_git_commit(),
+    }
     cores, running, codes = sorted(os.sched_getaffinity(0)), {}, []
     with tempfile.TemporaryDirectory() as tmp:
         parts = [Path(tmp) / f"{n}.json" for n in range(len(dealt))]
@@ -127,13 +174,29 @@ def main():
                 codes.append(running.pop(core).returncode)
             for core in [core for core in reversed(cores) if core not in running][: len(waiting)]:
                 names, part = waiting.pop(0)
-                command = [sys.executable, __file__, "--inside", ",".join(names), "--out", str(part)]
-                running[core] = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-                                                 preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}))
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--inside",
+                    ",".join(names),
+                    "--out",
+                    str(part),
+                ]
+                running[core] = subprocess.Popen(
+                    command,
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                    preexec_fn=lambda core=core: os.sched_setaffinity(0, {core}),
+                )
             found = [read_json(part) for part in parts if part.is_file()]
-            write_json(a.out, about | {"whole": not (waiting or running or any(codes)),
-                                       "workers": [each["rows"] for each in found if not each["orders"]],
-                                       "orders": next((each["orders"] for each in found if each["orders"]), {})})
+            write_json(
+                a.out,
+                about
+                | {
+                    "whole": not (waiting or running or any(codes)),
+                    "workers": [each["rows"] for each in found if not each["orders"]],
+                    "orders": next((each["orders"] for each in found if each["orders"]), {}),
+                },
+            )
             time.sleep(1)
     say(f"numbers: {a.out}")
     sys.exit(int(any(codes)))

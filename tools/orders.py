@@ -20,10 +20,16 @@ from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import Trajectories, initial_noise, sample_sde
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
-GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}  # largest relative difference from our gradient
-ORDERS = {"batched, as here": ("rollout", "update"), "DanceGRPO": ("reference rollout", "reference update"),
-          "GCPO, chunks": ("reference rollout", "GCPO update"),
-          "Flow-GRPO, batches of 3": ("Flow-GRPO rollout", "Flow-GRPO update")}
+GRADIENT_TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 0.1,
+}  # largest relative difference from our gradient
+ORDERS = {
+    "batched, as here": ("rollout", "update"),
+    "DanceGRPO": ("reference rollout", "reference update"),
+    "GCPO, chunks": ("reference rollout", "GCPO update"),
+    "Flow-GRPO, batches of 3": ("Flow-GRPO rollout", "Flow-GRPO update"),
+}
 
 
 @torch.no_grad()
@@ -40,11 +46,17 @@ def draw_one_by_one(b: Workload) -> Trajectories:
 def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, int, float]]]:
     "The transitions that an update trains, a list a chunk: image, transition, weight in the objective."
     chosen, every = b.chosen(paths), range(b.chunks.transitions)
-    inside = [(image, every[b.chunks.slices[chunk]]) for image, row in enumerate(chosen.tolist()) for chunk in row]
+    inside = [
+        (image, every[b.chunks.slices[chunk]])
+        for image, row in enumerate(chosen.tolist())
+        for chunk in row
+    ]
     return [[(image, i, 1 / len(part) / chosen.numel()) for i in part] for image, part in inside]
 
 
-def accumulate_batched(b: Workload, paths: Trajectories, batches: Sequence[Sequence[tuple[int, int, float]]]) -> None:
+def accumulate_batched(
+    b: Workload, paths: Trajectories, batches: Sequence[Sequence[tuple[int, int, float]]]
+) -> None:
     "Leave the gradient of minus (13) in the weights, on-policy, with one forward and backward a batch of transitions."
     b.policy.transformer.zero_grad()
     for batch in batches:
@@ -53,7 +65,9 @@ def accumulate_batched(b: Workload, paths: Trajectories, batches: Sequence[Seque
         now, then = (paths.latents[image, j].float().to(b.policy.device) for j in (i, i + 1))
         velocity = b.policy.velocity(now, told_sigma(b.policy, b.sampler.sigmas[i]), rows)
         logp = b.sampler.log_prob(then, *b.sampler.mean_std(velocity, now, i))
-        ratio = (logp - logp.detach()).exp()  # on-policy: 1, with the gradient of the new log-probability
+        ratio = (
+            logp - logp.detach()
+        ).exp()  # on-policy: 1, with the gradient of the new log-probability
         (-(weight * b.advantage[image]).to(b.policy.device) * ratio).sum().backward()
 
 
@@ -83,16 +97,23 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) ->
         with torch.compiler.set_stance("force_eager"):
             order("reference rollout", lambda: draw_one_by_one(b))
             order("reference update", lambda: accumulate_batched(b, paths, [[one] for one in each]))
-            order("GCPO update", lambda: accumulate_batched(b, paths, chunks))  # drawn as the reference
+            order(
+                "GCPO update", lambda: accumulate_batched(b, paths, chunks)
+            )  # drawn as the reference
             order("Flow-GRPO rollout", few.rollout)
             order("Flow-GRPO update", lambda: accumulate_batched(b, paths, threes))
 
     found = speed.measure_iteration(s, repeats, say, beside, configs)
     spent = {name: phase["seconds"] for name, phase in found["phases"].items()}
-    found["phases"] = {name: phase | {"reference_seconds": spent.get(f"reference {name}")}
-                       for name, phase in found["phases"].items() if not name.startswith(("reference", "GCPO", "Flow"))}
-    found["orders"] = {order: {"rollout": spent[rollout], "update": spent[update]}
-                       for order, (rollout, update) in ORDERS.items()}
+    found["phases"] = {
+        name: phase | {"reference_seconds": spent.get(f"reference {name}")}
+        for name, phase in found["phases"].items()
+        if not name.startswith(("reference", "GCPO", "Flow"))
+    }
+    found["orders"] = {
+        order: {"rollout": spent[rollout], "update": spent[update]}
+        for order, (rollout, update) in ORDERS.items()
+    }
     return found | {"gradient_error": max(errors), "two_pass_bytes": measure_two_passes(kept[0])}
 
 
@@ -101,20 +122,26 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
     paths, longest = b.rollout(), max(b.chunks.sizes)
     context, method = ReplayContext(b.policy, b.conditioning, paths), Method(b.s)
 
-    def peak(chosen: Tensor, chunks: Chunks, limit: int) -> int | None:  # (B, k), and transitions in one forward
+    def peak(
+        chosen: Tensor, chunks: Chunks, limit: int
+    ) -> int | None:  # (B, k), and transitions in one forward
         work = build_update_batch(torch.arange(min(2, len(b.keys))), chosen, chunks, limit)
         old = paths.logp[work.sample, work.index].to(b.policy.device)
         for p in b.policy.trained:  # gradients are there before, and the same in all ways
             p.grad = torch.zeros_like(p)
         try:
-            return speed._measure_peak_bytes(lambda: accumulate_gradients(context, work, b.advantage, method, (old,)),
-                                            b.policy.device)
+            return speed._measure_peak_bytes(
+                lambda: accumulate_gradients(context, work, b.advantage, method, (old,)),
+                b.policy.device,
+            )
         except torch.OutOfMemoryError:
             return None
 
     last = torch.full((len(b.keys), 1), b.chunks.sizes.index(longest))
     first = torch.arange(longest).expand(len(b.keys), -1)
     with speed.eager(b.policy) if b.policy.device.type == "cpu" else torch.enable_grad():
-        return {"chunk of 1": peak(first, Chunks.steps(b.s.transitions), 1),
-                f"chunk of {longest}, two passes": peak(last, b.chunks, 1),
-                f"chunk of {longest}, one pass": peak(last, b.chunks, longest)}
+        return {
+            "chunk of 1": peak(first, Chunks.steps(b.s.transitions), 1),
+            f"chunk of {longest}, two passes": peak(last, b.chunks, 1),
+            f"chunk of {longest}, one pass": peak(last, b.chunks, longest),
+        }

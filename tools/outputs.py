@@ -32,7 +32,11 @@ SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
 def book() -> list[Path]:
     "The pages that keep their outputs: all but the reports, which papermill runs."
-    pages = [*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), *(ROOT / "nbs/findings").glob("*.ipynb"), ROOT / "nbs/index.ipynb"]
+    pages = [
+        *(ROOT / "nbs").glob("[0-9]*/*.ipynb"),
+        *(ROOT / "nbs/findings").glob("*.ipynb"),
+        ROOT / "nbs/index.ipynb",
+    ]
     return sorted(pages)
 
 
@@ -86,9 +90,14 @@ def kept_output(output: NotebookNode) -> NotebookNode | None:
         output.data["image/png"] = small_png(output.data["image/png"])
     if not output.data:
         return None
-    size = {key: value for key, value in output.metadata.get("image/png", {}).items() if key in ("width", "height",
-                                                                                                 "alt")}
-    output.metadata = NotebookNode({"image/png": size} if size and "image/png" in output.data else {})
+    size = {
+        key: value
+        for key, value in output.metadata.get("image/png", {}).items()
+        if key in ("width", "height", "alt")
+    }
+    output.metadata = NotebookNode(
+        {"image/png": size} if size and "image/png" in output.data else {}
+    )
     return output
 
 
@@ -124,18 +133,26 @@ def renew(page: Path) -> None:
     "Run a page in a kernel of its own and keep what its cells show."
     notebook = nbformat.read(page, as_version=4)
     run = nbformat.v4.new_notebook()
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not SKIPPED & directives(cell)]
+    cells = [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and not SKIPPED & directives(cell)
+    ]
     sources = [WATCH, *(cell.source for cell in cells), 'print("\\n".join(sorted(watched_files)))']
     run.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     resources = {"metadata": {"path": str(page.parent)}}
     quiet = ["--log-level=40"]
-    NotebookClient(run, timeout=900, kernel_name="python3", resources=resources, extra_arguments=quiet).execute()
+    NotebookClient(
+        run, timeout=900, kernel_name="python3", resources=resources, extra_arguments=quiet
+    ).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     for cell, done in zip(cells, run.cells[1:-1], strict=True):
         if "hide" not in directives(cell):
-            cell.outputs = joined([output for output in map(kept_output, done.outputs) if output is not None])
+            cell.outputs = joined(
+                [output for output in map(kept_output, done.outputs) if output is not None]
+            )
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = None
@@ -146,8 +163,10 @@ def renew(page: Path) -> None:
         notebook.metadata["outputs_read"] = {path: file_hash(path) for path in read}
     text = nbformat.writes(notebook)
     if len(text.encode()) > LIMIT:
-        raise SystemExit(f"{page.relative_to(ROOT)} has {len(text.encode()):,} bytes with its outputs; "
-                         f"allowed are {LIMIT:,}: smaller figures or fewer of them are needed")
+        raise SystemExit(
+            f"{page.relative_to(ROOT)} has {len(text.encode()):,} bytes with its outputs; "
+            f"allowed are {LIMIT:,}: smaller figures or fewer of them are needed"
+        )
     nbformat.write(notebook, page)
     print(f"kept the outputs of {page.relative_to(ROOT)}", flush=True)
 
@@ -162,12 +181,20 @@ def main() -> int:
     pages = named or [page for page in book() if "--all" in words or stale_because(page)]
     if "--check" in words:
         for page in pages:
-            print(f"{page.relative_to(ROOT)}: {stale_because(page) or 'nothing'} changed after its outputs were made")
+            print(
+                f"{page.relative_to(ROOT)}: {stale_because(page) or 'nothing'} changed after its outputs were made"
+            )
         return int(bool(pages))
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
     command = [sys.executable, __file__, "--one"]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a process a page: each has a kernel of its own to wait for
-        codes = list(pool.map(lambda page: subprocess.run([*command, page], env=environment).returncode, pages))
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # a process a page: each has a kernel of its own to wait for
+        codes = list(
+            pool.map(
+                lambda page: subprocess.run([*command, page], env=environment).returncode, pages
+            )
+        )
     failed = [str(page.relative_to(ROOT)) for page, code in zip(pages, codes, strict=True) if code]
     if failed:
         print(f"no outputs were made of {', '.join(failed)}", file=sys.stderr)

@@ -31,12 +31,18 @@ def blob(commit: str, path: str) -> bytes | None:
 
 def moment(commit: str) -> str:
     "When a commit was made."
-    return git("show", "-s", "--date=format:%Y-%m-%d %H:%M", "--format=%cd", commit).stdout.decode().strip()
+    return (
+        git("show", "-s", "--date=format:%Y-%m-%d %H:%M", "--format=%cd", commit)
+        .stdout.decode()
+        .strip()
+    )
 
 
 def keys(text: bytes) -> set[tuple]:
     "Arm, seed and commit of every row of a .jsonl file."
-    return {(row["arm"], row["seed"], row["git_commit"]) for row in map(json.loads, text.splitlines())}
+    return {
+        (row["arm"], row["seed"], row["git_commit"]) for row in map(json.loads, text.splitlines())
+    }
 
 
 def plan_entries(name: str) -> list[dict]:
@@ -50,14 +56,33 @@ def plan_entries(name: str) -> list[dict]:
         by_commit[row[2]].add(row)
     for named, mine in sorted(by_commit.items()):
         brought = next(commit for commit in commits if mine <= held[commit])
-        before, after = ({file: blob(commit, f"runs/pocket/studies/{name}/{file}") for file in FILES}
-                         for commit in (named.removesuffix("-dirty"), brought))
-        states = {file: "absent" if before[file] is None else "the same" if before[file] == after[file] else "another"
-                  for file in FILES}
-        out.append({"study": name, "runs": len(mine), "code": named, "code_at": moment(named.removesuffix("-dirty")),
-                    "brought_by": brought, "brought_at": moment(brought), "plan_at_code": states,
-                    "shown": set(states.values()) == {"the same"} and not named.endswith("-dirty"),
-                    "plan_sha256": hashlib.sha256(b"\0".join(after[file] or b"" for file in FILES)).hexdigest()})
+        before, after = (
+            {file: blob(commit, f"runs/pocket/studies/{name}/{file}") for file in FILES}
+            for commit in (named.removesuffix("-dirty"), brought)
+        )
+        states = {
+            file: "absent"
+            if before[file] is None
+            else "the same"
+            if before[file] == after[file]
+            else "another"
+            for file in FILES
+        }
+        out.append(
+            {
+                "study": name,
+                "runs": len(mine),
+                "code": named,
+                "code_at": moment(named.removesuffix("-dirty")),
+                "brought_by": brought,
+                "brought_at": moment(brought),
+                "plan_at_code": states,
+                "shown": set(states.values()) == {"the same"} and not named.endswith("-dirty"),
+                "plan_sha256": hashlib.sha256(
+                    b"\0".join(after[file] or b"" for file in FILES)
+                ).hexdigest(),
+            }
+        )
     return out
 
 
@@ -69,7 +94,13 @@ def main() -> int:
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps({"plans": found}, indent=1) + "\n")
     for entry in found:
-        print(entry["study"], entry["runs"], entry["code"][:7], entry["brought_by"][:7], entry["plan_at_code"])
+        print(
+            entry["study"],
+            entry["runs"],
+            entry["code"][:7],
+            entry["brought_by"][:7],
+            entry["plan_at_code"],
+        )
     return 0
 
 

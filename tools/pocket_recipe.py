@@ -51,14 +51,19 @@ from chunk_grpo.pocket.world import (
     sample_scene,
 )
 
-_HELDOUT_BODIES = {"two_object": (2, 6), "counting": (2, 4), "colors": (3, 8), "position": (8, 24),
-                  "color_attr": (8, 24)}  # for validation, and kept back in all
+_HELDOUT_BODIES = {
+    "two_object": (2, 6),
+    "counting": (2, 4),
+    "colors": (3, 8),
+    "position": (8, 24),
+    "color_attr": (8, 24),
+}  # for validation, and kept back in all
 _VALIDATION_PROMPTS, _TEST_PROMPTS = 8, 16  # of each category
 
 
 def caption_bodies(
     category: str,
-) -> list[str]: # captions without a prefix
+) -> list[str]:  # captions without a prefix
     "Everything that the grammar can say in a category; two named objects have two shapes, and two colours."
     pairs = [(a, b) for a in SHAPES for b in SHAPES if a != b]
     said = {
@@ -67,23 +72,36 @@ def caption_bodies(
         "counting": [f"{n} {p}" for n in COUNT_WORDS for p in SHAPE_PLURALS.values()],
         "colors": [f"a {c} {s}" for c in POCKET_COLOURS for s in SHAPES],
         "position": [f"a {a} {r} a {b}" for a, b in pairs for r in RELATIONS],
-        "color_attr": [f"a {c} {a} and a {d} {b}" for a, b in pairs
-                       for c in POCKET_COLOURS for d in POCKET_COLOURS if c != d],
+        "color_attr": [
+            f"a {c} {a} and a {d} {b}"
+            for a, b in pairs
+            for c in POCKET_COLOURS
+            for d in POCKET_COLOURS
+            if c != d
+        ],
     }
     if category not in said:
-        raise InputError(f"`category` must be one of {', '.join(POCKET_CATEGORIES)}; got {category!r}")
+        raise InputError(
+            f"`category` must be one of {', '.join(POCKET_CATEGORIES)}; got {category!r}"
+        )
     return said[category]
 
 
 def split_category_captions(
     category: str,
     seed: int = 0,
-) -> tuple[list[str], list[str], list[str]]: # what may be trained on, validation and test prompts; in a random order
+) -> tuple[
+    list[str], list[str], list[str]
+]:  # what may be trained on, validation and test prompts; in a random order
     "Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."
     rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
     body, chosen = caption_bodies(category), set()
-    if category == "single_object":  # six bodies only: here the pair of phrase and shape is kept back
-        rows = [[CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body]
+    if (
+        category == "single_object"
+    ):  # six bodies only: here the pair of phrase and shape is kept back
+        rows = [
+            [CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body
+        ]
         held, rest = [p for row in rows for p in row[:4]], [p for row in rows for p in row[4:]]
     else:
         order, (few, cut) = rng.permutation(len(body)), _HELDOUT_BODIES[category]
@@ -97,12 +115,14 @@ def split_category_captions(
 
 
 def split_prompts(
-    train_per_category: int = 96, # training prompts of each category, at most
+    train_per_category: int = 96,  # training prompts of each category, at most
     seed: int = 0,
-) -> tuple[list[str], list[str], list[str]]: # training, validation and test prompts
+) -> tuple[list[str], list[str], list[str]]:  # training, validation and test prompts
     "The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."
     found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
-    train, validation, test = ([p for lists in found for p in lists[i][:train_per_category]] for i in range(3))
+    train, validation, test = (
+        [p for lists in found for p in lists[i][:train_per_category]] for i in range(3)
+    )
     return train, validation, test
 
 
@@ -115,7 +135,9 @@ def _one_sentence_per_meaning(
     for sentence in sentences:
         waiting.setdefault(parse_caption(sentence), []).append(sentence)
     longest = max(map(len, waiting.values()), default=0)
-    in_turn = [rest[turn] for turn in range(longest) for rest in waiting.values() if turn < len(rest)]
+    in_turn = [
+        rest[turn] for turn in range(longest) for rest in waiting.values() if turn < len(rest)
+    ]
     return in_turn[:count]
 
 
@@ -138,7 +160,9 @@ def second_test_prompts(
     for category in POCKET_CATEGORIES:
         rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category), 192])
         bodies = caption_bodies(category)
-        trained_on = {parse_caption(caption) for caption in split_category_captions(category, seed)[0]}
+        trained_on = {
+            parse_caption(caption) for caption in split_category_captions(category, seed)[0]
+        }
         old = [phrase + body for body in bodies for phrase in CAPTION_PREFIXES]
         double = [phrase + body for body in bodies for phrase in phrases]
         short = [prompt for prompt in double if len(prompt.split()) <= PROMPT_WORDS]
@@ -156,30 +180,39 @@ def second_test_prompts(
 
 def hard_negatives(
     caption: str,
-) -> list[str]: # captions that differ in one word and are false
+) -> list[str]:  # captions that differ in one word and are false
     "Every caption one word away that is false of each picture of which `caption` is true."
+
     def variety(text):
         shapes, colours = zip(*parse_caption(text).objects, strict=True)
         return len(set(shapes)), len(set(colours))
 
     words = caption.split()
     start = max(len(prefix.split()) for prefix in CAPTION_PREFIXES if caption.startswith(prefix))
-    kinds = [list(POCKET_COLOURS), list(SHAPES), list(SHAPE_PLURALS.values()), list(COUNT_WORDS), ["left", "right"],
-             ["above", "below"]]
+    kinds = [
+        list(POCKET_COLOURS),
+        list(SHAPES),
+        list(SHAPE_PLURALS.values()),
+        list(COUNT_WORDS),
+        ["left", "right"],
+        ["above", "below"],
+    ]
     out = []
     for i in range(start, len(words)):
         kind = next((k for k in kinds if words[i] in k), [])
         for word in kind:
-            other = " ".join([*words[:i], word, *words[i + 1:]])
+            other = " ".join([*words[:i], word, *words[i + 1 :]])
             if word != words[i] and variety(other) == variety(caption):
                 out.append(other)
     return out
 
 
 def mean_category_accuracy(
-    verdicts: torch.Tensor | Sequence[float], # (B,)
+    verdicts: torch.Tensor | Sequence[float],  # (B,)
     prompts: Sequence[str],
-) -> tuple[float, dict[str, float]]: # mean of the category accuracies; accuracy of each category present
+) -> tuple[
+    float, dict[str, float]
+]:  # mean of the category accuracies; accuracy of each category present
     "GenEval's score: every category counts the same, however many prompts it has."
     groups: dict[str, list[float]] = {}
     for verdict, prompt in zip(verdicts, prompts, strict=True):
@@ -189,41 +222,68 @@ def mean_category_accuracy(
 
 
 def new_tokenizer(
-    kind: str, # "clip" (begin and end marks) or "t5" (end mark)
+    kind: str,  # "clip" (begin and end marks) or "t5" (end mark)
 ) -> PreTrainedTokenizerFast:
     "A word-level tokenizer for the captions of the world."
-    phrases = [*CAPTION_PREFIXES, *RELATIONS, "a and", *SHAPES, *SHAPE_PLURALS.values(), *POCKET_COLOURS, *COUNT_WORDS]
+    phrases = [
+        *CAPTION_PREFIXES,
+        *RELATIONS,
+        "a and",
+        *SHAPES,
+        *SHAPE_PLURALS.values(),
+        *POCKET_COLOURS,
+        *COUNT_WORDS,
+    ]
     words = sorted({w for phrase in phrases for w in phrase.split()})
     vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "<s>", "</s>", *words])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if kind == "clip" else "$A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+        single="<s> $A </s>" if kind == "clip" else "$A </s>",
+        special_tokens=[("<s>", 2), ("</s>", 3)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        model_max_length=MAX_TOKENS, padding_side="right",
+        tokenizer_object=core,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=MAX_TOKENS,
+        padding_side="right",
     )
 
 
 def new_clip(
-    vocabulary: int, # words, marks included
+    vocabulary: int,  # words, marks included
 ) -> CLIPModel:
     "Image and text towers with a common space of 64 dimensions."
     text = CLIPTextConfig(
-        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=MAX_TOKENS, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_TOKENS,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
     )
     vision = CLIPVisionConfig(
-        hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        image_size=IMAGE_SIZE, patch_size=8,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
     )
-    return CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=64))
+    return CLIPModel(
+        CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=64)
+    )
 
 
 def empty_places(
-    things: Sequence[SceneObject], # of a scene
-) -> list[tuple[float, float]]: # centres
+    things: Sequence[SceneObject],  # of a scene
+) -> list[tuple[float, float]]:  # centres
     "Places of the grid at which an object of their size keeps clear of all of them."
     radius = things[0].radius if things else _RADIUS
     every = product(_PLACES, _PLACES)
@@ -233,7 +293,7 @@ def empty_places(
 def make_flawed_scene(
     scene: Scene,
     rng: np.random.Generator,
-) -> Scene: # of which the caption is false
+) -> Scene:  # of which the caption is false
     "A scene with one thing wrong: an object missing, added, of another shape or colour, or two exchanged."
     spec = parse_caption(scene.caption)
     while True:
@@ -245,16 +305,26 @@ def make_flawed_scene(
         elif kind == "add":
             extra = sample_scene(f"a {rng.choice(SHAPES)}", rng, free=True).things[0]
             twin, spots = new[i].shape if rng.random() < 0.5 else extra.shape, empty_places(new)
-            x, y = spots[rng.integers(len(spots))] if spots and rng.random() < 0.75 else (extra.x, extra.y)
+            x, y = (
+                spots[rng.integers(len(spots))]
+                if spots and rng.random() < 0.75
+                else (extra.x, extra.y)
+            )
             new.append(replace(extra, x=x, y=y, radius=new[i].radius, shape=twin))
         elif kind == "shape":
             new[i] = replace(new[i], shape=str(rng.choice(SHAPES)))
         elif kind == "colour":
             new[i] = replace(new[i], colour=str(rng.choice(list(POCKET_COLOURS))))
         elif spec.relation:
-            new[i], new[j] = replace(new[i], x=new[j].x, y=new[j].y), replace(new[j], x=new[i].x, y=new[i].y)
+            new[i], new[j] = (
+                replace(new[i], x=new[j].x, y=new[j].y),
+                replace(new[j], x=new[i].x, y=new[i].y),
+            )
         else:
-            new[i], new[j] = replace(new[i], colour=new[j].colour), replace(new[j], colour=new[i].colour)
+            new[i], new[j] = (
+                replace(new[i], colour=new[j].colour),
+                replace(new[j], colour=new[i].colour),
+            )
         if not matches_caption(spec, new):
             return replace(scene, things=tuple(new))
 
@@ -262,17 +332,20 @@ def make_flawed_scene(
 def make_spoiled_image(
     scene: Scene,
     rng: np.random.Generator,
-) -> Image.Image: # of which the caption is false
+) -> Image.Image:  # of which the caption is false
     "A picture with one object that is no shape of the world: cut, merged with another shape, or half recoloured."
     things, i = list(scene.things), int(rng.integers(len(scene.things)))
     one = things[i]
     other = replace(
-        one, shape=str(rng.choice([s for s in SHAPES if s != one.shape])),
+        one,
+        shape=str(rng.choice([s for s in SHAPES if s != one.shape])),
         colour=one.colour if rng.random() < 0.6 else str(rng.choice(list(POCKET_COLOURS))),
     )
     if rng.random() < 0.4:  # two shapes almost in one place
         shift = rng.uniform(0.3, 0.9, 2) * one.radius * rng.choice([-1, 1], 2)
-        return render_scene(replace(scene, things=(*things, replace(other, x=one.x + shift[0], y=one.y + shift[1]))))
+        return render_scene(
+            replace(scene, things=(*things, replace(other, x=one.x + shift[0], y=one.y + shift[1])))
+        )
     without = replace(scene, things=tuple(t for j, t in enumerate(things) if j != i))
     a, b = np.asarray(render_scene(scene)).copy(), np.asarray(render_scene(without))
     if rng.random() < 0.5:
@@ -285,9 +358,9 @@ def make_spoiled_image(
 
 
 def augment_images(
-    x: torch.Tensor, # (B, 3, 64, 64) in [-1, 1]
+    x: torch.Tensor,  # (B, 3, 64, 64) in [-1, 1]
     generator: torch.Generator,
-) -> torch.Tensor: # the same shape
+) -> torch.Tensor:  # the same shape
     "Blur, noise and a change of brightness, each of a random strength."
     u = torch.rand(4, len(x), 1, 1, 1, generator=generator)
     blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
@@ -296,11 +369,11 @@ def augment_images(
 
 
 def clip_loss(
-    images: torch.Tensor, # (2 N, D): N true pictures, then one with a flaw for each
-    texts: torch.Tensor, # (N + N M, D): N captions, then M false ones for each
-    truth: torch.Tensor, # (N, N) bool: caption n holds in true picture m
-    scale: torch.Tensor, # inverse temperature
-) -> torch.Tensor: # scalar
+    images: torch.Tensor,  # (2 N, D): N true pictures, then one with a flaw for each
+    texts: torch.Tensor,  # (N + N M, D): N captions, then M false ones for each
+    truth: torch.Tensor,  # (N, N) bool: caption n holds in true picture m
+    scale: torch.Tensor,  # inverse temperature
+) -> torch.Tensor:  # scalar
     "CLIP's two cross-entropies, with hard negatives on both sides; other true pairs are left out of the denominators."
     n = len(truth)
     also = truth & ~torch.eye(n, dtype=torch.bool)
@@ -314,19 +387,26 @@ def clip_loss(
 def new_vae() -> AutoencoderKL:
     "An autoencoder of factor 16: 64 x 64 pixels to 8 x 4 x 4 latents."
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 5, up_block_types=("UpDecoderBlock2D",) * 5,
-        block_out_channels=(8, 24, 48, 64, 64), layers_per_block=1, latent_channels=8, norm_num_groups=8,
-        sample_size=64, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
+        down_block_types=("DownEncoderBlock2D",) * 5,
+        up_block_types=("UpDecoderBlock2D",) * 5,
+        block_out_channels=(8, 24, 48, 64, 64),
+        layers_per_block=1,
+        latent_channels=8,
+        norm_num_groups=8,
+        sample_size=64,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
     )
 
 
 def vae_loss(
     vae: AutoencoderKL,
-    x: torch.Tensor, # pictures (B, 3, 64, 64) in [-1, 1]
-    beta: float, # weight of the KL term, a latent dimension
-    noise: float, # largest deviation of noise on the latents, as a share of theirs
+    x: torch.Tensor,  # pictures (B, 3, 64, 64) in [-1, 1]
+    beta: float,  # weight of the KL term, a latent dimension
+    noise: float,  # largest deviation of noise on the latents, as a share of theirs
     generator: torch.Generator,
-) -> tuple[torch.Tensor, float]: # the loss; the signal-to-noise ratio of the decoded picture, dB
+) -> tuple[torch.Tensor, float]:  # the loss; the signal-to-noise ratio of the decoded picture, dB
     "L1 and squared error of a decoded sample of the code with noise, and the KL term."
     code = vae.encode(x).latent_dist
     level = noise * code.mean.detach().std() * torch.rand(len(x), 1, 1, 1, generator=generator)
@@ -345,58 +425,94 @@ class PocketFlow(nn.Module):
         self.tokenizers = {"clip": new_tokenizer("clip"), "t5": new_tokenizer("t5")}
         words = len(self.tokenizers["t5"])
         self.transformer = FluxTransformer2DModel(
-            patch_size=1, in_channels=32, num_layers=1, num_single_layers=3, attention_head_dim=32,
-            num_attention_heads=3, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=False,
+            patch_size=1,
+            in_channels=32,
+            num_layers=1,
+            num_single_layers=3,
+            attention_head_dim=32,
+            num_attention_heads=3,
+            joint_attention_dim=64,
+            pooled_projection_dim=64,
+            guidance_embeds=False,
             axes_dims_rope=(8, 12, 12),
         )
-        self.t5 = T5EncoderModel(T5Config(
-            vocab_size=words, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, dropout_rate=0.0,
-            pad_token_id=0, eos_token_id=3, decoder_start_token_id=0, feed_forward_proj="gated-gelu",
-        ))
-        self.clip = CLIPTextModel(CLIPTextConfig(
-            vocab_size=words, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
-            max_position_embeddings=MAX_TOKENS, pad_token_id=0, bos_token_id=2, eos_token_id=3, projection_dim=64,
-        ))
-        self.register_buffer("ids", FluxPipeline._prepare_latent_image_ids(1, 2, 2, "cpu", torch.float32), False)
+        self.t5 = T5EncoderModel(
+            T5Config(
+                vocab_size=words,
+                d_model=64,
+                d_kv=16,
+                d_ff=128,
+                num_layers=1,
+                num_heads=4,
+                dropout_rate=0.0,
+                pad_token_id=0,
+                eos_token_id=3,
+                decoder_start_token_id=0,
+                feed_forward_proj="gated-gelu",
+            )
+        )
+        self.clip = CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=words,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                max_position_embeddings=MAX_TOKENS,
+                pad_token_id=0,
+                bos_token_id=2,
+                eos_token_id=3,
+                projection_dim=64,
+            )
+        )
+        self.register_buffer(
+            "ids", FluxPipeline._prepare_latent_image_ids(1, 2, 2, "cpu", torch.float32), False
+        )
 
     def forward(
         self,
-        x: torch.Tensor, # latents, (B, 4, 32)
-        sigma: torch.Tensor, # noise levels, (B,)
-        t5_tokens: torch.Tensor, # (B, MAX_TOKENS)
-        clip_tokens: torch.Tensor, # (B, MAX_TOKENS)
-    ) -> torch.Tensor: # velocity, (B, 4, 32)
+        x: torch.Tensor,  # latents, (B, 4, 32)
+        sigma: torch.Tensor,  # noise levels, (B,)
+        t5_tokens: torch.Tensor,  # (B, MAX_TOKENS)
+        clip_tokens: torch.Tensor,  # (B, MAX_TOKENS)
+    ) -> torch.Tensor:  # velocity, (B, 4, 32)
         "The velocity at a noise level, given the prompt's tokens."
         return self.transformer(
-            hidden_states=x, timestep=sigma, encoder_hidden_states=self.t5(t5_tokens).last_hidden_state,
-            pooled_projections=self.clip(clip_tokens).pooler_output, img_ids=self.ids,
-            txt_ids=self.ids.new_zeros(t5_tokens.shape[1], 3), return_dict=False,
+            hidden_states=x,
+            timestep=sigma,
+            encoder_hidden_states=self.t5(t5_tokens).last_hidden_state,
+            pooled_projections=self.clip(clip_tokens).pooler_output,
+            img_ids=self.ids,
+            txt_ids=self.ids.new_zeros(t5_tokens.shape[1], 3),
+            return_dict=False,
         )[0]
 
 
 def pack_flow_latents(
-    z: torch.Tensor, # (B, C, H, W)
-) -> torch.Tensor: # (B, H/2 * W/2, 4 C)
+    z: torch.Tensor,  # (B, C, H, W)
+) -> torch.Tensor:  # (B, H/2 * W/2, 4 C)
     "Patches of 2 x 2 latents as tokens, in FLUX's order."
     b, c, h, w = z.shape
-    return z.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
+    return (
+        z.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
+    )
 
 
 def unpack_flow_latents(
-    x: torch.Tensor, # (B, 4, 32)
-) -> torch.Tensor: # (B, 8, 4, 4)
+    x: torch.Tensor,  # (B, 4, 32)
+) -> torch.Tensor:  # (B, 8, 4, 4)
     "Tokens back to latents."
     return x.view(len(x), 2, 2, 8, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 8, 4, 4)
 
 
 def flow_loss(
     model: nn.Module,
-    x0: torch.Tensor, # data latents, (B, 4, 32)
+    x0: torch.Tensor,  # data latents, (B, 4, 32)
     t5_tokens: torch.Tensor,
     clip_tokens: torch.Tensor,
     generator: torch.Generator,
     shift: float = 3.0,
-) -> torch.Tensor: # scalar
+) -> torch.Tensor:  # scalar
     "Flow-matching loss, equations (1) and (2)."
     u = torch.rand(len(x0), generator=generator)
     sigma = shift * u / (1 + (shift - 1) * u)
@@ -412,10 +528,10 @@ def sample_flow_images(
     vae: AutoencoderKL,
     captions: list[str],
     steps: int = 20,
-    eta: float = 0.0, # 0: Euler on the ODE; above: the flow SDE, last step without noise
+    eta: float = 0.0,  # 0: Euler on the ODE; above: the flow SDE, last step without noise
     shift: float = 3.0,
     seed: int = 0,
-) -> torch.Tensor: # images (B, 3, 64, 64) in [0, 1]
+) -> torch.Tensor:  # images (B, 3, 64, 64) in [0, 1]
     "Images of the captions, equations (3) and (7)."
     generator = torch.Generator().manual_seed(seed)
     ids = [tokenize_captions(model.tokenizers[kind], captions) for kind in ("t5", "clip")]
@@ -432,9 +548,13 @@ def sample_flow_images(
 
 
 def load_flow(
-    folder: Path | None = None, # of a saved pipeline; the shipped one
+    folder: Path | None = None,  # of a saved pipeline; the shipped one
 ) -> tuple[PocketFlow, AutoencoderKL]:
     "The parts of a saved pipeline as a `PocketFlow` and its autoencoder."
     pipeline, model = FluxPipeline.from_pretrained(folder or pocket_model_path()), PocketFlow()
-    model.transformer, model.clip, model.t5 = pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2
+    model.transformer, model.clip, model.t5 = (
+        pipeline.transformer,
+        pipeline.text_encoder,
+        pipeline.text_encoder_2,
+    )
     return model.eval(), pipeline.vae

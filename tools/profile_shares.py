@@ -25,32 +25,54 @@ from chunk_grpo.models.inputs import sample_prompt_indices
 def shares(distance):
     "Shares of the variation, and the interval of what is the prompt's beyond chance."
     found, count = variance_shares(distance), len(distance)
-    left = torch.stack([torch.tensor(variance_shares(torch.cat([distance[:p], distance[p + 1 :]]))["prompt_only"])
-                        for p in range(count)]).double()
+    left = torch.stack(
+        [
+            torch.tensor(
+                variance_shares(torch.cat([distance[:p], distance[p + 1 :]]))["prompt_only"]
+            )
+            for p in range(count)
+        ]
+    ).double()
     error = float(((count - 1) * left.var(correction=0)).sqrt())
     half = float(stats.t.ppf(0.975, count - 1)) * error
-    return found | {"se": error, "lo": found["prompt_only"] - half, "hi": found["prompt_only"] + half}
+    return found | {
+        "se": error,
+        "lo": found["prompt_only"] - half,
+        "hi": found["prompt_only"] + half,
+    }
 
 
 def main():
     "Measure, print, and write what was asked for."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("prompts", 48), ("images", 4), ("batch", 48), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out")
     a = parser.parse_args()
-    policy = trainable.load_trainable_policy("pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS)
+    policy = trainable.load_trainable_policy(
+        "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
+    )
     texts, grid, rows = pocket.read_pocket_prompts("train"), sigmas(17, 3.0), []
     chosen = sample_prompt_indices(len(texts), a.prompts, a.seed, 0)
     for kind, eta in DEFAULT_ETAS.items():
-        found = measure_distances(policy, texts, chosen, a.images, a.seed, Sampler(grid, kind, eta), a.batch)
+        found = measure_distances(
+            policy, texts, chosen, a.images, a.seed, Sampler(grid, kind, eta), a.batch
+        )
         for name, distance in found.items():
             row = shares(distance[..., :16])
             rows.append({"sampler": kind, "eta": eta, "distance": name} | row)
-            print(f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in row.items()), flush=True)
+            print(
+                f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in row.items()), flush=True
+            )
     if a.out:
-        about = {"prompts": a.prompts, "images": a.images, "seed": a.seed,
-                 "git_commit": machine.current_git_commit()}
+        about = {
+            "prompts": a.prompts,
+            "images": a.images,
+            "seed": a.seed,
+            "git_commit": machine.current_git_commit(),
+        }
         write_json(Path(a.out), about | {"machine": machine.machine_info(), "rows": rows})
 
 

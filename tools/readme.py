@@ -58,9 +58,15 @@ def pictures() -> dict[Path, bytes]:  # by file
         for cell in nbformat.read(page, as_version=4).cells:
             named = re.match(r"# The README shows this figure: (images/\w+\.png)\n", cell.source)
             if cell.cell_type == "code" and named:
-                figures = [out.data["image/png"] for out in cell.outputs if "image/png" in out.get("data", {})]
+                figures = [
+                    out.data["image/png"]
+                    for out in cell.outputs
+                    if "image/png" in out.get("data", {})
+                ]
                 if len(figures) != 1:
-                    raise SystemExit(f"{page.name} must keep one figure for {named[1]}; got {len(figures)}")
+                    raise SystemExit(
+                        f"{page.name} must keep one figure for {named[1]}; got {len(figures)}"
+                    )
                 found[ROOT / "nbs" / named[1]] = base64.b64decode(figures[0])
     return found
 
@@ -69,7 +75,12 @@ def main() -> int:
     "Write README.md and its pictures, or compare them."
     files = {ROOT / "README.md": readme().encode(), **pictures()}
     if "--check" in sys.argv[1:]:
-        return int(any(not file.is_file() or file.read_bytes() != content for file, content in files.items()))
+        return int(
+            any(
+                not file.is_file() or file.read_bytes() != content
+                for file, content in files.items()
+            )
+        )
     for file, content in files.items():
         file.write_bytes(content)
     return 0

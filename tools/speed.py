@@ -35,14 +35,35 @@ from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
 
 PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
-MIDDLE = {"num_layers": 2, "num_single_layers": 4, "num_attention_heads": 8, "attention_head_dim": 64,
-          "joint_attention_dim": 512, "pooled_projection_dim": 64, "axes_dims_rope": (8, 28, 28),
-          "guidance_embeds": True}
+MIDDLE = {
+    "num_layers": 2,
+    "num_single_layers": 4,
+    "num_attention_heads": 8,
+    "attention_head_dim": 64,
+    "joint_attention_dim": 512,
+    "pooled_projection_dim": 64,
+    "axes_dims_rope": (8, 28, 28),
+    "guidance_embeds": True,
+}
 FEW = speed._FLUX_VAE_CONFIG | {"block_out_channels": (32, 32, 64, 64)}
-AT_256 = ["resolution=256", "max_tokens=64", "dtype=float32", "steps=5", "chunks=2,2", "images_per_prompt=2",
-          "rollout_batch=2", "update_batch=2"]
-AT_256_IN_GROUPS = [*AT_256[:-3], "prompts_per_iteration=2", "images_per_prompt=4", "updates_per_iteration=1",
-                    "rollout_batch=8", "update_batch=8"]
+AT_256 = [
+    "resolution=256",
+    "max_tokens=64",
+    "dtype=float32",
+    "steps=5",
+    "chunks=2,2",
+    "images_per_prompt=2",
+    "rollout_batch=2",
+    "update_batch=2",
+]
+AT_256_IN_GROUPS = [
+    *AT_256[:-3],
+    "prompts_per_iteration=2",
+    "images_per_prompt=4",
+    "updates_per_iteration=1",
+    "rollout_batch=8",
+    "update_batch=8",
+]
 
 
 def say(text):
@@ -59,7 +80,10 @@ def median(function, device, repeats):
 def in_turn(before, after, device, repeats):
     "Median seconds of two calls, each measured after the other."
     (before(), after())
-    spent = [(speed.time_call(before, device)[1], speed.time_call(after, device)[1]) for _ in range(repeats)]
+    spent = [
+        (speed.time_call(before, device)[1], speed.time_call(after, device)[1])
+        for _ in range(repeats)
+    ]
     return [statistics.median(column) for column in zip(*spent, strict=True)]
 
 
@@ -79,10 +103,15 @@ def profiled(b):
     for name, call in (("rollout", b.rollout), ("update", lambda: b.update(paths))):
         with torch.profiler.profile(activities=kinds) as profiler:
             call()
-        field = "self_device_time_total" if b.policy.device.type == "cuda" else "self_cpu_time_total"
+        field = (
+            "self_device_time_total" if b.policy.device.type == "cuda" else "self_cpu_time_total"
+        )
         events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, field))
         total = sum(getattr(e, field) for e in events)
-        found[name] = [{"operation": e.key, "share": getattr(e, field) / total, "calls": e.count} for e in events[:8]]
+        found[name] = [
+            {"operation": e.key, "share": getattr(e, field) / total, "calls": e.count}
+            for e in events[:8]
+        ]
         waits = sum(e.count for e in events if e.key == "aten::_local_scalar_dense")
         found[name].append({"operation": "looks into a tensor", "share": None, "calls": waits})
     return found
@@ -93,11 +122,13 @@ def profiled(b):
 
 def eager(b, call):
     "The call without what is compiled, and what else is as it is."
+
     def run():
         with torch.compiler.set_stance("force_eager"):
             b.policy.compiled = False
             call()
             b.policy.compiled = True
+
     return run
 
 
@@ -110,7 +141,9 @@ def levers(b, repeats):
 
     def row(change, expected, before, after, note=""):
         was, is_ = in_turn(before, after, device, repeats)
-        rows.append({"change": change, "expected": expected, "before": was, "after": is_, "note": note})
+        rows.append(
+            {"change": change, "expected": expected, "before": was, "after": is_, "note": note}
+        )
         say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
 
     def forward_backward(which=work, **given):
@@ -118,20 +151,41 @@ def levers(b, repeats):
         accumulate_gradients(what, which, b.advantage, Method(b.s), **given)
 
     one_image, no_chunk = with_settings(b, rollout_batch=1), with_settings(b, update_batch=1)
-    row("rollout: batches of images, not one", "several times as fast; a row of FLUX.1-dev fills a GPU alone",
-        one_image.rollout, b.rollout)
-    row("update: whole chunks in one forward, not one transition", "as the rollout",
-        lambda: no_chunk.update(paths), lambda: b.update(paths))
+    row(
+        "rollout: batches of images, not one",
+        "several times as fast; a row of FLUX.1-dev fills a GPU alone",
+        one_image.rollout,
+        b.rollout,
+    )
+    row(
+        "update: whole chunks in one forward, not one transition",
+        "as the rollout",
+        lambda: no_chunk.update(paths),
+        lambda: b.update(paths),
+    )
     images, prompts = len(b.keys), len(b.prompts)
     saved = (images - prompts) / (images * b.s.steps)
-    row("rollout: one first forward for the images of a prompt", f"{saved:.0%} less, the forwards that are left out",
-        with_settings(b, shared_noise=False).rollout, with_settings(b, shared_noise=True).rollout)
+    row(
+        "rollout: one first forward for the images of a prompt",
+        f"{saved:.0%} less, the forwards that are left out",
+        with_settings(b, shared_noise=False).rollout,
+        with_settings(b, shared_noise=True).rollout,
+    )
     share = 1 / 4 if not b.s.lora_rank else 1 / 3
-    row("update: the old log-probability is the new one, detached", f"{share:.0%} less, a forward of its own",
-        lambda: forward_backward(old=all_evidence(what, work, Method(b.s))), forward_backward)
+    row(
+        "update: the old log-probability is the new one, detached",
+        f"{share:.0%} less, a forward of its own",
+        lambda: forward_backward(old=all_evidence(what, work, Method(b.s))),
+        forward_backward,
+    )
     half = build_update_batch(every[: images // 2], chosen, b.chunks, b.s.update_batch)
-    row("update: half of the groups have no spread and are dropped", "50% less",
-        forward_backward, lambda: forward_backward(half), "the share of such groups is the reward's")
+    row(
+        "update: half of the groups have no spread and are dropped",
+        "50% less",
+        forward_backward,
+        lambda: forward_backward(half),
+        "the share of such groups is the reward's",
+    )
     net = b.policy.transformer
 
     def checkpointed():
@@ -139,10 +193,18 @@ def levers(b, repeats):
         forward_backward()
         net.disable_gradient_checkpointing()
 
-    row("update: activations kept, not computed again", f"{share:.0%} less, the forward that is computed again",
-        checkpointed, forward_backward, "gradient_checkpointing: false, where the memory is there")
-    kernels = [name for name in trainable._SDPA_BACKENDS
-               if trainable._has_attention_backend(name, device, b.policy.dtype)]
+    row(
+        "update: activations kept, not computed again",
+        f"{share:.0%} less, the forward that is computed again",
+        checkpointed,
+        forward_backward,
+        "gradient_checkpointing: false, where the memory is there",
+    )
+    kernels = [
+        name
+        for name in trainable._SDPA_BACKENDS
+        if trainable._has_attention_backend(name, device, b.policy.dtype)
+    ]
     for name in kernels:
 
         def other(call, name=name):
@@ -151,8 +213,13 @@ def levers(b, repeats):
             with trainable.attention_backend("native"):
                 net.set_attention_backend("native")
 
-        row(f"rollout: torch's own attention, not {name}", "math writes all weights down; torch's own is the best",
-            lambda other=other: other(b.rollout), b.rollout, "attention: native")
+        row(
+            f"rollout: torch's own attention, not {name}",
+            "math writes all weights down; torch's own is the best",
+            lambda other=other: other(b.rollout),
+            b.rollout,
+            "attention: native",
+        )
     final = paths.latents[:, -1]
 
     def channels_last():
@@ -160,9 +227,13 @@ def levers(b, repeats):
         decode_latents(b.policy, final, b.s.rollout_batch)
         b.policy.vae.to(memory_format=torch.contiguous_format)
 
-    row("decode: the VAE's channels last", "fewer conversions of layout; another order of sums",
-        lambda: decode_latents(b.policy, final, b.s.rollout_batch), channels_last,
-        "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit")
+    row(
+        "decode: the VAE's channels last",
+        "fewer conversions of layout; another order of sums",
+        lambda: decode_latents(b.policy, final, b.s.rollout_batch),
+        channels_last,
+        "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit",
+    )
     if b.reward is not None:
         rows += with_reward(b, repeats)
     count = torch.get_num_threads()
@@ -173,17 +244,32 @@ def levers(b, repeats):
             b.update(b.rollout())
             torch.set_num_threads(count)
 
-        row(f"rollout and update: {count} threads, not one", "less than as many times: small matrices",
-            alone, lambda: b.update(b.rollout()))
+        row(
+            f"rollout and update: {count} threads, not one",
+            "less than as many times: small matrices",
+            alone,
+            lambda: b.update(b.rollout()),
+        )
     say("compiling")
     trainable.compile_blocks(b.policy)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = speed.time_call(lambda: b.update(b.rollout()), device)[1]
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     note = f"compile: true; {count} compilations, {seconds:.0f} s with the first iteration, before that"
-    row("rollout: compiled blocks", "what lies between the matrices is fused: a fifth to a half less",
-        eager(b, b.rollout), b.rollout, note)
-    row("update: compiled blocks", "as the rollout", eager(b, forward_backward), forward_backward, note)
+    row(
+        "rollout: compiled blocks",
+        "what lies between the matrices is fused: a fifth to a half less",
+        eager(b, b.rollout),
+        b.rollout,
+        note,
+    )
+    row(
+        "update: compiled blocks",
+        "as the rollout",
+        eager(b, forward_backward),
+        forward_backward,
+        note,
+    )
     return rows
 
 
@@ -205,17 +291,37 @@ def with_reward(b, repeats):
         s = b.s
         with ThreadPoolExecutor(1) as executor:
             arriving = StreamingScores(executor, scorers, texts, s.rollout_batch)
-            sample_trajectories(b.policy, b.conditioning, b.row, b.keys, b.sampler, s.rollout_batch, s.shared_noise,
-                                ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)))
+            sample_trajectories(
+                b.policy,
+                b.conditioning,
+                b.row,
+                b.keys,
+                b.sampler,
+                s.rollout_batch,
+                s.shared_noise,
+                ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)),
+            )
             arriving.scores()
 
-    pairs = [("encode: embeddings from disk, the encoders not loaded", "nearly all of it", fresh,
-              lambda: b.policy.encode(b.prompts)),
-             ("rollout to scores: scored while the next batch is drawn", "nothing where both want the same cores",
-              in_order, beside)]
+    pairs = [
+        (
+            "encode: embeddings from disk, the encoders not loaded",
+            "nearly all of it",
+            fresh,
+            lambda: b.policy.encode(b.prompts),
+        ),
+        (
+            "rollout to scores: scored while the next batch is drawn",
+            "nothing where both want the same cores",
+            in_order,
+            beside,
+        ),
+    ]
     for change, expected, before, after in pairs:
         was, is_ = in_turn(before, after, b.policy.device, repeats)
-        rows.append({"change": change, "expected": expected, "before": was, "after": is_, "note": ""})
+        rows.append(
+            {"change": change, "expected": expected, "before": was, "after": is_, "note": ""}
+        )
         say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
     return rows
 
@@ -229,9 +335,18 @@ def points(model):
     prompts = (1, 2, 4) if large else (1, 2, 4, 8)
     lengths = (1, 2, 4, 8, 16)
     yield "images", [(12 * p, [f"prompts_per_iteration={p}"]) for p in prompts]
-    yield "transitions", [(t, [f"steps={t}", "chunks=steps"]) for t in ((5, 9, 17) if large else (5, 9, 17, 33))]
-    yield "resolution", [(r, [f"resolution={r}"]) for r in ((512, 720, 1024) if large else (32, 64, 96, 128))]
-    yield "chunk", [(n, [f"chunks=equal:{n}", "chunk_fraction=1", "images_per_prompt=2"]) for n in lengths]
+    yield (
+        "transitions",
+        [(t, [f"steps={t}", "chunks=steps"]) for t in ((5, 9, 17) if large else (5, 9, 17, 33))],
+    )
+    yield (
+        "resolution",
+        [(r, [f"resolution={r}"]) for r in ((512, 720, 1024) if large else (32, 64, 96, 128))],
+    )
+    yield (
+        "chunk",
+        [(n, [f"chunks=equal:{n}", "chunk_fraction=1", "images_per_prompt=2"]) for n in lengths],
+    )
 
 
 def grown(model, repeats, changes):
@@ -245,10 +360,18 @@ def grown(model, repeats, changes):
             paths, one = b.rollout(), speed._count_flops(b.policy, b.conditioning)
             trained = b.update(paths)
             memory = orders.measure_two_passes(b) if what == "chunk" else {}
-            entry = {"value": value, "rollout": median(b.rollout, b.policy.device, repeats), "transitions": trained,
-                     "update": median(lambda b=b, paths=paths: b.update(paths), b.policy.device, repeats),
-                     "flop": one,
-                     "memory": dict(zip(("one", "two passes", "one pass"), memory.values(), strict=False))}
+            entry = {
+                "value": value,
+                "rollout": median(b.rollout, b.policy.device, repeats),
+                "transitions": trained,
+                "update": median(
+                    lambda b=b, paths=paths: b.update(paths), b.policy.device, repeats
+                ),
+                "flop": one,
+                "memory": dict(
+                    zip(("one", "two passes", "one pass"), memory.values(), strict=False)
+                ),
+            }
             found[what].append(entry)
             say(f"{what} {value}: rollout {entry['rollout']:.3g} s, update {entry['update']:.3g} s")
             del b, paths
@@ -260,8 +383,10 @@ def both_orders(s, repeats):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
-    found = {"pocket": orders.measure(s, repeats, say),
-             "a FLUX of middle size": orders.measure(middle, repeats, say, configs=(MIDDLE, FEW))}
+    found = {
+        "pocket": orders.measure(s, repeats, say),
+        "a FLUX of middle size": orders.measure(middle, repeats, say, configs=(MIDDLE, FEW)),
+    }
     torch.set_num_threads(threads)
     return found
 
@@ -270,20 +395,38 @@ def ranks(iterations):
     "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
-        s = setting.load_settings("pocket/demo", {
-            "iterations": iterations, "threads": threads, "eval_every": 0, "eval_count": 2, "eval_steps": 1,
-            "hybrid_split": 0, "checkpoint_every": iterations})
+        s = setting.load_settings(
+            "pocket/demo",
+            {
+                "iterations": iterations,
+                "threads": threads,
+                "eval_every": 0,
+                "eval_count": 2,
+                "eval_steps": 1,
+                "hybrid_split": 0,
+                "checkpoint_every": iterations,
+            },
+        )
         with tempfile.TemporaryDirectory() as tmp:
-            lines = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=processes)).iloc[2:]
-        phases = {name: float(lines[f"seconds_{name}"].median()) for name in ("rollout", "decode", "reward", "update")}
+            lines = run_folder.read_metrics(
+                launch.train(s, Path(tmp) / "run", processes=processes)
+            ).iloc[2:]
+        phases = {
+            name: float(lines[f"seconds_{name}"].median())
+            for name in ("rollout", "decode", "reward", "update")
+        }
         found.append({"processes": processes, "threads": threads, "seconds": phases})
-        say(f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration")
+        say(
+            f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration"
+        )
     return found
 
 
 def main():
     "Measure what was asked for and write it."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("changes", nargs="*", metavar="NAME=VALUE")
     parser.add_argument("--model", default="pocket")
     parser.add_argument("--repeats", type=int, default=5)
@@ -291,9 +434,15 @@ def main():
     parser.add_argument("--out")
     a = parser.parse_args()
     s, parts = speed.load_workload_settings(a.model, a.changes), a.parts.split(",")
-    result = {"model": a.model, "changes": a.changes, "repeats": a.repeats, "machine": machine.machine_info(),
-              "threads": torch.get_num_threads(), "versions": machine.library_versions(),
-              "git_commit": machine.current_git_commit()}
+    result = {
+        "model": a.model,
+        "changes": a.changes,
+        "repeats": a.repeats,
+        "machine": machine.machine_info(),
+        "threads": torch.get_num_threads(),
+        "versions": machine.library_versions(),
+        "git_commit": machine.current_git_commit(),
+    }
 
     def keep(**found):
         "Write what is measured so far: a program that is ended keeps what came before."
@@ -320,7 +469,13 @@ def main():
         keep(levers=levers(speed.prepare_workload(s), a.repeats))
         if a.model == "pocket":
             say("a FLUX of middle size")
-            keep(**{"levers of a middle size": levers(speed.prepare_workload(middle, MIDDLE, FEW), a.repeats)})
+            keep(
+                **{
+                    "levers of a middle size": levers(
+                        speed.prepare_workload(middle, MIDDLE, FEW), a.repeats
+                    )
+                }
+            )
     if a.out:
         say(f"numbers: {a.out}")
 

@@ -29,8 +29,10 @@ def find_lasting_fall(
 ) -> int | None:  # the iteration, from 1, from which the curve stays below; None: never
     "When a curve falls for good (a); InputError on another level or a curve shorter than two windows."
     if level not in FALL_LEVELS or len(values) < 2 * window:
-        raise InputError(f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
-                         f"for a curve of at least {2 * window}.")
+        raise InputError(
+            f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
+            f"for a curve of at least {2 * window}."
+        )
     means = pd.Series(values).rolling(window).mean().to_numpy()
     error = np.sqrt(np.nanmean(np.diff(values) ** 2) / 2) * np.sqrt(2 / window)
     high = means[window - 1] if level == "start" else np.nanmax(means)
@@ -84,7 +86,9 @@ def plot_split_curves(
             axis.plot(found.index, found["mean"], color=shade, marker="o", markersize=3, label=name)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set(xlabel="step at which the base takes over", ylabel="gain over the base", title=reward)
+        axis.set(
+            xlabel="step at which the base takes over", ylabel="gain over the base", title=reward
+        )
     axes[0, 0].legend(fontsize=8)
     return figure
 
@@ -100,9 +104,12 @@ def changed_share(
     arm: str = "plain",  # of the evaluation
 ) -> pd.DataFrame:  # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not known
     "The share of the base's right ones that a run loses, or of its missed ones that it gains."
+
     def of(row):
         found = row["preserved"].get(arm, {}).get(reward, {}).get(what)
-        return found[count] / found[_SHARE_OF[count]] if found and found[_SHARE_OF[count]] else np.nan
+        return (
+            found[count] / found[_SHARE_OF[count]] if found and found[_SHARE_OF[count]] else np.nan
+        )
 
     return pivot_by_seed(rows, of)
 
@@ -114,9 +121,15 @@ def preservation_table(
 ) -> list[dict]:  # column -> text, a row an arm; empty where nothing of the kind is known
     "Lost and gained shares with their intervals over seeds."
     found = {count: t_intervals(changed_share(rows, reward, count, what)) for count in _SHARE_OF}
-    return [{"arm": name} | {f"{what} {count}": format_difference(part.loc[name]).replace("+", "")
-                             for count, part in found.items()}
-            for name in arms_with_runs(rows) if found["lost"].n[name]]
+    return [
+        {"arm": name}
+        | {
+            f"{what} {count}": format_difference(part.loc[name]).replace("+", "")
+            for count, part in found.items()
+        }
+        for name in arms_with_runs(rows)
+        if found["lost"].n[name]
+    ]
 
 
 def false_positive_note(
@@ -127,23 +140,30 @@ def false_positive_note(
     if not len(known):
         return ""
     away, sure = int((known.lo * known.hi > 0).sum()), int((known.holm < 0.05).sum())
-    return (f"Of {len(known)} intervals {away} miss 0; {0.05 * len(known):.2g} would by chance if no arm differed. "
-            f"After Holm's correction for their number {sure} remain{'s' * (sure == 1)}.")
+    return (
+        f"Of {len(known)} intervals {away} miss 0; {0.05 * len(known):.2g} would by chance if no arm differed. "
+        f"After Holm's correction for their number {sure} remain{'s' * (sure == 1)}."
+    )
 
 
 def category_table(
     rows: Sequence[Mapping],
     reward: str,  # one that knows categories
     arm: str = "plain",  # of the evaluation
-    reference: str | None = None,  # None: change against the base; else the difference to this arm on the same seeds
+    reference: str
+    | None = None,  # None: change against the base; else the difference to this arm on the same seeds
 ) -> list[dict]:  # column -> text, a row an arm; empty where the reward knows no categories
     "The change of every category with its interval over seeds."
     if not rows or reward not in rows[0]["categories"].get("base", {}):
         return []
     out = [{"arm": name} for name in arms_with_runs(rows) if name != reference]
     for category in rows[0]["categories"]["base"][reward]:
-        means = {name: pivot_by_seed(rows, lambda row, name=name, c=category: row["categories"][name][reward][c])
-                 for name in ("base", arm)}
+        means = {
+            name: pivot_by_seed(
+                rows, lambda row, name=name, c=category: row["categories"][name][reward][c]
+            )
+            for name in ("base", arm)
+        }
         values = means[arm] - means["base"]
         found = t_intervals(values if reference is None else paired_differences(values, reference))
         for line in out:

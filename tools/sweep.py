@@ -39,7 +39,8 @@ from chunk_grpo.training.methods import load_method
 OUT = Path(__file__).parents[1] / "runs" / "results" / "sweep.json"
 SMALLEST_CHANGE = 1e-4  # of what training moves the weights: less is rounding
 ITERATIONS = 2
-LEARNING_RATE = 0.03  # of plain gradient descent: AdamW's step would be the same for a gradient of any size
+# of plain gradient descent: AdamW's step would be the same for a gradient of any size
+LEARNING_RATE = 0.03
 BASE = {
     "steps": 7,
     "chunks": "1,2,3",
@@ -70,8 +71,10 @@ FITTED: dict[str, dict] = {  # what a row needs beside that, with four images an
     "mix-flash": {"steps": 12},
     "mix-flash-frozen": {"steps": 12, "merge": "rest:0.4"},
     "neighbor": {"shared_noise": True},
-    **dict.fromkeys(["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"], {
-        "chunks": "2,2,3", "train_chunks": "2,3"}),
+    **dict.fromkeys(
+        ["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"],
+        {"chunks": "2,2,3", "train_chunks": "2,3"},
+    ),
     "awm-chunk": {"chunks": "2,2,2", "train_chunks": "2,3"},
     "chunk-mixture": {"chunks": "1,2,4", "window": "frozen:3"},
 }
@@ -80,7 +83,9 @@ WINDOW = {"window": "frozen:2"}
 TREE = {"sharing": "tree:2@0,1"}
 DYNAMICS = {"chunk_weighting": "dynamics"}
 SHARP = {**DYNAMICS, "weighting_temperature": 0.1}
-VARIANTS: dict[str, list] = {  # setting -> values, or pairs of other settings that give it a meaning and a value
+VARIANTS: dict[
+    str, list
+] = {  # setting -> values, or pairs of other settings that give it a meaning and a value
     "steps": [9],
     "shift": [1.0],
     "sampler": ["flow", "dance", "cps"],
@@ -97,7 +102,10 @@ VARIANTS: dict[str, list] = {  # setting -> values, or pairs of other settings t
     "merge": [(WINDOW, "window"), ({"window": "random:1"}, "entropy:30"), (WINDOW, "rest:0.5")],
     "chunk_fraction": [0.7, 1.0],
     "train_chunks": ["1", "1,2"],
-    "chunk_weighting": ["dynamics", ({"images_per_prompt": 8, "prompts_per_iteration": 2}, "profile")],
+    "chunk_weighting": [
+        "dynamics",
+        ({"images_per_prompt": 8, "prompts_per_iteration": 2}, "profile"),
+    ],
     "weighting_uniform": [0.9, (SHARP, 0.9)],
     "weighting_anneal": [1, (SHARP, 1)],
     "weighting_temperature": [5.0, (DYNAMICS, 5.0)],
@@ -182,7 +190,10 @@ class Runs:
 
     def train(self, s: Settings) -> torch.Tensor:
         """Train two iterations and return how far the final weights are from those at the start."""
-        trainable.load_trainable_policy, placement.load_placed_reward = self.load_once, self.reward_once
+        trainable.load_trainable_policy, placement.load_placed_reward = (
+            self.load_once,
+            self.reward_once,
+        )
         try:
             state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, self.folder))
             state.optimizer = torch.optim.SGD(
@@ -192,7 +203,10 @@ class Runs:
             for _ in range(ITERATIONS):
                 trainer.train_iteration(state)
         finally:
-            trainable.load_trainable_policy, placement.load_placed_reward = self.load, self.load_reward
+            trainable.load_trainable_policy, placement.load_placed_reward = (
+                self.load,
+                self.load_reward,
+            )
         state.executor.shutdown()
         final = state.ema.shadow_params if state.ema is not None else state.policy.trained
         return torch.cat([p.detach().flatten() for p in final]) - start
@@ -239,7 +253,12 @@ def summarise(pairs: dict[str, dict[str, str]]) -> dict:
     """Count the outcomes, and name the pairs that are neither trained nor rejected."""
     counts = Counter(outcome for of in pairs.values() for outcome in of.values())
     silent = {
-        kind: [f"{method} {name}" for method, of in pairs.items() for name, outcome in of.items() if outcome == kind]
+        kind: [
+            f"{method} {name}"
+            for method, of in pairs.items()
+            for name, outcome in of.items()
+            if outcome == kind
+        ]
         for kind in ("same", "late", "crashed")
     }
     return {"tried": counts.total(), **counts, "pairs_that_are": silent}
@@ -247,14 +266,21 @@ def summarise(pairs: dict[str, dict[str, str]]) -> dict:
 
 def main():
     """Sweep and keep the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--label", default="after", help="name of the counts in the file, such as before or after")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--label", default="after", help="name of the counts in the file, such as before or after"
+    )
     parser.add_argument("--methods", default="", help="these rows alone, such as steps,nft")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     asked = [*filter(None, options.methods.split(","))]
     if unknown := set(asked) - set(METHODS):
-        print(f"--methods must be of {', '.join(METHODS)}; got {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(
+            f"--methods must be of {', '.join(METHODS)}; got {', '.join(sorted(unknown))}",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
     warnings.filterwarnings("ignore")

@@ -25,7 +25,14 @@ from chunk_grpo import pocket
 
 RECIPE = {
     # From the shipped base, of whose captions half were wrong.
-    "three-quarters-wrong": {"steps": 600, "batch": 128, "rate": 4e-4, "seed": 0, "wrong": 0.75, "schedule": 600},
+    "three-quarters-wrong": {
+        "steps": 600,
+        "batch": 128,
+        "rate": 4e-4,
+        "seed": 0,
+        "wrong": 0.75,
+        "schedule": 600,
+    },
     # The shipped recipe of the flow, stopped after the first 600 of its 8,000 steps.
     "undertrained": {"steps": 600, "batch": 128, "rate": 2e-3, "seed": 0, "schedule": 8000},
 }
@@ -61,9 +68,15 @@ def save_base(
     shutil.copytree(shipped, folder, ignore=shutil.ignore_patterns("vae", "*.safetensors"))
     weights = load_file(snapshot)
     for file, prefix, kind in PARTS:
-        named = {name.removeprefix(prefix): x.astype(kind) for name, x in weights.items() if name.startswith(prefix)}
+        named = {
+            name.removeprefix(prefix): x.astype(kind)
+            for name, x in weights.items()
+            if name.startswith(prefix)
+        }
         wanted = load_file(shipped / file)
-        if {name: x.shape for name, x in named.items()} != {name: x.shape for name, x in wanted.items()}:
+        if {name: x.shape for name, x in named.items()} != {
+            name: x.shape for name, x in wanted.items()
+        }:
             raise ValueError(f"{snapshot} holds other tensors than {shipped / file}")
         save_file(named, folder / file, metadata={"format": "pt"})
     (folder / "vae").symlink_to(os.path.relpath(shipped / "vae", folder))
@@ -75,12 +88,19 @@ def write_manifest(
     measured: dict,  # name of a base -> what `measure_quality` gives
 ) -> dict:
     """Write manifest.json: how the bases were trained, what they score, and the hash of each of their files."""
-    files = sorted(f for name in recipe for f in (out / name).rglob("*") if f.is_file() and "vae" not in f.parts)
+    files = sorted(
+        f
+        for name in recipe
+        for f in (out / name).rglob("*")
+        if f.is_file() and "vae" not in f.parts
+    )
     content = {
         "training": recipe,
         "quality": measured,
         "bytes": sum(f.stat().st_size for f in files),
-        "sha256": {f.relative_to(out).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+        "sha256": {
+            f.relative_to(out).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
+        },
     }
     (out / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
@@ -109,8 +129,12 @@ def build_bases(
 def main() -> None:
     """Train the bases beside the shipped one."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=pocket.POCKET_DIR / "bases", help="folder that is written")
-    parser.add_argument("--work", type=Path, default=Path("build/bases"), help="folder of states, to resume from")
+    parser.add_argument(
+        "--out", type=Path, default=pocket.POCKET_DIR / "bases", help="folder that is written"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/bases"), help="folder of states, to resume from"
+    )
     parser.add_argument("--images", type=int, default=8, help="images per test prompt in measuring")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

@@ -59,26 +59,42 @@ from chunk_grpo.pocket.world import (
 
 PARTS = ("vae", "decoder", "flow", "misled", "clip")
 RECIPE = {
-    "vae": {"steps": 2500, "batch": 24, "count": 8000, "rate": 3e-3, "beta": 1e-4, "noise": 0.5, "seed": 0},
+    "vae": {
+        "steps": 2500,
+        "batch": 24,
+        "count": 8000,
+        "rate": 3e-3,
+        "beta": 1e-4,
+        "noise": 0.5,
+        "seed": 0,
+    },
     "decoder": {"steps": 2500, "batch": 24, "count": 8000, "rate": 2e-3, "noise": 0.5, "seed": 1},
     "flow": {"steps": 8000, "batch": 128, "count": 48000, "rate": 2e-3, "seed": 0},
     "misled": {"steps": 400, "batch": 128, "count": 48000, "rate": 4e-4, "seed": 0, "wrong": 0.5},
     "clip": {"steps": 5000, "batch": 64, "count": 12000, "negatives": 4, "rate": 1e-3, "seed": 0},
 }
-_WEIGHTS = {"single_object": 0.5, "colors": 0.75, "position": 1.5, "color_attr": 1.5}  # how often the flow sees each
+_WEIGHTS = {
+    "single_object": 0.5,
+    "colors": 0.75,
+    "position": 1.5,
+    "color_attr": 1.5,
+}  # how often the flow sees each
 
 
 def sample_captioned_images(
     count: int,
     seed: int = 0,
-    weights: dict[str, float] | None = None, # share of each category; equal without
-    free: bool = True, # free layouts, or those on the grid
-) -> tuple[list[str], np.ndarray]: # captions; pictures (count, 64, 64, 3), uint8
+    weights: dict[str, float] | None = None,  # share of each category; equal without
+    free: bool = True,  # free layouts, or those on the grid
+) -> tuple[list[str], np.ndarray]:  # captions; pictures (count, 64, 64, 3), uint8
     "Freshly drawn pictures with captions that may be trained on."
     rng = np.random.default_rng([seed, 7])
     allowed = {c: split_category_captions(c)[0] for c in POCKET_CATEGORIES}
     share = np.array([(weights or {}).get(c, 1.0) for c in POCKET_CATEGORIES])
-    chosen = [POCKET_CATEGORIES[i] for i in rng.choice(len(POCKET_CATEGORIES), count, p=share / share.sum())]
+    chosen = [
+        POCKET_CATEGORIES[i]
+        for i in rng.choice(len(POCKET_CATEGORIES), count, p=share / share.sum())
+    ]
     captions = [allowed[c][rng.integers(len(allowed[c]))] for c in chosen]
     return captions, np.stack([np.asarray(sample_scene_image(c, rng, free)) for c in captions])
 
@@ -94,9 +110,9 @@ def trainable_captions() -> frozenset[str]:
 
 def clipped_step(
     model: nn.Module,
-    loss: torch.Tensor, # scalar, with a graph
+    loss: torch.Tensor,  # scalar, with a graph
     optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler, # of its learning rate
+    schedule: torch.optim.lr_scheduler.LRScheduler,  # of its learning rate
 ) -> None:
     "One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."
     optimizer.zero_grad()
@@ -108,19 +124,21 @@ def clipped_step(
 
 def save_training_state(
     path: Path,
-    step: int, # steps done
-    **parts, # whatever has a state_dict
+    step: int,  # steps done
+    **parts,  # whatever has a state_dict
 ) -> None:
     "Write the state of a training, or leave the old file as it was."
     temporary = Path(path).with_suffix(".tmp")
-    torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step}, temporary)
+    torch.save(
+        {name: part.state_dict() for name, part in parts.items()} | {"step": step}, temporary
+    )
     temporary.replace(path)
 
 
 def load_training_state(
     path: Path,
-    **parts, # as given to `save_training_state`
-) -> int: # steps done, 0 where there is no state yet
+    **parts,  # as given to `save_training_state`
+) -> int:  # steps done, 0 where there is no state yet
     "Load the state of a training into its parts."
     if not Path(path).exists():
         return 0
@@ -131,14 +149,16 @@ def load_training_state(
 
 
 def train_resumable(
-    name: str, # that log lines begin with
-    steps: int, # in all
-    path: Path, # of the state
-    parts: dict, # whatever has a state_dict, as given to `save_training_state`
-    every: int, # steps between states
+    name: str,  # that log lines begin with
+    steps: int,  # in all
+    path: Path,  # of the state
+    parts: dict,  # whatever has a state_dict, as given to `save_training_state`
+    every: int,  # steps between states
     log: Callable[[str], None],
-    take_step: Callable[[int], float], # number of the step, from 0 -> its loss
-    snapshot: Callable[[int], object] = lambda done: None, # called with the steps done before a state is kept
+    take_step: Callable[[int], float],  # number of the step, from 0 -> its loss
+    snapshot: Callable[[int], object] = lambda done: (
+        None
+    ),  # called with the steps done before a state is kept
 ) -> None:
     "Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."
     start, total = time.time(), 0.0
@@ -156,36 +176,40 @@ def train_resumable(
 
 
 def _fit_vae(
-    vae: AutoencoderKL, # trained in place
-    data: torch.Tensor, # pictures (N, 3, 64, 64), uint8
+    vae: AutoencoderKL,  # trained in place
+    data: torch.Tensor,  # pictures (N, 3, 64, 64), uint8
     steps: int,
     batch: int,
-    rate: float, # the highest
-    beta: float, # weight of the KL term, a latent dimension
-    noise: float, # largest deviation of noise on the latents, as a share of theirs
+    rate: float,  # the highest
+    beta: float,  # weight of the KL term, a latent dimension
+    noise: float,  # largest deviation of noise on the latents, as a share of theirs
     seed: int,
     log: Callable[[str], None],
 ) -> None:
     "Train an autoencoder on pictures."
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.05
+    )
     rng, start = torch.Generator().manual_seed(seed), time.time()
     for step in range(steps):
         x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
         loss, psnr = vae_loss(vae, x, beta, noise, rng)
         clipped_step(vae, loss, optimizer, schedule)
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            log(f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s")
+            log(
+                f"vae {step + 1}/{steps} loss {loss.item():.4f} psnr {psnr:.1f} dB {time.time() - start:.0f} s"
+            )
 
 
 def train_vae(
-    work: Path, # the result goes here, vae.safetensors
+    work: Path,  # the result goes here, vae.safetensors
     steps: int = 2500,
     batch: int = 24,
-    count: int = 8000, # drawn pictures
+    count: int = 8000,  # drawn pictures
     rate: float = 3e-3,
-    beta: float = 1e-4, # weight of the KL term, a latent dimension
-    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
+    beta: float = 1e-4,  # weight of the KL term, a latent dimension
+    noise: float = 0.5,  # largest deviation of noise on the latents, as a share of theirs
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
@@ -196,20 +220,24 @@ def train_vae(
         vae.load_state_dict(load_file(path))
         return vae.eval()
     vae.to(memory_format=torch.channels_last)
-    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    data = (
+        torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1])
+        .permute(0, 3, 1, 2)
+        .contiguous()
+    )
     _fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
     save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
     return vae.eval()
 
 
 def refine_decoder(
-    work: Path, # the result goes here, decoder.safetensors
-    vae: AutoencoderKL, # its decoder is trained in place
+    work: Path,  # the result goes here, decoder.safetensors
+    vae: AutoencoderKL,  # its decoder is trained in place
     steps: int = 2500,
     batch: int = 24,
-    count: int = 8000, # drawn pictures
+    count: int = 8000,  # drawn pictures
     rate: float = 2e-3,
-    noise: float = 0.5, # largest deviation of noise on the latents, as a share of theirs
+    noise: float = 0.5,  # largest deviation of noise on the latents, as a share of theirs
     seed: int = 1,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
@@ -219,7 +247,11 @@ def refine_decoder(
         vae.decoder.load_state_dict(load_file(path))
         return vae
     vae.to(memory_format=torch.channels_last).encoder.requires_grad_(False)
-    data = torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1]).permute(0, 3, 1, 2).contiguous()
+    data = (
+        torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1])
+        .permute(0, 3, 1, 2)
+        .contiguous()
+    )
     _fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
     save_file({k: v.contiguous() for k, v in vae.decoder.state_dict().items()}, path)
     return vae.requires_grad_(True).eval()
@@ -230,20 +262,27 @@ def refine_decoder(
 
 @torch.no_grad()
 def cache_training_latents(
-    work: Path, # where the set is kept, latents.safetensors
-    vae: AutoencoderKL, # its shift and scaling factor are set here
-    count: int, # pictures
+    work: Path,  # where the set is kept, latents.safetensors
+    vae: AutoencoderKL,  # its shift and scaling factor are set here
+    count: int,  # pictures
     seed: int = 0,
-) -> dict[str, torch.Tensor]: # "latents" (N, 4, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
+) -> dict[str, torch.Tensor]:  # "latents" (N, 4, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
     "The training set, drawn and encoded once."
     file = Path(work) / "latents.safetensors"
     if not file.exists():
         captions, pictures = sample_captioned_images(count, seed + 2, _WEIGHTS, free=False)
-        parts = (pictures[i:i + 250] for i in range(0, len(pictures), 250))
+        parts = (pictures[i : i + 250] for i in range(0, len(pictures), 250))
         code = torch.cat([vae.encode(numpy_to_vae_input(p)).latent_dist.mean for p in parts])
         shift, factor = code.mean(), 1 / code.std()
-        data = {"latents": pack_flow_latents((code - shift) * factor), "scale": torch.stack([shift, factor])}
-        save_file(data | {kind: tokenize_captions(new_tokenizer(kind), captions) for kind in ("t5", "clip")}, file)
+        data = {
+            "latents": pack_flow_latents((code - shift) * factor),
+            "scale": torch.stack([shift, factor]),
+        }
+        save_file(
+            data
+            | {kind: tokenize_captions(new_tokenizer(kind), captions) for kind in ("t5", "clip")},
+            file,
+        )
     data = load_file(file)
     shift, factor = data["scale"].tolist()
     vae.register_to_config(shift_factor=shift, scaling_factor=factor)
@@ -252,9 +291,9 @@ def cache_training_latents(
 
 def mislead_captions(
     captions: list[str],
-    share: float, # of the captions that become wrong
+    share: float,  # of the captions that become wrong
     seed: int = 0,
-) -> list[str]: # as many
+) -> list[str]:  # as many
     "Captions of which a share has one word wrong; what is held out stays held out."
     rng, out = np.random.default_rng([seed, 17]), []
     for caption in captions:
@@ -264,10 +303,10 @@ def mislead_captions(
 
 
 def mislead_tokens(
-    data: dict[str, torch.Tensor], # from `cache_training_latents`
-    share: float, # of the captions that become wrong
+    data: dict[str, torch.Tensor],  # from `cache_training_latents`
+    share: float,  # of the captions that become wrong
     seed: int = 0,
-) -> dict[str, torch.Tensor]: # the same latents with tokens of other captions
+) -> dict[str, torch.Tensor]:  # the same latents with tokens of other captions
     "The training set with a share of its captions wrong."
     captions = new_tokenizer("t5").batch_decode(data["t5"], skip_special_tokens=True)
     wrong = mislead_captions(captions, share, seed)
@@ -278,8 +317,8 @@ def scheduled_learning_rate(
     step: int,
     steps: int,
     peak: float,
-    warm: int = 200, # steps of linear rise
-    fall: float = 0.75, # share of the steps over which the rate falls to a twentieth
+    warm: int = 200,  # steps of linear rise
+    fall: float = 0.75,  # share of the steps over which the rate falls to a twentieth
 ) -> float:
     "Constant rate with a rise and a fall."
     left = (steps - step) / max(1, fall * steps)
@@ -289,29 +328,41 @@ def scheduled_learning_rate(
 def build_optimizers(
     model: nn.Module,
     rate: float,
-) -> dict[str, torch.optim.Optimizer]: # "muon" and "adamw"; every parameter is in one of them
+) -> dict[str, torch.optim.Optimizer]:  # "muon" and "adamw"; every parameter is in one of them
     "Muon for matrices inside blocks, AdamW for the rest."
+
     def inside(name, p):
-        return p.ndim == 2 and any(word in name for word in ("block", "layers")) and "bias" not in name
+        return (
+            p.ndim == 2 and any(word in name for word in ("block", "layers")) and "bias" not in name
+        )
 
     named = list(model.named_parameters())
     return {
-        "muon": torch.optim.Muon([p for n, p in named if inside(n, p)], lr=rate, weight_decay=0.01,
-                                 adjust_lr_fn="match_rms_adamw"),
-        "adamw": torch.optim.AdamW([p for n, p in named if not inside(n, p)], lr=rate, betas=(0.9, 0.99),
-                                   weight_decay=0.01, fused=True),
+        "muon": torch.optim.Muon(
+            [p for n, p in named if inside(n, p)],
+            lr=rate,
+            weight_decay=0.01,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        "adamw": torch.optim.AdamW(
+            [p for n, p in named if not inside(n, p)],
+            lr=rate,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            fused=True,
+        ),
     }
 
 
 def flow_step(
     model: PocketFlow,
-    ema: EMAModel, # averages of its weights
-    optimizers: dict[str, torch.optim.Optimizer], # from `build_optimizers`
-    data: dict[str, torch.Tensor], # from `cache_training_latents`
+    ema: EMAModel,  # averages of its weights
+    optimizers: dict[str, torch.optim.Optimizer],  # from `build_optimizers`
+    data: dict[str, torch.Tensor],  # from `cache_training_latents`
     batch: int,
-    rate: float, # learning rate of this step
-    seed: int, # of this step
-) -> float: # the loss
+    rate: float,  # learning rate of this step
+    seed: int,  # of this step
+) -> float:  # the loss
     "One step of every optimizer and of the averages, the gradient's norm clipped at 1."
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
@@ -328,21 +379,22 @@ def flow_step(
 
 
 def train_flow(
-    work: Path, # data, state and snapshots <name>-<step>.safetensors (weights averaged over steps)
+    work: Path,  # data, state and snapshots <name>-<step>.safetensors (weights averaged over steps)
     vae: AutoencoderKL,
     steps: int = 16000,
     batch: int = 64,
-    count: int = 48000, # drawn pictures
+    count: int = 48000,  # drawn pictures
     rate: float = 1.5e-3,
-    every: int = 500, # steps between snapshots
-    compiled: bool = False, # compile the velocity network
+    every: int = 500,  # steps between snapshots
+    compiled: bool = False,  # compile the velocity network
     seed: int = 0,
-    wrong: float = 0.0, # share of the captions with one word wrong
-    start: PocketFlow | None = None, # whose weights training begins with; None: random ones
-    name: str = "flow", # of state and snapshots
-    schedule: int | None = None, # steps that the learning rate is planned for, where training stops before
+    wrong: float = 0.0,  # share of the captions with one word wrong
+    start: PocketFlow | None = None,  # whose weights training begins with; None: random ones
+    name: str = "flow",  # of state and snapshots
+    schedule: int
+    | None = None,  # steps that the learning rate is planned for, where training stops before
     log: Callable[[str], None] = print,
-) -> PocketFlow: # with averaged weights
+) -> PocketFlow:  # with averaged weights
     "Train the flow; a call on the same folder goes on where the last one stopped."
     work = Path(work)
     data = cache_training_latents(work, vae, count, seed)
@@ -353,17 +405,35 @@ def train_flow(
     if compiled:
         model.transformer.compile()
     ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
-    data, optimizers = mislead_tokens(data, wrong, seed) if wrong else data, build_optimizers(model, rate)
+    data, optimizers = (
+        mislead_tokens(data, wrong, seed) if wrong else data,
+        build_optimizers(model, rate),
+    )
 
     def keep(done):
         averages = zip(model.named_parameters(), ema.shadow_params, strict=True)
-        save_file({of: p.clone() for (of, _), p in averages}, work / f"{name}-{done:06d}.safetensors")
+        save_file(
+            {of: p.clone() for (of, _), p in averages}, work / f"{name}-{done:06d}.safetensors"
+        )
 
-    train_resumable(name, steps, work / f"{name}-state.pt", {"model": model, "ema": ema} | optimizers, every, log,
-                    lambda step: flow_step(model, ema, optimizers, data, batch,
-                                           scheduled_learning_rate(step, schedule or steps, rate),
-                                           seed * 10_000_019 + step),
-                    keep)
+    train_resumable(
+        name,
+        steps,
+        work / f"{name}-state.pt",
+        {"model": model, "ema": ema} | optimizers,
+        every,
+        log,
+        lambda step: flow_step(
+            model,
+            ema,
+            optimizers,
+            data,
+            batch,
+            scheduled_learning_rate(step, schedule or steps, rate),
+            seed * 10_000_019 + step,
+        ),
+        keep,
+    )
     ema.copy_to(model.parameters())
     return model.eval()
 
@@ -373,25 +443,29 @@ def train_flow(
 
 @torch.no_grad()
 def vae_roundtrip(
-    array: np.ndarray, # (N, 64, 64, 3), uint8
+    array: np.ndarray,  # (N, 64, 64, 3), uint8
     vae: AutoencoderKL,
-    noise: float, # largest deviation of noise added to latents of deviation 1
+    noise: float,  # largest deviation of noise added to latents of deviation 1
     seed: int = 0,
-) -> np.ndarray: # the same shape
+) -> np.ndarray:  # the same shape
     "Pictures as a latent model would give them: encoded, disturbed a little, decoded."
     generator, out = torch.Generator().manual_seed(seed), []
     for start in range(0, len(array), 100):
-        z = vae.encode(numpy_to_vae_input(array[start:start + 100])).latent_dist.mean
+        z = vae.encode(numpy_to_vae_input(array[start : start + 100])).latent_dist.mean
         level = noise * torch.rand(len(z), 1, 1, 1, generator=generator) / vae.config.scaling_factor
         y = vae.decode(z + level * torch.randn(z.shape, generator=generator)).sample
-        out.append(((y.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
+        out.append(
+            ((y.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        )
     return np.concatenate(out)
 
 
 def sample_clip_training_set(
     count: int,
     seed: int,
-) -> tuple[list[Scene], np.ndarray, np.ndarray]: # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
+) -> tuple[
+    list[Scene], np.ndarray, np.ndarray
+]:  # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
     "Training pictures; the captions are those that may be trained on."
     rng = np.random.default_rng([seed, 11])
     allowed = [split_category_captions(c)[0] for c in POCKET_CATEGORIES]
@@ -401,7 +475,11 @@ def sample_clip_training_set(
         all_scenes.append(scene)
         good.append(np.asarray(render_scene(scene)))
         flawed = rng.random() < 0.7
-        wrong = render_scene(make_flawed_scene(scene, rng)) if flawed else make_spoiled_image(scene, rng)
+        wrong = (
+            render_scene(make_flawed_scene(scene, rng))
+            if flawed
+            else make_spoiled_image(scene, rng)
+        )
         bad.append(np.asarray(wrong))
     return all_scenes, np.stack(good), np.stack(bad)
 
@@ -409,48 +487,54 @@ def sample_clip_training_set(
 def clip_batch_loss(
     model: CLIPModel,
     words: PreTrainedTokenizerFast,
-    scenes: Sequence[Scene], # N
-    images: np.ndarray, # their pictures, then those with a flaw, (2 N, 64, 64, 3), uint8
-    negatives: int, # false captions a scene
+    scenes: Sequence[Scene],  # N
+    images: np.ndarray,  # their pictures, then those with a flaw, (2 N, 64, 64, 3), uint8
+    negatives: int,  # false captions a scene
     rng: np.random.Generator,
     generator: torch.Generator,
-) -> torch.Tensor: # scalar
+) -> torch.Tensor:  # scalar
     "The loss on some scenes."
-    lists = [[text for text in hard_negatives(s.caption) if text in trainable_captions()] for s in scenes]
+    lists = [
+        [text for text in hard_negatives(s.caption) if text in trainable_captions()] for s in scenes
+    ]
     false = [str(text) for texts in lists for text in rng.choice(texts, negatives)]
     specs = [parse_caption(s.caption) for s in scenes]
     truth = torch.tensor([[matches_caption(spec, s.things) for s in scenes] for spec in specs])
     x = augment_images(numpy_to_vae_input(images), generator)
     texts = clip.embed_text(model, tokenize_captions(words, [s.caption for s in scenes] + false))
-    return clip_loss(clip.embed_image(model, x), texts, truth, model.logit_scale.exp().clamp(max=50))
+    return clip_loss(
+        clip.embed_image(model, x), texts, truth, model.logit_scale.exp().clamp(max=50)
+    )
 
 
 def clip_step_loss(
     model: CLIPModel,
     words: PreTrainedTokenizerFast,
-    data: tuple[list[Scene], np.ndarray, np.ndarray], # scenes; true pictures; pictures with a flaw
-    batch: int, # scenes
-    negatives: int, # false captions a scene
-    seed: tuple[int, int], # of the training, and number of the step
-) -> torch.Tensor: # scalar
+    data: tuple[list[Scene], np.ndarray, np.ndarray],  # scenes; true pictures; pictures with a flaw
+    batch: int,  # scenes
+    negatives: int,  # false captions a scene
+    seed: tuple[int, int],  # of the training, and number of the step
+) -> torch.Tensor:  # scalar
     "The loss of one step on a batch that the seed draws."
     rng = np.random.default_rng([seed[0], 13, seed[1]])
     generator = torch.Generator().manual_seed(seed[0] * 10_000_019 + seed[1])
     drawn, good, bad = data
     pick = rng.choice(len(drawn), batch, replace=False)
     images = np.concatenate([good[pick], bad[pick]])
-    return clip_batch_loss(model, words, [drawn[i] for i in pick], images, negatives, rng, generator)
+    return clip_batch_loss(
+        model, words, [drawn[i] for i in pick], images, negatives, rng, generator
+    )
 
 
 def train_clip(
-    work: Path, # holds the state, clip-state.pt
+    work: Path,  # holds the state, clip-state.pt
     vae: AutoencoderKL,
     steps: int = 5000,
-    batch: int = 64, # scenes
-    count: int = 12000, # drawn scenes, each with a true picture and one with a flaw
-    negatives: int = 4, # false captions a scene
+    batch: int = 64,  # scenes
+    count: int = 12000,  # drawn scenes, each with a true picture and one with a flaw
+    negatives: int = 4,  # false captions a scene
     rate: float = 1e-3,
-    every: int = 500, # steps between states
+    every: int = 500,  # steps between states
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> CLIPModel:
@@ -459,9 +543,11 @@ def train_clip(
     words = new_tokenizer("clip")
     model, data = new_clip(len(words)), sample_clip_training_set(count, seed)
     for i, array in enumerate(data[1:]):  # half of the pictures as a flow model would give them
-        array[:count // 2] = vae_roundtrip(array[:count // 2], vae, 0.4, seed + i)
+        array[: count // 2] = vae_roundtrip(array[: count // 2], vae, 0.4, seed + i)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.1
+    )
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def take_step(step):
@@ -477,11 +563,13 @@ def train_clip(
 
 
 def within_group_auc(
-    score: torch.Tensor, # (P, G)
-    right: torch.Tensor, # (P, G), 0 or 1
+    score: torch.Tensor,  # (P, G)
+    right: torch.Tensor,  # (P, G), 0 or 1
 ) -> float:
     "Area under the ROC curve of scores for verdicts within groups; ties count half."
-    higher = (score[:, :, None] > score[:, None]).double() + 0.5 * (score[:, :, None] == score[:, None])
+    higher = (score[:, :, None] > score[:, None]).double() + 0.5 * (
+        score[:, :, None] == score[:, None]
+    )
     pair = (right[:, :, None] > right[:, None]).double()
     return float((higher * pair).sum() / pair.sum().clamp(min=1))
 
@@ -495,22 +583,38 @@ def judge_prompt_images(
     eta: float,
     reward: clip.PocketCLIP,
     seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, float]: # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
+) -> tuple[
+    torch.Tensor, torch.Tensor, float
+]:  # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
     "Sample images of every prompt and have both judges see the same ones."
     check, verdicts, scores, things = geneval.PocketGenEval(), [], [], []
     for i in range(images_per_prompt):
-        images = torch.cat([sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
-                            for j, part in enumerate(prompts[k:k + 48] for k in range(0, len(prompts), 48))])
+        images = torch.cat(
+            [
+                sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
+                for j, part in enumerate(prompts[k : k + 48] for k in range(0, len(prompts), 48))
+            ]
+        )
         verdicts.append(check(images, prompts))
         scores.append(reward(images, prompts))
-        things += [thing for found in geneval.detect_shapes(geneval.images_to_numpy(images)) for thing in found]
-    return torch.stack(verdicts, 1), torch.stack(scores, 1), things.count(None) / max(1, len(things))
+        things += [
+            thing
+            for found in geneval.detect_shapes(geneval.images_to_numpy(images))
+            for thing in found
+        ]
+    return (
+        torch.stack(verdicts, 1),
+        torch.stack(scores, 1),
+        things.count(None) / max(1, len(things)),
+    )
 
 
 def mean_accuracy_with_error(
-    right: torch.Tensor, # verdicts, (P, G)
-    prompts: list[str], # (P,)
-) -> tuple[float, float, dict[str, float]]: # mean over categories, its standard error, accuracy of each category
+    right: torch.Tensor,  # verdicts, (P, G)
+    prompts: list[str],  # (P,)
+) -> tuple[
+    float, float, dict[str, float]
+]:  # mean over categories, its standard error, accuracy of each category
     "GenEval's score of several images a prompt, and its standard error over prompts."
     mean, table = mean_category_accuracy(right.mean(1), prompts)
     categories = [parse_caption(p).category for p in prompts]
@@ -524,29 +628,38 @@ def measure_quality(
     images_per_prompt: int = 8,
     steps: int = 20,
     eta: float = 0.0,
-    every: int = 1, # take each so many of the test prompts
-    reward: clip.PocketCLIP | None = None, # the shipped one
+    every: int = 1,  # take each so many of the test prompts
+    reward: clip.PocketCLIP | None = None,  # the shipped one
     seed: int = 0,
 ) -> dict[str, float]:
     "The checker's verdict on test prompts, and how the reward orders the same images."
     prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.PocketCLIP()
-    right, score, malformed = judge_prompt_images(model, vae, prompts, images_per_prompt, steps, eta, reward, seed)
+    right, score, malformed = judge_prompt_images(
+        model, vae, prompts, images_per_prompt, steps, eta, reward, seed
+    )
     mean, error, table = mean_accuracy_with_error(right, prompts)
     best, _ = mean_category_accuracy(right.amax(1), prompts)
     return {
-        "geneval": round(mean, 4), "geneval_se": round(error, 4),
+        "geneval": round(mean, 4),
+        "geneval_se": round(error, 4),
         **{f"geneval_{c}": round(v, 4) for c, v in table.items()},
-        "geneval_best_of_images": round(best, 4), "malformed": round(malformed, 4),
-        "clip": round(score.mean().item(), 4), "clip_auc_in_prompt": round(within_group_auc(score, right), 4),
-        "images": right.numel(), "prompts": len(prompts), "steps": steps, "eta": eta, "seed": seed,
+        "geneval_best_of_images": round(best, 4),
+        "malformed": round(malformed, 4),
+        "clip": round(score.mean().item(), 4),
+        "clip_auc_in_prompt": round(within_group_auc(score, right), 4),
+        "images": right.numel(),
+        "prompts": len(prompts),
+        "steps": steps,
+        "eta": eta,
+        "seed": seed,
     }
 
 
 def measure_reward_reliability(
     reward: clip.PocketCLIP,
-    scenes: int = 8, # of each test prompt
+    scenes: int = 8,  # of each test prompt
     seed: int = 7,
-) -> dict[str, float]: # shares of the scenes
+) -> dict[str, float]:  # shares of the scenes
     "How reliable reward and checker are on pictures whose truth is known."
     rng, check = np.random.default_rng(seed), geneval.PocketGenEval()
     prompts = pocket.read_pocket_prompts("test") * scenes
@@ -559,7 +672,9 @@ def measure_reward_reliability(
         "clip_true_over_false_caption": round((score > false).double().mean().item(), 4),
         "clip_true_over_flawed_picture": round((score > wrong).double().mean().item(), 4),
         "geneval_true_scenes": round(check(true, prompts).double().mean().item(), 4),
-        "geneval_other_prompt": round(check(true, list(rng.permutation(prompts))).double().mean().item(), 4),
+        "geneval_other_prompt": round(
+            check(true, list(rng.permutation(prompts))).double().mean().item(), 4
+        ),
         "scenes": len(prompts),
     }
 
@@ -570,46 +685,57 @@ def measure_reward_reliability(
 def _save_pipeline(
     model: PocketFlow,
     vae: AutoencoderKL,
-    folder: Path, # written as FluxPipeline.save_pretrained writes it
+    folder: Path,  # written as FluxPipeline.save_pretrained writes it
 ) -> None:
     "Put the parts together as a FluxPipeline and save it as safetensors."
     FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
-        vae=vae.to(memory_format=torch.contiguous_format), transformer=model.transformer,
-        text_encoder=model.clip, tokenizer=model.tokenizers["clip"],
-        text_encoder_2=model.t5, tokenizer_2=model.tokenizers["t5"],
+        vae=vae.to(memory_format=torch.contiguous_format),
+        transformer=model.transformer,
+        text_encoder=model.clip,
+        tokenizer=model.tokenizers["clip"],
+        text_encoder_2=model.t5,
+        tokenizer_2=model.tokenizers["t5"],
     ).save_pretrained(folder, safe_serialization=True)
 
 
 def _write_pocket_manifest(
     folder: Path,
-    training: dict, # settings, seeds and seconds of each part
-    measured: dict, # name of a sampler -> what `measure_quality` gives
+    training: dict,  # settings, seeds and seconds of each part
+    measured: dict,  # name of a sampler -> what `measure_quality` gives
 ) -> dict:
     "Write manifest.json: training, versions, quality, and the hash of every shipped file."
     folder = Path(folder)
-    files = sorted(f for part in ("base", "clip", "prompts") for f in (folder / part).rglob("*") if f.is_file())
+    files = sorted(
+        f for part in ("base", "clip", "prompts") for f in (folder / part).rglob("*") if f.is_file()
+    )
     names = ("torch", "diffusers", "transformers", "tokenizers", "numpy", "pillow", "scipy")
     content = {
-        "training": training, "quality": measured,
+        "training": training,
+        "quality": measured,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "made": time.strftime("%Y-%m-%d", time.gmtime()),
         "bytes": sum(f.stat().st_size for f in files),
-        "sha256": {f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+        "sha256": {
+            f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest()
+            for f in files
+        },
     }
     (folder / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
 
 
 def train_pocket_parts(
-    work: Path, # states and training sets, to go on from
-    recipe: dict, # settings of the trainings
-    compiled: bool, # compile the velocity network while it is trained
+    work: Path,  # states and training sets, to go on from
+    recipe: dict,  # settings of the trainings
+    compiled: bool,  # compile the velocity network while it is trained
     log: Callable[[str], None],
-) -> tuple[dict, dict[str, float]]: # what each of PARTS gave, and the seconds that it took
+) -> tuple[dict, dict[str, float]]:  # what each of PARTS gave, and the seconds that it took
     "Train autoencoder, its decoder again, flow, the misled flow and CLIP."
     made, seconds = {}, {}
-    for name, train in zip(PARTS, (train_vae, refine_decoder, train_flow, train_flow, train_clip), strict=True):
+    for name, train in zip(
+        PARTS, (train_vae, refine_decoder, train_flow, train_flow, train_clip), strict=True
+    ):
         start, before = time.time(), () if name == "vae" else (made["vae"],)
         options = {"compiled": compiled} if train is train_flow else {}
         options |= {"start": made["flow"], "name": name} if name == "misled" else {}
@@ -619,18 +745,20 @@ def train_pocket_parts(
 
 
 def build_pocket(
-    out: Path, # base, clip, prompts and manifest.json are written here
-    work: Path, # states and training sets, to go on from
-    recipe: dict | None = None, # settings of the trainings
-    images: int = 8, # a test prompt, in measuring
-    compiled: bool = False, # compile the velocity network while it is trained
+    out: Path,  # base, clip, prompts and manifest.json are written here
+    work: Path,  # states and training sets, to go on from
+    recipe: dict | None = None,  # settings of the trainings
+    images: int = 8,  # a test prompt, in measuring
+    compiled: bool = False,  # compile the velocity network while it is trained
     log: Callable[[str], None] = print,
-) -> dict: # the manifest
+) -> dict:  # the manifest
     "Train everything and write what the package ships."
     recipe, out, work = recipe or RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
-    for name, captions in zip(pocket.PROMPT_FILES, (*split_prompts(), second_test_prompts()), strict=True):
+    for name, captions in zip(
+        pocket.PROMPT_FILES, (*split_prompts(), second_test_prompts()), strict=True
+    ):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
     made, seconds = train_pocket_parts(work, recipe, compiled, log)
     _save_pipeline(made["misled"], made["vae"], out / "base")
@@ -638,29 +766,46 @@ def build_pocket(
     new_tokenizer("clip").save_pretrained(out / "clip")
     reward, measured = clip.PocketCLIP(out / "clip"), {}
     if images:
-        measured = {name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
-                    for name, part, steps, eta in (("ode", "misled", 20, 0.0), ("sde", "misled", 17, 0.7),
-                                                   ("exact_captions_ode", "flow", 20, 0.0))}
+        measured = {
+            name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
+            for name, part, steps, eta in (
+                ("ode", "misled", 20, 0.0),
+                ("sde", "misled", 17, 0.7),
+                ("exact_captions_ode", "flow", 20, 0.0),
+            )
+        }
         measured["rewards"] = measure_reward_reliability(reward)
-    return _write_pocket_manifest(out, {k: recipe[k] | {"seconds": round(s, 1)} for k, s in seconds.items()}, measured)
+    return _write_pocket_manifest(
+        out, {k: recipe[k] | {"seconds": round(s, 1)} for k, s in seconds.items()}, measured
+    )
 
 
 def main(
-    arguments: list[str] | None = None, # of the command line
+    arguments: list[str] | None = None,  # of the command line
 ) -> None:
     "Train the pocket models from scratch."
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=Path("pocket-rebuilt"), help="folder that is written")
-    parser.add_argument("--work", type=Path, default=Path("build/pocket"), help="folder of states, to go on from")
-    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: its own choice")
-    parser.add_argument("--compile", action="store_true", help="compile the velocity network; needs a C++ compiler")
+    parser.add_argument(
+        "--out", type=Path, default=Path("pocket-rebuilt"), help="folder that is written"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/pocket"), help="folder of states, to go on from"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of torch; 0: its own choice"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the velocity network; needs a C++ compiler"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     start, manifest = time.time(), build_pocket(chosen.out, chosen.work, compiled=chosen.compile)
     score = manifest["quality"]["ode"]
-    print(f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of test images right "
-          f"(standard error {score['geneval_se']:.1%}), in {(time.time() - start) / 60:.0f} minutes")
+    print(
+        f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of test images right "
+        f"(standard error {score['geneval_se']:.1%}), in {(time.time() - start) / 60:.0f} minutes"
+    )
 
 
 if __name__ == "__main__":

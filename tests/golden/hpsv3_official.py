@@ -28,22 +28,43 @@ import released  # noqa: E402
 with tempfile.TemporaryDirectory() as home:
     folder = released.hpsv3(Path(home) / "weights", base_weights=True)
     settings = yaml.safe_load((Path(official.__file__).parent / "config/HPSv3_7B.yaml").read_text())
-    settings |= {"model_name_or_path": str(folder / "base"), "torch_dtype": "float32", "bf16": False,
-                 "output_dir": f"{home}/out", "deepspeed": None, "report_to": "none"}
+    settings |= {
+        "model_name_or_path": str(folder / "base"),
+        "torch_dtype": "float32",
+        "bf16": False,
+        "output_dir": f"{home}/out",
+        "deepspeed": None,
+        "report_to": "none",
+    }
     (Path(home) / "tiny.yaml").write_text(yaml.safe_dump(settings))
     model = official.HPSv3RewardInferencer(
-        config_path=f"{home}/tiny.yaml", checkpoint_path=str(folder / "HPSv3.safetensors"), device="cpu")
+        config_path=f"{home}/tiny.yaml",
+        checkpoint_path=str(folder / "HPSv3.safetensors"),
+        device="cpu",
+    )
     rows = []
     with torch.no_grad():
         for i, size in enumerate(released.SIZES):
             prompt = released.PROMPTS[i % len(released.PROMPTS)]
             scores = model.reward(image_paths=[released.picture(i, *size)], prompts=[prompt])
-            rows.append({"seed": i, "size": size, "prompt": prompt, "mu": scores[0, 0].item(),
-                         "log_sigma": scores[0, 1].item()})
-        batch = model.reward(image_paths=[released.picture(i, *size) for i, size in enumerate(released.SIZES[:4])],
-                             prompts=list(released.PROMPTS[:4]))[:, 0].tolist()
+            rows.append(
+                {
+                    "seed": i,
+                    "size": size,
+                    "prompt": prompt,
+                    "mu": scores[0, 0].item(),
+                    "log_sigma": scores[0, 1].item(),
+                }
+            )
+        batch = model.reward(
+            image_paths=[released.picture(i, *size) for i, size in enumerate(released.SIZES[:4])],
+            prompts=list(released.PROMPTS[:4]),
+        )[:, 0].tolist()
 
-versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torchvision", "pillow")}
+versions = {
+    name: importlib.metadata.version(name)
+    for name in ("torch", "transformers", "torchvision", "pillow")
+}
 out = {"package": "hpsv3 1.0.0", "versions": versions, "rows": rows, "first_four_as_a_batch": batch}
 (HERE / "hpsv3_official.json").write_text(json.dumps(out, indent=1) + "\n")
 print(json.dumps(out, indent=1))

@@ -28,15 +28,23 @@ class NFT(Method):
     def states(self, context, image, index):
         paths = context.trajectories
         clean = paths.latents[image, -1].float().to(context.policy.device)
-        noise = [torch.randn(clean.shape[1:], generator=make_generator(*paths.keys[b], stream=f"noised {i}"))
-                 for b, i in zip(image.tolist(), index.tolist(), strict=True)]
+        noise = [
+            torch.randn(
+                clean.shape[1:], generator=make_generator(*paths.keys[b], stream=f"noised {i}")
+            )
+            for b, i in zip(image.tolist(), index.tolist(), strict=True)
+        ]
         return add_noise(clean, torch.stack(noise).to(clean), paths.sampler.sigmas[index]), clean
 
     def evidence(self, v, others, target, x, sampler, index):
         old, t, losses = others["old"], sampler.sigmas[index].to(x).reshape(-1, 1, 1), []
         for mixed in ((1 - self.beta) * old + self.beta * v, (1 + self.beta) * old - self.beta * v):
             off = x - t * mixed - target
-            losses.append((off.square() / off.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)).mean((1, 2)))
+            losses.append(
+                (off.square() / off.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)).mean(
+                    (1, 2)
+                )
+            )
         return (torch.stack(losses, 1),)
 
     def statistic(self, new, old):

@@ -24,7 +24,9 @@ pygments_style = "a11y-high-contrast-light"
 html_theme = "sphinx_book_theme"
 html_title = "Chunk-GRPO"
 html_static_path = ["_static"]
-html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # Sphinx looks in the working directory
+html_search_scorer = str(
+    Path(__file__).with_name("scorer.js")
+)  # Sphinx looks in the working directory
 html_favicon = "_static/chunks.svg"
 html_css_files = ["book.css"]
 html_js_files = ["book.js"]
@@ -43,5 +45,7 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc.html"],
 }
 
-mathjax_path = "mathjax/tex-chtml-full.js"  # from the package django-static-mathjax, Apache License 2.0
+mathjax_path = (
+    "mathjax/tex-chtml-full.js"  # from the package django-static-mathjax, Apache License 2.0
+)
 mathjax3_config = {"chtml": {"displayAlign": "center"}, "options": {"enableMenu": False}}
