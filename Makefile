@@ -32,6 +32,9 @@ demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; re
 test: $(STAMP) ## ruff, the book and the tests, with the time of each stage
 	@$(BIN)/python tools/check.py
 
+quick: $(STAMP) ## ruff, the pages and tests of the theory: what a contributor runs while editing
+	@$(BIN)/python tools/check.py quick
+
 package: $(STAMP) ## the scorer of HPSv3 beside the package hpsv3; makes its environment once
 	@$(BIN)/python tools/check.py package
 
@@ -57,6 +60,7 @@ lab: $(STAMP) ## open the book in JupyterLab
 	@TRANSFORMERS_VERBOSITY=error $(BIN)/jupyter lab nbs
 
 prepare: $(STAMP) ## after editing notebooks: export the package, run the pages that changed, write README.md
+	@$(BIN)/ruff format --quiet .
 	@$(BIN)/nbdev-export
 	@$(BIN)/python tools/house.py
 	@$(BIN)/python tools/outputs.py
@@ -74,4 +78,4 @@ clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
 	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
-.PHONY: help install demo test package slow sweep gpu gpu-bundle docs lab prepare pocket constraints clean
+.PHONY: help install demo test quick package slow sweep gpu gpu-bundle docs lab prepare pocket constraints clean

@@ -4,7 +4,9 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-__getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)  # the names that stand in __init__.pyi
+__getattr__, _, __all__ = lazy_loader.attach_stub(
+    __name__, __file__
+)  # the names that stand in __init__.pyi
 __all__ += ["InputError"]
 
 

@@ -2,14 +2,21 @@
 from .core.settings import Settings as Settings, load_settings as load_settings
 from .evaluation.evaluate import evaluate as evaluate
 from .method.chunks import Chunks as Chunks
-from .method.dynamics import chunk_weights as chunk_weights, chunks_from_profile as chunks_from_profile
+from .method.dynamics import (
+    chunk_weights as chunk_weights,
+    chunks_from_profile as chunks_from_profile,
+)
 from .method.dynamics import relative_distance as relative_distance
 from .method.objective import chunk_ratio as chunk_ratio, clipped_objective as clipped_objective
 from .method.objective import group_advantages as group_advantages
 from .method.sampler import Sampler as Sampler
 from .method.schedule import sigmas as sigmas
 from .models.policy import load_policy as load_policy
-from .reporting.publish import export_run as export_run, sample_run as sample_run, sample_widget as sample_widget
+from .reporting.publish import (
+    export_run as export_run,
+    sample_run as sample_run,
+    sample_widget as sample_widget,
+)
 from .reporting.reports import compare_runs as compare_runs, write_run_report as write_run_report
 from .reward_serving.placement import load_placed_reward as load_placed_reward
 from .runs.launch import train as train

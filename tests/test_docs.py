@@ -111,6 +111,21 @@ def test_every_public_name_is_in_the_api():
     assert not missing
 
 
+def test_no_two_parameters_have_one_text():
+    "A comment at the end of a line belongs to every parameter on it, so each needs a line of its own."
+    shared = []
+    for path in docs.PACKAGE.glob("*/*.py"):
+        source = path.read_text(encoding="utf-8")
+        comments = api.comments_of(source)
+        for node in api.ast.walk(api.ast.parse(source)):
+            if isinstance(node, api.ast.FunctionDef):
+                lines = [arg.lineno for arg, _, _ in api.parameters(node)]
+                commented = [line for line in lines if line in comments and line > node.lineno]
+                if len(commented) > len(set(commented)):
+                    shared.append(f"{path.name}: {node.name}")
+    assert not shared
+
+
 def test_a_name_in_prose_is_a_link_where_it_is_clear_what_is_meant():
     table = {
         "clipped_objective": ["a.clipped_objective"],

@@ -22,7 +22,7 @@ LONGEST = (
     "01_launch",
 )  # begun first
 PAGES = sorted(
-    [*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), ROOT / "nbs/index.ipynb"],
+    [*(ROOT / "nbs").glob("[0-9]*/*.ipynb"), ROOT / "nbs/index.ipynb", ROOT / "nbs/glossary.ipynb"],
     key=lambda page: (page.stem not in LONGEST, str(page)),
 )
 PATIENCE = 500  # seconds of a page

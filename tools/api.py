@@ -95,7 +95,9 @@ def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    "A docstring as markdown: what is not between backticks means itself."
+    """Return a docstring as markdown: paragraphs stay, and what is not between backticks means itself."""
+    if "\n\n" in text:
+        return "\n\n".join(plain(paragraph) for paragraph in text.split("\n\n"))
     parts = re.split(r"(`+[^`]*`+)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([\\*_\[\]<>$#{}|~^])", r"\\\1", part)

@@ -61,7 +61,7 @@ def chapter_title(folder: Path) -> str:
 
 
 def pages() -> list[Path]:
-    "All notebooks of the site, in reading order: front page, chapters, findings, reports."
+    "All notebooks of the site, in reading order: front page, chapters, findings, glossary, reports."
     verdict = BOOK / "findings/index.ipynb"
     rest = [path for path in sorted((BOOK / "findings").glob("*.ipynb")) if path != verdict]
     chapters = [page for folder in chapter_folders() for page in sorted(folder.glob("*.ipynb"))]
@@ -70,6 +70,7 @@ def pages() -> list[Path]:
         *chapters,
         verdict,
         *rest,
+        BOOK / "glossary.ipynb",
         *sorted((BOOK / "reports").glob("*.ipynb")),
     ]
 
@@ -447,7 +448,11 @@ class Site:
             )
             + "\n",
         )
+        glossary = [page for page in self.pages if page.stem == "glossary"]
+        for page in glossary:
+            self.notebook(page)
         more = [
+            *[page.stem for page in glossary],
             *["reports/index"] * bool(reports),
             *(name.removesuffix(".md") for name in ROOT_PAGES.values()),
         ]
@@ -529,6 +534,8 @@ def write_llms(site: Site, out: Path) -> None:
                     for p in inside
                 ),
             ]
+    for page in (page for page in site.pages if page.stem == "glossary"):
+        lines += ["## Glossary", f"- [Glossary](glossary.html): {first_sentence(page)}"]
     names = [f.name.split("_", 1)[1] for f in site.with_api]
     lines += [
         "## API",

@@ -36,6 +36,7 @@ def book() -> list[Path]:
         *(ROOT / "nbs").glob("[0-9]*/*.ipynb"),
         *(ROOT / "nbs/findings").glob("*.ipynb"),
         ROOT / "nbs/index.ipynb",
+        ROOT / "nbs/glossary.ipynb",
     ]
     return sorted(pages)
 
