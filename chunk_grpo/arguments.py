@@ -48,8 +48,11 @@ def texts(
     """Make the type of lists of texts, of which none is empty."""
     from pydantic import Field
 
-    return Annotated[Sequence[Annotated[str, Field(min_length=1)]], Field(min_length=fewest),
-                     "a list of texts that are not empty" + ", at least one" * bool(fewest)]
+    return Annotated[
+        Sequence[Annotated[str, Field(min_length=1)]],
+        Field(min_length=fewest),
+        "a list of texts that are not empty" + ", at least one" * bool(fewest),
+    ]
 
 
 def some(
@@ -80,7 +83,11 @@ def path() -> Allowed:
 
 def paths() -> Allowed:
     """Make the type of lists of paths, at least one."""
-    return some(Sequence[str | Path], "a list of paths, at least one", lambda value: len(value) and all(map(str, value)))
+    return some(
+        Sequence[str | Path],
+        "a list of paths, at least one",
+        lambda value: len(value) and all(map(str, value)),
+    )
 
 
 def _words(
@@ -104,8 +111,18 @@ def _words(
         return "a list" + inner.get(parts[0], "")
     if origin is not None or allowed is Callable:
         return "a function"
-    known = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a text", Path: "a path",
-             type(None): "None", None: "None", Any: "anything", Mapping: "a mapping", Sequence: "a list"}
+    known = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "True or False",
+        str: "a text",
+        Path: "a path",
+        type(None): "None",
+        None: "None",
+        Any: "anything",
+        Mapping: "a mapping",
+        Sequence: "a list",
+    }
     if isinstance(allowed, typing.Hashable) and allowed in known:
         return known[allowed]
     return f"a {getattr(allowed, '__name__', allowed)}"
@@ -131,7 +148,9 @@ def _by_instance(
     """Take models and dataclasses as they are, without looking at their fields again."""
     from pydantic import BaseModel, InstanceOf
 
-    if isinstance(allowed, type) and (issubclass(allowed, BaseModel) or dataclasses.is_dataclass(allowed)):
+    if isinstance(allowed, type) and (
+        issubclass(allowed, BaseModel) or dataclasses.is_dataclass(allowed)
+    ):
         return InstanceOf[allowed]
     if typing.get_origin(allowed) in (Union, types.UnionType):
         return Union[tuple(_by_instance(part) for part in typing.get_args(allowed))]  # noqa: UP007
@@ -148,12 +167,18 @@ def _validators(
     rules = ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(called, include_extras=True)
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [name for name, one in inspect.signature(called).parameters.items() if one.kind not in several]
+    names = [
+        name
+        for name, one in inspect.signature(called).parameters.items()
+        if one.kind not in several
+    ]
     found = {}
     for name in dict.fromkeys([*names, *given]):
         allowed = given[name] if name in given else hints.get(name, Any)
         allowed = allowed() if inspect.isfunction(allowed) else allowed  # what needs a later import
-        schema = _by_instance(allowed) | _Nothing  # of a union, since that of one class takes no rules
+        schema = (
+            _by_instance(allowed) | _Nothing
+        )  # of a union, since that of one class takes no rules
         found[name] = (TypeAdapter(schema, config=rules).validator.validate_python, allowed)
     return found
 
@@ -166,18 +191,26 @@ def _bad_call(
 ) -> InputError | None:  # None: all that it needs was given, and nothing else
     """Say what is missing or too much in a call."""
     signature = inspect.signature(called)
-    unnamed = {key for key, one in signature.parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY}
+    unnamed = {
+        key
+        for key, one in signature.parameters.items()
+        if one.kind is inspect.Parameter.POSITIONAL_ONLY
+    }
     try:
         signature.bind(*args, **{key: value for key, value in kwargs.items() if key not in unnamed})
         return None
     except TypeError as error:
         said = str(error)
     takes = [known for known in signature.parameters if known not in ("self", "cls")]
-    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    takes_more = any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()
+    )
     for given in () if takes_more else kwargs:
         if given not in takes:
             near = difflib.get_close_matches(given, takes, 1, 0.5)
-            hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(takes) or 'none'}"
+            hint = (
+                f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(takes) or 'none'}"
+            )
             return InputError(f"`{given}` is no argument of {name}; {hint}")
     return InputError(f"{name} takes {', '.join(takes) or 'no argument'}; {said}")
 
@@ -192,15 +225,21 @@ def checked(
     letters. The check takes some microseconds, so it stands before functions that are called from outside, not
     within a forward pass. A class is checked where it is made.
     """
+
     def decorate(called):
         if isinstance(called, type):
             called.__init__ = checked(*rules, **given)(called.__init__)
             return called
         name = called.__qualname__.removesuffix(".__init__")
         parameters = inspect.signature(called).parameters
-        unnamed = {key for key, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY}
-        names = [key for key, one in parameters.items()
-                 if key in unnamed or one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        unnamed = {
+            key for key, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY
+        }
+        names = [
+            key
+            for key, one in parameters.items()
+            if key in unnamed or one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
         needed = [key for key in names if parameters[key].default is inspect.Parameter.empty]
         checks: dict[str, tuple[Callable, Allowed]] = {}
 
@@ -210,9 +249,14 @@ def checked(
             more = kwargs
             if unnamed:  # a keyword of such a name is one of **more
                 kwargs = {key: value for key, value in kwargs.items() if key not in unnamed}
-            if len(args) > len(names) or len(args) + len(kwargs) < len(needed) or not kwargs.keys() <= checks.keys() \
-                    or needed[len(args):] and not kwargs.keys() >= {*needed[len(args):]} \
-                    or not kwargs.keys().isdisjoint(names[: len(args)]):
+            if (
+                len(args) > len(names)
+                or len(args) + len(kwargs) < len(needed)
+                or not kwargs.keys() <= checks.keys()
+                or needed[len(args) :]
+                and not kwargs.keys() >= {*needed[len(args) :]}
+                or not kwargs.keys().isdisjoint(names[: len(args)])
+            ):
                 bad = _bad_call(called, name, args, more)
                 if bad:
                     return bad
@@ -223,8 +267,12 @@ def checked(
                 check, allowed = checks[key]
                 try:
                     check(value)
-                except Exception:  # ValidationError, or what a strange object raises when it is asked
-                    return InputError(f"`{key}` of {name} must be {_words(allowed)}; got {_shown(value)}")
+                except (
+                    Exception
+                ):  # ValidationError, or what a strange object raises when it is asked
+                    return InputError(
+                        f"`{key}` of {name} must be {_words(allowed)}; got {_shown(value)}"
+                    )
             for rule in rules:
                 words = rule(arguments)
                 if words:

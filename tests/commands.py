@@ -11,7 +11,7 @@ import warm
 
 
 def environment(**more) -> dict[str, str]:
-    "The environment of a child."
+    """The environment of a child."""
     tests = Path(__file__).parent
     path = os.pathsep.join(
         map(str, (tests.parent, tests))
@@ -21,18 +21,18 @@ def environment(**more) -> dict[str, str]:
 
 
 def command(*words) -> list[str]:
-    "The installed chunk-grpo with some words behind it."
+    """The installed chunk-grpo with some words behind it."""
     return [str(Path(sys.executable).with_name("chunk-grpo")), *map(str, words)]
 
 
 @functools.cache
 def server():
-    "The context whose processes begin with the imports done."
+    """The context whose processes begin with the imports done."""
     return warm.server(environment())
 
 
 def start(*words, **more) -> warm.Started:
-    "Start the command line in a process that begins with the imports done, for tests that kill it; it says nothing."
+    """Start the command line in a process that begins with the imports done, for tests that kill it; it says nothing."""
     files = (os.devnull, os.devnull)
     return warm.Started(server(), [*map(str, words)], environment(**more), os.getcwd(), files)
 
@@ -40,7 +40,7 @@ def start(*words, **more) -> warm.Started:
 def call(
     *words, cwd=None, module: str = "chunk_grpo.cli.main", **more
 ) -> subprocess.CompletedProcess:
-    "Run the command line, or another module or file, to its end, in a process that begins with the imports done."
+    """Run the command line, or another module or file, to its end, in a process that begins with the imports done."""
     words = [*map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
@@ -58,7 +58,7 @@ def call(
 
 
 def call_python(code: str, folder: Path) -> subprocess.CompletedProcess:
-    "Run a text of Python in a folder, in a process that begins with the imports done."
+    """Run a text of Python in a folder, in a process that begins with the imports done."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(code)
         file.flush()
@@ -66,7 +66,7 @@ def call_python(code: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def run(*words, code: int = 0, **more) -> str:
-    "Run the command line to its end, which must have this exit code; what it said."
+    """Run the command line to its end, which must have this exit code; what it said."""
     done = call(*words, **more)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

@@ -43,14 +43,14 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    "Modules that take long come first; the rest, and the tests within a module, stay in their order."
+    """Modules that take long come first; the rest, and the tests within a module, stay in their order."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    "A folder with the model, prompts, and a settings file."
+    """A folder with the model, prompts, and a settings file."""
     # brings torch, which the tests of pages and house need not wait for
     from small_runs import write
 
@@ -59,14 +59,14 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whole(world):
-    "A run that nothing interrupted."
+    """A run that nothing interrupted."""
     run("train", world / "s.yaml", "--out", world / "whole", "--no-report")
     return world / "whole"
 
 
 @pytest.fixture(scope="session")
 def tiny_home(tmp_path_factory):
-    "A folder with the model, prompts and settings of the tiniest run."
+    """A folder with the model, prompts and settings of the tiniest run."""
     import sessions
     from small_runs import write
 
@@ -75,7 +75,7 @@ def tiny_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_training(tiny_home):
-    "That run, with its file operations."
+    """That run, with its file operations."""
     import sessions
 
     return sessions.train(tiny_home)
@@ -83,7 +83,7 @@ def tiny_training(tiny_home):
 
 @pytest.fixture(scope="session")
 def tiny_evaluation(tiny_home, tiny_training):
-    "Its evaluation, with its file operations."
+    """Its evaluation, with its file operations."""
     import sessions
 
     return sessions.evaluate(tiny_home, tiny_training)

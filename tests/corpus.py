@@ -19,7 +19,7 @@ from chunk_grpo.core.settings import Settings
 
 @dataclass
 class Case:
-    "A command line and what it must end with: 2, or, where only some of the texts are wrong, 0 as well."
+    """A command line and what it must end with: 2, or, where only some of the texts are wrong, 0 as well."""
 
     words: list
     codes: tuple = (2,)
@@ -28,7 +28,8 @@ class Case:
     late: bool = False
 
 
-LONG, DIGITS = "x" * 5000, "9" * 5000
+LONG = "x" * 5000
+DIGITS = "9" * 5000
 TEXTS = [
     "x",
     "''",
@@ -59,7 +60,7 @@ OK_TEXTS = {int: set(), float: set(), bool: {"true"}}
 
 
 def kind_of(name: str) -> type:
-    "What a setting holds: int, float, bool, str, tuple or dict; `Literal` for one of several words."
+    """What a setting holds: int, float, bool, str, tuple or dict; `Literal` for one of several words."""
     hint = Settings.model_fields[name].annotation
     if typing.get_origin(hint) is types.UnionType:
         return dict
@@ -67,8 +68,9 @@ def kind_of(name: str) -> type:
 
 
 def wrong_values(name: str) -> list[str]:
-    "Texts in YAML that a setting cannot be, by its type and its limits."
-    kind, limits = kind_of(name), {}
+    """Texts in YAML that a setting cannot be, by its type and its limits."""
+    kind = kind_of(name)
+    limits = {}
     for m in Settings.model_fields[name].metadata:
         limits |= {key: getattr(m, key) for key in ("ge", "gt", "le", "lt") if hasattr(m, key)}
     if kind in (int, float):
@@ -89,7 +91,8 @@ def wrong_values(name: str) -> list[str]:
         ]
         out += ["1.5", "1e3", "1.0", "010", "1:30"] if kind is int else ["1e999", "1d3"]
         out += [DIGITS, "9" * 19] if kind is int else []
-        low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
+        low = limits.get("ge", limits.get("gt"))
+        high = limits.get("le", limits.get("lt"))
         out += [str(low - 1)] if low is not None else []
         out += [str(high + 1 if high < 1e15 else high * 10)] if high is not None else []
         out += [str(low)] * ("gt" in limits) + [str(high)] * ("lt" in limits)
@@ -133,13 +136,14 @@ def wrong_values(name: str) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    "A value as it would stand behind its name in a file."
+    """A value as it would stand behind its name in a file."""
     return f'"{text}"' if text.endswith(" ") else text
 
 
 def settings_cases(folder: Path) -> dict[str, Case]:
-    "Every field with everything that it cannot be, as a word of the command line and in a file."
-    out, plan = {}, ["plan", "pocket/tiny", "--rate", "1"]
+    """Every field with everything that it cannot be, as a word of the command line and in a file."""
+    out = {}
+    plan = ["plan", "pocket/tiny", "--rate", "1"]
     fine = {"weighting_uniform": {"0"}, "reward_options": set()}
     for name in Settings.model_fields:
         for i, text in enumerate(wrong_values(name)):
@@ -172,19 +176,19 @@ def settings_cases(folder: Path) -> dict[str, Case]:
 
 
 def hash_of(text: str) -> int:
-    "A number that is the same in every process."
+    """A number that is the same in every process."""
     return sum(text.encode())
 
 
 def write(file: Path, content: str | bytes) -> Path:
-    "A file with its folder."
+    """A file with its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return file
 
 
 def bomb(levels: int) -> str:
-    "Aliases of aliases."
+    """Aliases of aliases."""
     out = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
     return out + "".join(
         f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, levels)
@@ -282,7 +286,7 @@ STUDY = {
 
 
 def yaml_cases(folder: Path) -> dict[str, Case]:
-    "Texts that are no YAML, or none of ours: as settings, and as one of study, base of a study and value."
+    """Texts that are no YAML, or none of ours: as settings, and as one of study, base of a study and value."""
     out = {}
     for name, text in YAML.items():
         file = write(folder / "yaml" / f"{name.replace(' ', '-')}.yaml", text)
@@ -325,7 +329,7 @@ JSON_VALUES = [
 
 
 def field_edits(whole: dict, name: str, fine: tuple = ()) -> dict[str, dict]:
-    "The mapping with other values of a field, and without it."
+    """The mapping with other values of a field, and without it."""
     out = {
         f"{name} is {str(x)[:12]!r}": whole | {name: x}
         for x in JSON_VALUES
@@ -335,7 +339,7 @@ def field_edits(whole: dict, name: str, fine: tuple = ()) -> dict[str, dict]:
 
 
 def machine_cases(folder: Path) -> dict[str, Case]:
-    "Machines with one thing wrong."
+    """Machines with one thing wrong."""
     whole = {"--nodes": "2", "--processes": "1", "--rendezvous": "gpu-a:29500", "--node-rank": "0"}
     found = {
         f"{name} {value!r}": whole | {name: value}
@@ -369,7 +373,7 @@ def machine_cases(folder: Path) -> dict[str, Case]:
 
 
 def study_cases(folder: Path) -> dict[str, Case]:
-    "Studies with one thing wrong, or with options that do not fit."
+    """Studies with one thing wrong, or with options that do not fit."""
     found, out = {}, {}
     fine = {
         "title": ("x", "\x1b[0m"),
@@ -465,8 +469,9 @@ PROMPTS = {
 
 
 def prompts_cases(folder: Path) -> dict[str, Case]:
-    "Lists of prompts that are none, for training and held out; each by its file."
-    good, out = write(folder / "good.txt", "a red star\na blue star\ntwo cats\na dog\n"), {}
+    """Lists of prompts that are none, for training and held out; each by its file."""
+    good = write(folder / "good.txt", "a red star\na blue star\ntwo cats\na dog\n")
+    out = {}
     for name, content in PROMPTS.items():
         file = write(folder / "prompts" / name, content)
         for key, other in (("prompts", "eval_prompts"), ("eval_prompts", "prompts")):
@@ -515,7 +520,7 @@ HARM = {
 
 
 def harm(file: Path, how: str) -> None:
-    "Put something else in a file's place."
+    """Put something else in a file's place."""
     content = HARM[how]
     file.unlink()
     if content == "folder":
@@ -588,8 +593,9 @@ CHANGED = {  # file of a model -> changes that leave no model
 
 
 def model_cases(folder: Path) -> dict[str, Case]:
-    "Folders of models each with a part that is missing or damaged."
-    whole, out = folder / "model", {}
+    """Folders of models each with a part that is missing or damaged."""
+    whole = folder / "model"
+    out = {}
     good = write(folder / "good.txt", "a red star\na blue star\ntwo cats\na dog\n")
     tiny_flux.build(whole)
     words = ["train", "pocket/tiny", f"prompts={good}", f"eval_prompts={good}", "--out", "new"]
@@ -651,12 +657,12 @@ def model_cases(folder: Path) -> dict[str, Case]:
 
 
 def linked(source: str, target: str) -> None:
-    "A second name of a file, which costs nothing."
+    """A second name of a file, which costs nothing."""
     Path(target).hardlink_to(source)
 
 
 def synthetic_run(folder: Path) -> Path:
-    "A run with small pictures and a model and prompts that exist."
+    """A run with small pictures and a model and prompts that exist."""
     run = synthetic.write(folder / "run", {"eval_resolution": 64}, prompts=6)
     (run / "final" / "model.safetensors").touch()
     return run
@@ -685,7 +691,7 @@ FINE = {
 
 
 def command_on(name: str, run: Path) -> list:
-    "A command that reads a run."
+    """A command that reads a run."""
     return {
         "plan": ["plan", "--run", run, "--rate", "1"],
         "profile": ["profile", "--run", run],
@@ -694,8 +700,9 @@ def command_on(name: str, run: Path) -> list:
 
 
 def run_cases(folder: Path) -> dict[str, Case]:
-    "Run folders with a file that is missing, damaged or of the wrong form, for the commands that read it."
-    whole, out = synthetic_run(folder), {}
+    """Run folders with a file that is missing, damaged or of the wrong form, for the commands that read it."""
+    whole = synthetic_run(folder)
+    out = {}
     note = json.loads((whole / "run.json").read_text())
     for name, readers in READERS.items():
         for how in HARM:
@@ -750,7 +757,7 @@ def run_cases(folder: Path) -> dict[str, Case]:
 
 
 def make_odd_places(folder: Path) -> None:
-    "A link in a circle, an empty folder, a file, and a folder with somebody's work."
+    """A link in a circle, an empty folder, a file, and a folder with somebody's work."""
     (folder / "loop").symlink_to("loop")
     (folder / "hollow").mkdir()
     write(folder / "file", "dear")
@@ -758,9 +765,10 @@ def make_odd_places(folder: Path) -> None:
 
 
 def place_cases(folder: Path) -> dict[str, Case]:
-    "Places that are no run, or where nothing can be written, for every command that takes one."
+    """Places that are no run, or where nothing can be written, for every command that takes one."""
     make_odd_places(folder)
-    out, run = {}, synthetic_run(folder)
+    out = {}
+    run = synthetic_run(folder)
     nowhere = [
         "nowhere",
         "file",
@@ -907,7 +915,7 @@ PLAIN = [
 
 
 def option_cases(folder: Path) -> dict[str, Case]:
-    "Every option with values that it does not take."
+    """Every option with values that it does not take."""
     make_odd_places(folder)
     synthetic_run(folder)
     out = {}
@@ -1161,7 +1169,7 @@ PAIRS = [  # choices that do not go together
 
 
 def method_cases(folder: Path) -> dict[str, Case]:
-    "Every axis of the methods with what is no choice there, and choices that do not go together."
+    """Every axis of the methods with what is no choice there, and choices that do not go together."""
     plan = ["plan", "pocket/tiny", "--rate", "1"]
     more = {"sharing": ["shared_noise=false"]}
     out = {
@@ -1206,7 +1214,7 @@ REWARDS = {
 
 
 def code_cases(folder: Path) -> dict[str, Case]:
-    "Files of a user that cannot be imported, name nothing, or whose functions take or give something else."
+    """Files of a user that cannot be imported, name nothing, or whose functions take or give something else."""
     train = ["train", "pocket/tiny", "--out", "new", "iterations=1", "steps=4", "chunks=3"]
     out = {}
     for i, (what, content) in enumerate({**CODE, **REWARDS}.items()):
@@ -1235,8 +1243,9 @@ FINAL = {
 
 
 def final_cases(folder: Path) -> dict[str, Case]:
-    "Trained weights that are damaged, with and without their note, for every command that loads them."
-    whole, out = synthetic_run(folder), {}
+    """Trained weights that are damaged, with and without their note, for every command that loads them."""
+    whole = synthetic_run(folder)
+    out = {}
     (whole / "final" / "model.safetensors").unlink()
     weights = write(whole / "final" / "transformer.safetensors", save({"a": torch.ones(64, 64)}))
     note = json.loads((whole / "run.json").read_text())
@@ -1260,7 +1269,7 @@ def final_cases(folder: Path) -> dict[str, Case]:
 
 
 def harm_weights(file: Path, whole: bytes, how) -> None:
-    "Put damaged weights in a file's place."
+    """Put damaged weights in a file's place."""
     if how == "folder":
         file.mkdir()
     elif isinstance(how, str):
@@ -1302,7 +1311,7 @@ FILES = st.one_of(
 
 
 def drawn(strategy, count: int) -> list:
-    "Examples of a strategy, the same at every call."
+    """Examples of a strategy, the same at every call."""
     from hypothesis import HealthCheck, Phase, given, settings
 
     found = []
@@ -1324,7 +1333,7 @@ def drawn(strategy, count: int) -> list:
 
 
 def drawn_cases(folder: Path, count: int = 60) -> dict[str, Case]:
-    "Words and files that hypothesis makes: those that are right by chance are planned."
+    """Words and files that hypothesis makes: those that are right by chance are planned."""
     out = {
         f"drawn {i} {text[:30]!r}": Case(["plan", "pocket/tiny", "--rate", "1", "--", text], (0, 2))
         for i, text in enumerate(drawn(OVERRIDES.filter(encodable), count))
@@ -1336,7 +1345,7 @@ def drawn_cases(folder: Path, count: int = 60) -> dict[str, Case]:
 
 
 def encodable(text: str) -> bool:
-    "Whether a text can be a word of a command line."
+    """Whether a text can be a word of a command line."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -1358,6 +1367,6 @@ KINDS = {
 
 
 def sample(cases: dict[str, Case], count: int) -> dict[str, Case]:
-    "A few of them, the same every time."
+    """A few of them, the same every time."""
     names = random.Random(0).sample(sorted(cases), min(count, len(cases)))
     return {name: cases[name] for name in names}

@@ -21,10 +21,12 @@ PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green squa
 
 
 def prepare(model, accelerator):
-    "The policy within its wrapper, and as much work as an update has, a prompt a process."
+    """The policy within its wrapper, and as much work as an update has, a prompt a process."""
     model.module = accelerator.prepare(model.transformer)
-    rank, grid = accelerator.process_index, policy.sigmas(4, 3.0)
-    keys, rows = [(0, 0, rank, g) for g in range(2)], model.encode(PROMPTS[rank : rank + 1])
+    rank = accelerator.process_index
+    grid = policy.sigmas(4, 3.0)
+    keys = [(0, 0, rank, g) for g in range(2)]
+    rows = model.encode(PROMPTS[rank : rank + 1])
     paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, Sampler(grid))
     chunks = chunks_from_setting("1,2", 3)
     work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
@@ -32,7 +34,7 @@ def prepare(model, accelerator):
 
 
 def updates(model, accelerator):
-    "The gradients of two updates on the same weights: several forwards, of which the last shares them out."
+    """The gradients of two updates on the same weights: several forwards, of which the last shares them out."""
     context, work = prepare(model, accelerator)
     found = []
     for _ in range(2):
@@ -51,8 +53,9 @@ def updates(model, accelerator):
 
 
 def main(folders):
-    "Say of every family and way whether the processes have the same gradient, twice."
-    accelerator, said = Accelerator(cpu=True), {}
+    """Say of every family and way whether the processes have the same gradient, twice."""
+    accelerator = Accelerator(cpu=True)
+    said = {}
     for name, folder in folders.items():
         for way in ("full", "lora"):
             words = {"resolution": SIDE, "max_tokens": TOKENS}

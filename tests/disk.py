@@ -23,7 +23,7 @@ KINDS = ("synced", "names", "contents", "half", "zeros")
 
 
 class Node:
-    "A file, or a folder: what memory and the disk know of it."
+    """A file, or a folder: what memory and the disk know of it."""
 
     def __init__(self, folder: bool):
         self.folder = folder
@@ -31,25 +31,25 @@ class Node:
 
 
 class Disk:
-    "A folder whose operations are done again."
+    """A folder whose operations are done again."""
 
     def __init__(self):
         self.root = Node(True)
 
     def find(self, path: str) -> Node:
-        "What lies at a path, as memory knows it."
+        """What lies at a path, as memory knows it."""
         node = self.root
         for name in path.split("/") if path not in ("", ".") else ():
             node = node.now[name]
         return node
 
     def parent(self, path: str) -> tuple[Node, str]:
-        "The folder that a path's last name is in, and that name."
+        """The folder that a path's last name is in, and that name."""
         folder, _, name = path.rpartition("/")
         return self.find(folder), name
 
     def do(self, step: Step) -> None:
-        "One operation."
+        """One operation."""
         folder, name = self.parent(step.path)
         if step.op == "open" and (
             step.path in ("", ".") or name in folder.now and folder.now[name].folder
@@ -78,7 +78,7 @@ class Disk:
             folder.now.pop(name)
 
     def state(self, kind: str) -> dict[str, bytes | None]:
-        "The files, and as None the folders, that are there after the power went."
+        """The files, and as None the folders, that are there after the power went."""
         out = {}
 
         def walk(node: Node, path: str) -> None:
@@ -95,7 +95,7 @@ class Disk:
 
 
 def content(file: Node, kind: str) -> bytes:
-    "What is left of a file."
+    """What is left of a file."""
     new = len(file.now) - len(file.kept) if file.now.startswith(file.kept) else 0
     if kind == "contents" or file.now == file.kept:
         return file.now
@@ -107,7 +107,7 @@ def content(file: Node, kind: str) -> bytes:
 
 
 def every_state(steps: list[Step], disk: Disk):
-    "The states before and after each fsync and rename and at the end, each with its name."
+    """The states before and after each fsync and rename and at the end, each with its name."""
     for i, step in enumerate([*steps, None]):
         last = steps[i - 1] if i else None
         if (
@@ -125,8 +125,9 @@ def every_state(steps: list[Step], disk: Disk):
 
 
 def states(steps: list[Step], disk: Disk | None = None) -> list[tuple[str, dict]]:
-    "Every state that differs from the others, by its name."
-    seen, out = set(), []
+    """Every state that differs from the others, by its name."""
+    seen = set()
+    out = []
     for name, state in every_state(steps, disk or Disk()):
         key = hashlib.sha256(repr(sorted(state.items())).encode()).digest()
         if key not in seen:
@@ -136,7 +137,7 @@ def states(steps: list[Step], disk: Disk | None = None) -> list[tuple[str, dict]
 
 
 def put(state: dict[str, bytes | None], root: Path) -> None:
-    "Write a state into a folder."
+    """Write a state into a folder."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for name, content in state.items():

@@ -42,7 +42,7 @@ REAL_OPEN = io.open
 
 @dataclass
 class Step:
-    "A file operation."
+    """A file operation."""
 
     role: str  # the program: main, trial, drawing
     number: int  # in its process
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        "What is alike in every run, and alike for one iteration and the next."
+        """What is alike in every run, and alike for one iteration and the next."""
         name = re.sub(r"[0-9a-f]{12,}", "*", self.to or self.path)
         name = re.sub(r"/(base|plain|hybrid|base-as-trained|as-trained)\b", "/ARM", name)
         return self.role, self.op, re.sub(r"\d+", "0", name)
@@ -63,7 +63,7 @@ class Step:
 
 @dataclass
 class Plan:
-    "What is to happen under a folder: nothing but a log, or a strike at a step."
+    """What is to happen under a folder: nothing but a log, or a strike at a step."""
 
     root: str
     log: str = ""  # where steps are kept
@@ -73,18 +73,18 @@ class Plan:
 
     @property
     def full(self) -> str:
-        "The file that says, to all processes, that the disk is full."
+        """The file that says, to all processes, that the disk is full."""
         return f"{self.root}.full"
 
 
 class Watch:
-    "Counts steps, keeps them and strikes."
+    """Counts steps, keeps them and strikes."""
 
     def __init__(self, plan: Plan):
         self.plan, self.pid, self.count, self.within = plan, 0, 0, False
 
     def relative(self, path, dir_fd=None) -> str:
-        "A path under the folder, a dot for the folder itself, or nothing."
+        """A path under the folder, a dot for the folder itself, or nothing."""
         if isinstance(path, int):
             path = os.readlink(f"/proc/self/fd/{path}")
         path = os.fspath(path)
@@ -99,7 +99,7 @@ class Watch:
     def step(
         self, op: str, path: str, to: str = "", data: bytes = b"", offset: int = 0, half=None
     ) -> None:
-        "Strike, or keep the step."
+        """Strike, or keep the step."""
         if not path:
             return
         if self.pid != os.getpid():
@@ -118,7 +118,7 @@ class Watch:
             os.close(file)
 
     def strike(self, role: str, half) -> None:
-        "End as the plan says."
+        """End as the plan says."""
         if self.plan.kind == "half" and half:
             half()
         if self.plan.kind in ("kill", "half"):
@@ -134,7 +134,7 @@ class Watch:
 
 
 class Raw(io.FileIO):
-    "A file whose writes are steps."
+    """A file whose writes are steps."""
 
     def __init__(self, watch: Watch, path, mode: str):
         self.watch, self.place = watch, watch.relative(path)
@@ -162,7 +162,7 @@ class Raw(io.FileIO):
 
 
 def install(plan: Plan) -> None:
-    "Replace the file functions of this process."
+    """Replace the file functions of this process."""
     watch = Watch(plan)
 
     def opened(
@@ -236,7 +236,7 @@ def install(plan: Plan) -> None:
 
 
 def watch_safetensors() -> None:
-    "Tensors are written by Python's functions, with the errors that they give."
+    """Tensors are written by Python's functions, with the errors that they give."""
     import safetensors
     import safetensors.torch
 
@@ -253,7 +253,7 @@ def watch_safetensors() -> None:
 
 
 def leave_out() -> None:
-    "What takes long and writes nothing: a report's kernel, as if the notebook had been executed, and version control."
+    """What takes long and writes nothing: a report's kernel, as if the notebook had been executed, and version control."""
     import papermill
 
     from chunk_grpo.runs import run_folder
@@ -265,7 +265,7 @@ def leave_out() -> None:
 def program(
     words: list[str], environment: dict[str, str], folder: str, files: tuple[str, str], plan: Plan
 ) -> None:
-    "What a process of the server does: the command line with a plan, its output in two files."
+    """What a process of the server does: the command line with a plan, its output in two files."""
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
@@ -278,8 +278,10 @@ def program(
 
 
 def read_steps(log: Path) -> list[Step]:
-    "The steps that a log keeps, of all processes, in their order."
-    out, content, at = [], Path(log).read_bytes(), 0
+    """The steps that a log keeps, of all processes, in their order."""
+    out = []
+    content = Path(log).read_bytes()
+    at = 0
     while at < len(content):
         (size,) = struct.unpack_from("<Q", content, at)
         out.append(pickle.loads(content[at + 8 : at + 8 + size]))

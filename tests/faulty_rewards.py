@@ -8,21 +8,21 @@ from pathlib import Path
 
 
 def strikes(file) -> bool:
-    "Whether the fault strikes: once for each line of the file, which loses one."
+    """Whether the fault strikes: once for each line of the file, which loses one."""
     left = Path(file).read_text().splitlines()
     Path(file).write_text("\n".join(left[1:]))
     return bool(left)
 
 
 def red(images):
-    "How red each of some PIL images is, 0 to 1."
+    """How red each of some PIL images is, 0 to 1."""
     return [
         sum(image.getchannel(0).tobytes()) / (255 * image.width * image.height) for image in images
     ]
 
 
 def dying(file):
-    "Killed in the middle of a call, as by a system without memory."
+    """Killed in the middle of a call, as by a system without memory."""
 
     def reward(images, prompts):
         if strikes(file):
@@ -33,7 +33,7 @@ def dying(file):
 
 
 def hanging(file):
-    "Does not come back, and leaves a child of its own."
+    """Does not come back, and leaves a child of its own."""
 
     def reward(images, prompts):
         if strikes(file):
@@ -47,7 +47,7 @@ def hanging(file):
 
 
 def noisy():
-    "Prints what looks like an answer, from Python and past it, and reads what is not its own."
+    """Prints what looks like an answer, from Python and past it, and reads what is not its own."""
 
     def reward(images, prompts):
         print('{"scores": [7.0]}', flush=True)
@@ -74,7 +74,7 @@ def raising():
 
 
 def late(file):
-    "A loader that dies as long as its fault strikes."
+    """A loader that dies as long as its fault strikes."""
     if strikes(file):
         os._exit(9)
     return lambda images, prompts: red(images)

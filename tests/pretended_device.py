@@ -51,20 +51,20 @@ WITHOUT_SCALARS = {
 
 
 class Devices(threading.local):
-    "The current device of a thread, which starts at 0 in every thread, as CUDA's does."
+    """The current device of a thread, which starts at 0 in every thread, as CUDA's does."""
 
     current = 0
 
 
 class PretendedCUDA(TorchFunctionMode):
-    "The mode of one thread; every thread that is to keep the rules enters one of the same `devices`."
+    """The mode of one thread; every thread that is to keep the rules enters one of the same `devices`."""
 
     def __init__(self, devices: Devices | None = None):
         super().__init__()
         self.devices = devices or Devices()
 
     def named(self, x) -> torch.device | None:
-        "The device that a word, a number or a device of an argument names; None where it names none."
+        """The device that a word, a number or a device of an argument names; None where it names none."""
         if isinstance(x, str) and x.split(":")[0] in ("cpu", "cuda"):
             x = torch.device(x)
         if type(x) is int:
@@ -97,7 +97,7 @@ class PretendedCUDA(TorchFunctionMode):
         return out
 
     def attribute(self, func, args):
-        "What a tensor says about itself; its parts lie where it lies."
+        """What a tensor says about itself; its parts lie where it lies."""
         if func == torch.Tensor.device.__get__:
             return device_of(args[0])
         if func in (torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__):
@@ -108,7 +108,7 @@ class PretendedCUDA(TorchFunctionMode):
         return out
 
     def move(self, func, name, args, kwargs):
-        "A tensor on the device that is named, in other memory where that is another device."
+        """A tensor on the device that is named, in other memory where that is another device."""
         tensor, target, rest = args[0], None, []
         words = [*args[1:], *[kwargs.pop(k) for k in ("device", "other") if k in kwargs]]
         for x in words:
@@ -127,7 +127,7 @@ class PretendedCUDA(TorchFunctionMode):
         return out
 
     def result_device(self, func, name, args, kwargs, given) -> torch.device:
-        "Where what a function makes will lie."
+        """Where what a function makes will lie."""
         target = self.named(kwargs.get("device"))
         if target is not None:
             return target
@@ -137,23 +137,23 @@ class PretendedCUDA(TorchFunctionMode):
 
 
 def memory(tensor: torch.Tensor) -> int:
-    "The number of the memory that a tensor and its views use."
+    """The number of the memory that a tensor and its views use."""
     return tensor.untyped_storage()._cdata
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
-    "Where a tensor lies in truth."
+    """Where a tensor lies in truth."""
     with torch._C.DisableTorchFunction():
         return tensor.device
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    "Where a tensor lies: where it was said to, else where it does (on the CPU, or nowhere: `meta`)."
+    """Where a tensor lies: where it was said to, else where it does (on the CPU, or nowhere: `meta`)."""
     return getattr(tensor.untyped_storage(), "pretended_device", real_device(tensor))
 
 
 def mark(made, device: torch.device, given: list[torch.Tensor]) -> None:
-    "Put what was made on a device, but for views of what was given."
+    """Put what was made on a device, but for views of what was given."""
     old = {memory(tensor) for tensor in given}
     for tensor in tensors_in(made):
         if memory(tensor) not in old and real_device(tensor) == CPU:  # `meta` stays what it is
@@ -161,12 +161,12 @@ def mark(made, device: torch.device, given: list[torch.Tensor]) -> None:
 
 
 def tensors_in(x) -> list[torch.Tensor]:
-    "All tensors that stand in an argument or a result."
+    """All tensors that stand in an argument or a result."""
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)]
 
 
 def common_device(given: list[torch.Tensor]) -> torch.device:
-    "Where an operation computes: the device of the first tensor that is no number of the CPU."
+    """Where an operation computes: the device of the first tensor that is no number of the CPU."""
     places = [
         device_of(tensor) for tensor in given if tensor.dim() or device_of(tensor).type == "cuda"
     ]
@@ -174,7 +174,7 @@ def common_device(given: list[torch.Tensor]) -> torch.device:
 
 
 def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
-    "RuntimeError or TypeError for what CUDA would not do."
+    """RuntimeError or TypeError for what CUDA would not do."""
     if name in HOST_ONLY and device_of(args[0]).type == "cuda":
         raise TypeError(
             f"can't convert {device_of(args[0])} device type tensor to numpy. Use Tensor.cpu() first."
@@ -195,8 +195,9 @@ def refuse(name: str, args, kwargs, given: list[torch.Tensor]) -> None:
 
 
 def refuse_index(tensor: torch.Tensor, index, value=None) -> None:
-    "RuntimeError where a tensor is indexed by one of another device than the CPU's and its own, or given such values."
-    place, found = device_of(tensor), tensors_in(index)
+    """RuntimeError where a tensor is indexed by one of another device than the CPU's and its own, or given such values."""
+    place = device_of(tensor)
+    found = tensors_in(index)
     for one in found:
         if device_of(one) not in (CPU, place):
             raise RuntimeError(
@@ -214,8 +215,10 @@ def pretended_cuda(
     current: int = 0,  # the GPU that this thread uses where nothing else is said, as a rank's
     count: int = 2,  # GPUs
 ):  # -> the mode; a thread of its own enters `PretendedCUDA(mode.devices)`
-    "A machine with GPUs whose memory is the CPU's; every device is kept apart as CUDA would."
-    devices, autocast, checkpoint = Devices(), torch.autocast, torch.utils.checkpoint.checkpoint
+    """A machine with GPUs whose memory is the CPU's; every device is kept apart as CUDA would."""
+    devices = Devices()
+    autocast = torch.autocast
+    checkpoint = torch.utils.checkpoint.checkpoint
     devices.current = current
 
     def again(

@@ -72,8 +72,9 @@ INDEX = "127.0.0.2"  # an address of this host that nothing else here listens at
 
 
 def empty_wheel(project: str, version: str) -> bytes:
-    "A package that holds nothing, as pip takes it."
-    place, packed = f"{project}-{version}.dist-info", io.BytesIO()
+    """A package that holds nothing, as pip takes it."""
+    place = f"{project}-{version}.dist-info"
+    packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as wheel:
         wheel.writestr(
             f"{place}/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
@@ -87,7 +88,7 @@ def empty_wheel(project: str, version: str) -> bytes:
 
 @contextmanager
 def package_index():
-    "An index with an empty package for each line of hpsv3's list, at INDEX; its address."
+    """An index with an empty package for each line of hpsv3's list, at INDEX; its address."""
     pins = dict(
         re.findall(r"^([\w.-]+)==(\S+)$", (ENVIRONMENTS_DIR / "hpsv3.txt").read_text(), re.M)
     )
@@ -129,7 +130,7 @@ LIBRARIES = re.compile(
 
 
 def stamps(folder: Path) -> dict[str, tuple]:
-    "Every file below a folder, with what changes where it is written."
+    """Every file below a folder, with what changes where it is written."""
     found = [Path(root) / name for root, _, names in os.walk(folder) for name in names]
     return {
         str(file.relative_to(folder)): (file.lstat().st_ino, file.lstat().st_mtime_ns)
@@ -138,7 +139,7 @@ def stamps(folder: Path) -> dict[str, tuple]:
 
 
 def shortened(name: str) -> str:
-    "A file's name for the table: folders of images and weights stand for what is in them."
+    """A file's name for the table: folders of images and weights stand for what is in them."""
     parts = name.split("/")
     if parts[0] == "cache":
         return "the cache"
@@ -149,7 +150,7 @@ def shortened(name: str) -> str:
 
 
 def program(words: list) -> str:
-    "A started program by its name, with the module where it is Python's."
+    """A started program by its name, with the module where it is Python's."""
     said = [str(word) for word in words]
     module = said[said.index("-m") + 1] if "-m" in said[:4] else ""
     return " ".join(
@@ -160,8 +161,9 @@ def program(words: list) -> str:
 
 
 def promise(folder: Path, whose: str, command: str, words: list) -> dict:
-    "A row: how the command ended, and what it read of the run, wrote, ran and contacted."
-    work, before = folder, stamps(folder)
+    """A row: how the command ended, and what it read of the run, wrote, ran and contacted."""
+    work = folder
+    before = stamps(folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -175,7 +177,8 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
     with package_index() as index:
         places |= {"PIP_INDEX_URL": index, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": ""}
         done, events = watched(folder, *words, cwd=work, program=started, **places)
-    after, here = stamps(folder), f"{work.resolve()}/"
+    after = stamps(folder)
+    here = f"{work.resolve()}/"
     opened = {
         e[1].removeprefix(here) for e in events if e[0] == "open" and e[1].startswith(f"{here}run/")
     }
@@ -213,7 +216,7 @@ WHOSE = {"none": ALONE, "one's own": ON_A_RUN, "a stranger's": ON_A_RUN}
 
 
 def promises(whose: str) -> list[dict]:
-    "The rows of a kind: without a run, on one's own run, or on a stranger's."
+    """The rows of a kind: without a run, on one's own run, or on a stranger's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         for place in ("temporary", "cache", "home"):

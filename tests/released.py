@@ -54,7 +54,7 @@ SIZES = (  # width, height: square, wide, tall, odd, tiny, large, and strips
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
-    "Coloured bands and blocks with a little noise, from whole numbers only."
+    """Coloured bands and blocks with a little noise, from whole numbers only."""
     rng = np.random.default_rng([seed, width, height])
     y, x = np.mgrid[:height, :width]
     channels = []
@@ -66,7 +66,7 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
 
 
 def fill(shapes: dict[str, tuple], seed: int) -> dict[str, torch.Tensor]:
-    "Random weights by name, each from its own seed."
+    """Random weights by name, each from its own seed."""
     out = {}
     for name, shape in shapes.items():
         draw = (
@@ -88,17 +88,17 @@ def fill(shapes: dict[str, tuple], seed: int) -> dict[str, torch.Tensor]:
 
 
 def layer(name: str, into: int, out: int, bias: bool = True) -> dict[str, tuple]:
-    "The shapes of a linear layer."
+    """The shapes of a linear layer."""
     return {f"{name}.weight": (out, into)} | ({f"{name}.bias": (out,)} if bias else {})
 
 
 def norm(name: str, wide: int) -> dict[str, tuple]:
-    "The shapes of a layer norm."
+    """The shapes of a layer norm."""
     return {f"{name}.weight": (wide,), f"{name}.bias": (wide,)}
 
 
 def write(folder: Path, **files) -> None:
-    "JSON files by name; a dot is written as __."
+    """JSON files by name; a dot is written as __."""
     for name, content in files.items():
         (folder / name.replace("__", ".")).write_text(
             json.dumps(content, indent=1), encoding="utf-8"
@@ -106,7 +106,7 @@ def write(folder: Path, **files) -> None:
 
 
 def letters() -> list[str]:
-    "The characters that stand for the 256 bytes in a byte-level vocabulary."
+    """The characters that stand for the 256 bytes in a byte-level vocabulary."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in plain]
     table = {byte: chr(byte) for byte in plain} | {
@@ -116,7 +116,7 @@ def letters() -> list[str]:
 
 
 def merges_of(words: list[list[str]]) -> list[tuple[str, str]]:
-    "Pairs that put each word together from the left."
+    """Pairs that put each word together from the left."""
     pairs = {}
     for symbols in words:
         whole = symbols[0]
@@ -127,14 +127,14 @@ def merges_of(words: list[list[str]]) -> list[tuple[str, str]]:
 
 
 def numbered(*lists: list[str]) -> dict[str, int]:
-    "Words with numbers in order, each once."
+    """Words with numbers in order, each once."""
     return {
         word: i for i, word in enumerate(dict.fromkeys(word for words in lists for word in words))
     }
 
 
 def clip_tokenizer(folder: Path) -> int:
-    "CLIP's tokenizer with a small vocabulary: its size."
+    """CLIP's tokenizer with a small vocabulary: its size."""
     merges = merges_of([[*word[:-1], word[-1] + "</w>"] for word in WORDS if len(word) > 1])
     vocabulary = numbered(
         letters(),
@@ -162,7 +162,7 @@ def clip_tokenizer(folder: Path) -> int:
 
 
 def clip_tower(name: str, wide: int, layers: int) -> dict[str, tuple]:
-    "The layers of one of CLIP's towers."
+    """The layers of one of CLIP's towers."""
     shapes = {}
     for i in range(layers):
         at = f"{name}.encoder.layers.{i}"
@@ -174,9 +174,11 @@ def clip_tower(name: str, wide: int, layers: int) -> dict[str, tuple]:
 
 
 def clip(folder: Path, seed: int = 0) -> Path:
-    "A CLIP or PickScore as transformers stores it, old position buffers included."
+    """A CLIP or PickScore as transformers stores it, old position buffers included."""
     folder.mkdir(parents=True)
-    words, text, vision = clip_tokenizer(folder), 32, 48
+    words = clip_tokenizer(folder)
+    text = 32
+    vision = 48
     shapes = {
         "text_model.embeddings.token_embedding.weight": (words, text),
         "text_model.embeddings.position_embedding.weight": (77, text),
@@ -242,7 +244,7 @@ def clip(folder: Path, seed: int = 0) -> Path:
 
 
 def imagereward(folder: Path, seed: int = 0) -> Path:
-    "ImageReward.pt with all that the released file holds, med_config.json and the files of bert-base-uncased."
+    """ImageReward.pt with all that the released file holds, med_config.json and the files of bert-base-uncased."""
     folder.mkdir(parents=True)
     marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     characters = [chr(i) for i in range(33, 127) if not chr(i).isupper()]
@@ -262,7 +264,10 @@ def imagereward(folder: Path, seed: int = 0) -> Path:
             "vocab_size": len(words),
         },
     )
-    text, vision, rows = 48, 64, len(words) + 2  # [DEC] and [ENC] were added in training
+    # [DEC] and [ENC] were added in training
+    text = 48
+    vision = 64
+    rows = len(words) + 2
     med = {
         "architectures": ["BertModel"],
         "attention_probs_dropout_prob": 0.1,
@@ -349,7 +354,7 @@ CHAT = (
 
 
 def qwen_tokenizer(folder: Path) -> int:
-    "The tokenizer of Qwen2-VL with a small vocabulary: its size."
+    """The tokenizer of Qwen2-VL with a small vocabulary: its size."""
     common = dict.fromkeys(
         [*WORDS, *re.findall("[A-Za-z]+", INSTRUCTION.partition("Please provide the overall")[0])]
     )
@@ -391,8 +396,11 @@ def qwen_tokenizer(folder: Path) -> int:
 
 
 def hpsv3(folder: Path, seed: int = 0, base_weights: bool = False) -> Path:
-    "HPSv3.safetensors, and in the folder `base` the files of Qwen2-VL-7B-Instruct, weights only where asked for."
-    base, text, vision, head_size = folder / "base", 64, 32, 16
+    """HPSv3.safetensors, and in the folder `base` the files of Qwen2-VL-7B-Instruct, weights only where asked for."""
+    base = folder / "base"
+    text = 64
+    vision = 32
+    head_size = 16
     base.mkdir(parents=True)
     words = qwen_tokenizer(base)
     ids = {

@@ -8,7 +8,7 @@ from chunk_grpo.reporting.reports import find_report_notebook
 
 
 def functions_of_report(name: str) -> SimpleNamespace:
-    "What the two code cells after a report's parameters define: its imports, and its figures."
+    """What the two code cells after a report's parameters define: its imports, and its figures."""
     cells = [
         cell.source
         for cell in nbformat.read(find_report_notebook(name), 4).cells

@@ -28,7 +28,7 @@ class Forked(warm.Forked):
 
 
 class Popen(warm.Popen):
-    "Trainings that a page starts are forks of its process, as long as this has no thread but that of its shell."
+    """Trainings that a page starts are forks of its process, as long as this has no thread but that of its shell."""
 
     forked = Forked
 
@@ -46,7 +46,7 @@ def run_page(
     log: Path,  # gets all that the page prints
     folder: str,  # for its temporary files
 ) -> None:
-    "Run a page as nbdev-test does; the process ends with 1 where it failed."
+    """Run a page as nbdev-test does; the process ends with 1 where it failed."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

@@ -9,7 +9,7 @@ import uvicorn
 
 @contextlib.contextmanager
 def serve_in_thread(app):
-    "Serve on this machine as long as the block lasts."
+    """Serve on this machine as long as the block lasts."""
     running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()

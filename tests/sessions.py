@@ -32,7 +32,7 @@ TINY = {
 
 
 def begin(words, root: Path, plan: faults.Plan, files):
-    "The command line in a process of the server, which has a plan."
+    """The command line in a process of the server, which has a plan."""
     own = environment(CHUNK_GRPO_CACHE=root / "cache", HOME=root.parent)
     child = server().Process(
         target=faults.program, args=([*map(str, words)], own, str(root.parent), files, plan)
@@ -42,7 +42,7 @@ def begin(words, root: Path, plan: faults.Plan, files):
 
 
 def call(words, root: Path, **plan) -> subprocess.CompletedProcess:
-    "Run the command line to its end with a plan."
+    """Run the command line to its end with a plan."""
     with tempfile.TemporaryDirectory() as folder:
         files = tuple(str(Path(folder) / name) for name in ("said", "error"))
         child = begin(words, root, faults.Plan(str(root), **plan), files)
@@ -56,7 +56,7 @@ def call(words, root: Path, **plan) -> subprocess.CompletedProcess:
 
 
 class Session:
-    "A command, from a folder before it to the same folder after it, which nothing disturbed."
+    """A command, from a folder before it to the same folder after it, which nothing disturbed."""
 
     def __init__(self, home: Path, name: str, words, before: Path | None, fields, again=()):
         self.home, self.name, self.words, self.before, self.again = home, name, words, before, again
@@ -68,15 +68,15 @@ class Session:
         self.steps = faults.read_steps(self.log)
 
     def fresh(self, root: Path) -> None:
-        "The folder before the command."
+        """The folder before the command."""
         shutil.copytree(self.before, root) if self.before else root.mkdir()
 
     def spoken(self, root: Path, *more) -> list[str]:
-        "The words of the command for a folder."
+        """The words of the command for a folder."""
         return [*(str(word).replace("ROOT", str(root)) for word in self.words), *more]
 
     def places(self) -> list[faults.Step]:
-        "The first step of each place, and the last one of those that change run.json or the metrics."
+        """The first step of each place, and the last one of those that change run.json or the metrics."""
         first, last = {}, {}
         for step in self.steps:
             first.setdefault(step.place, step)
@@ -91,19 +91,19 @@ class Session:
         return [*first.values(), *again]
 
     def result(self, root: Path) -> dict:
-        "What must be the same, whatever happened."
+        """What must be the same, whatever happened."""
         return self.fields(root)
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
-    "All pictures under a folder."
+    """All pictures under a folder."""
     return {
         str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))
     }
 
 
 def of_training(root: Path) -> dict:
-    "Metrics, weights and pictures of the run, its status, and what lies there that should not."
+    """Metrics, weights and pictures of the run, its status, and what lies there that should not."""
     run = root / "run"
     there = sorted(
         str(file.relative_to(run)) for file in run.rglob("*") if file.suffix not in (".log", ".png")
@@ -118,7 +118,7 @@ def of_training(root: Path) -> dict:
 
 
 def of_evaluation(root: Path) -> dict:
-    "Scores, summary and pictures, and what lies there; an embedding in its middle is removed an hour later."
+    """Scores, summary and pictures, and what lies there; an embedding in its middle is removed an hour later."""
     folder = root / "run" / "evaluation"
     named = [str(file.relative_to(root)) for file in root.rglob("*") if file.suffix != ".png"]
     there = sorted(
@@ -133,7 +133,7 @@ def of_evaluation(root: Path) -> dict:
 
 
 def of_report(root: Path) -> dict:
-    "The page; ids of its cells aside."
+    """The page; ids of its cells aside."""
     page = (root / "run" / "report.html").read_text()
     return {
         "page": re.sub(r'id="[^"]*"', "", page).replace(str(root), ""),
@@ -142,28 +142,28 @@ def of_report(root: Path) -> dict:
 
 
 def of_study(root: Path) -> dict:
-    "The rows."
+    """The rows."""
     return {"rows": small_study.rows(root / "study")}
 
 
 def train(home: Path) -> Session:
-    "A run that nothing disturbed, with its steps."
+    """A run that nothing disturbed, with its steps."""
     words = ["train", home / "s.yaml", "--out", "ROOT/run", "--no-report"]
     return Session(home, "training", words, None, of_training, ("--resume",))
 
 
 def evaluate(home: Path, training: Session) -> Session:
-    "Its evaluation."
+    """Its evaluation."""
     return Session(home, "evaluation", ["evaluate", "ROOT/run"], training.whole, of_evaluation)
 
 
 def report(home: Path, training: Session) -> Session:
-    "Its report."
+    """Its report."""
     return Session(home, "report", ["report", "ROOT/run"], training.whole, of_report)
 
 
 def study(home: Path) -> Session:
-    "A study of two arms, of which one goes on from the other."
+    """A study of two arms, of which one goes on from the other."""
     place = home / "study-home"
     place.mkdir()
     about = {
@@ -182,7 +182,7 @@ def study(home: Path) -> Session:
 
 
 def go_on(session: Session, root: Path) -> list[str]:
-    "The same command again, and what is wrong with its end."
+    """The same command again, and what is wrong with its end."""
     again = session.spoken(root, *session.again)
     if (
         session.again and not (root / "run" / "run.json").is_file()
@@ -194,7 +194,8 @@ def go_on(session: Session, root: Path) -> list[str]:
     done = call(again, root)
     if done.returncode:
         return [f"going on ended with {done.returncode}: {done.stderr[-400:]!r}"]
-    mine, theirs = session.result(root), session.result(session.whole)
+    mine = session.result(root)
+    theirs = session.result(session.whole)
     return [
         f"other {name}: {difference(mine[name], theirs[name])}"
         for name in theirs
@@ -203,7 +204,7 @@ def go_on(session: Session, root: Path) -> list[str]:
 
 
 def difference(mine, theirs) -> str:
-    "Where two results differ, in a few words."
+    """Where two results differ, in a few words."""
     if isinstance(theirs, list) and all(isinstance(x, str) for x in theirs):
         return f"more {sorted(set(mine) - set(theirs))}, fewer {sorted(set(theirs) - set(mine))}"
     if isinstance(theirs, dict):

@@ -33,7 +33,7 @@ SMALL = {
 
 
 def write(folder, **more):
-    "Put a model, prompts and a settings file into the folder; the same folder."
+    """Put a model, prompts and a settings file into the folder; the same folder."""
     build(folder / "model")
     (folder / "prompts.txt").write_text(
         "a red star\na blue circle\ntwo cats\nthree dogs\na green square\nthe photo\n"
@@ -46,18 +46,18 @@ def write(folder, **more):
 
 
 def metrics(folder):
-    "The metrics without what the clock says."
+    """The metrics without what the clock says."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
 
 
 def trained(folder):
-    "The trained weights, byte for byte."
+    """The trained weights, byte for byte."""
     return {f.name: f.read_bytes() for f in sorted((folder / "final").glob("*.safetensors"))}
 
 
 def wait_for(folder, iteration, child):
-    "Wait until the metrics of an iteration are there."
+    """Wait until the metrics of an iteration are there."""
     log = folder / "metrics.jsonl"
     for _ in range(12_000):  # ten minutes: two machines on a busy one are slow to meet
         if log.exists() and any(
@@ -70,7 +70,7 @@ def wait_for(folder, iteration, child):
 
 
 def alike(one, other):
-    "Whether two runs have the same metrics to 1e-4, nearly the same weights, and the same pictures to a level of grey."
+    """Whether two runs have the same metrics to 1e-4, nearly the same weights, and the same pictures to a level of grey."""
     for mine, theirs in zip(metrics(one), metrics(other), strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():

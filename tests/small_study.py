@@ -21,7 +21,7 @@ evaluation: {eval_images: 2}
 
 
 def write(folder):
-    "The study's folder."
+    """The study's folder."""
     folder.mkdir()
     (folder / "prompts.txt").write_text("a red circle\na blue square\ntwo stars\n")
     base = settings.read_settings_file("pocket/tiny") | {
@@ -42,7 +42,7 @@ def write(folder):
 
 
 def commit(folder):
-    "The folder's files in version control, as a plan must be."
+    """The folder's files in version control, as a plan must be."""
     who = (
         "-c",
         "user.name=a test",
@@ -60,7 +60,7 @@ def commit(folder):
 
 
 def rows(out):
-    "The rows of a study without what the clock and the version control say."
+    """The rows of a study without what the clock and the version control say."""
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in row.items() if k not in ("seconds", "cpu_seconds", "git_commit")}
@@ -69,7 +69,7 @@ def rows(out):
 
 
 def begin(home, out, *words):
-    "The command as a process of its own."
+    """The command as a process of its own."""
     words = command("study", home, "--out", out, *words)
     return subprocess.Popen(
         words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -77,7 +77,7 @@ def begin(home, out, *words):
 
 
 def wait_for(path, lines, child):
-    "Until a file has so many lines."
+    """Until a file has so many lines."""
     end = time.time() + 300
     while not path.is_file() or len(path.read_text().splitlines()) < lines:
         assert child.poll() is None, f"{path} never came"
@@ -86,7 +86,7 @@ def wait_for(path, lines, child):
 
 
 def trainers(out):
-    "Processes that work on a trial of the study."
+    """Processes that work on a trial of the study."""
     found = [
         p
         for p in psutil.process_iter(["cmdline"])

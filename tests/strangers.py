@@ -44,7 +44,7 @@ COMMAND_LINE = (
 
 
 def write_stranger(folder: Path) -> Path:
-    "Code in the run's folder, an environment, an address with a secret, and files beside it; the run."
+    """Code in the run's folder, an environment, an address with a secret, and files beside it; the run."""
     run = synthetic.write(folder / "run")
     note = read_json(run / "run.json")
     options = {
@@ -88,7 +88,7 @@ def write_stranger(folder: Path) -> Path:
 
 
 def watched(folder: Path, *words, cwd: Path, program: str = COMMAND_LINE, **more):
-    "Run the command line with everything watched, its log in the folder; how it ended, and what it did."
+    """Run the command line with everything watched, its log in the folder; how it ended, and what it did."""
     watch = folder / "watch"
     watch.mkdir(exist_ok=True)
     (watch / "sitecustomize.py").write_text(WATCH)

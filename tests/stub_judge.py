@@ -17,7 +17,7 @@ NAME = "judge-of-the-tests-2026"  # what the server calls itself, whatever it wa
 
 
 class Stub:
-    "What the judge was asked, and what it does."
+    """What the judge was asked, and what it does."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Stub:
 
 
 def reply(words: str | None) -> bytes:
-    "A body of the protocol."
+    """A body of the protocol."""
     message = {"role": "assistant", "content": words}
     return json.dumps(
         {
@@ -68,7 +68,7 @@ FAULTS = {  # name -> status, headers, body
 
 
 class Handler(BaseHTTPRequestHandler):
-    "One request."
+    """One request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    "Says nothing of clients that went away: that is what is tested."
+    """Says nothing of clients that went away: that is what is tested."""
 
     daemon_threads = True
 
@@ -126,7 +126,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serve(answer, fault=lambda name, before: None, key=None) -> Iterator[Stub]:
-    "The judge, for as long as the block runs."
+    """The judge, for as long as the block runs."""
     server = Server(("127.0.0.1", 0), Handler)
     server.stub = Stub(answer, fault, key)
     server.stub.url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -137,18 +137,18 @@ def serve(answer, fault=lambda name, before: None, key=None) -> Iterator[Stub]:
 
 
 def number(text: str) -> int:
-    "The number of the thing that a prompt of the tests asks for."
+    """The number of the thing that a prompt of the tests asks for."""
     return int(re.search(r"thing (\d+)", text)[1])
 
 
 def three_scores(text: str, grey: int) -> str:
-    "WISE: scores by the prompt's number and the image's grey."
+    """WISE: scores by the prompt's number and the image's grey."""
     n = number(text)
     return f"Consistency: {(n + grey) % 3}\nRealism: {n % 2}\nAesthetics: {n // 7 % 3}"
 
 
 def yes_or_no(text: str, grey: int) -> str:
-    "DPG: an answer by the prompt's number, the question's and the image's grey."
+    """DPG: an answer by the prompt's number, the question's and the image's grey."""
     return (
         "yes" if (number(text) * 7 + int(re.search(r"part (\d)", text)[1]) * 3 + grey) % 4 else "no"
     )

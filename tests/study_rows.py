@@ -12,16 +12,14 @@ CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "
 
 
 def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) -> dict:
-    "A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."
+    """A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."""
     asked = analysis.describe_study(name)
     s = settings.load_settings(
         settings.read_settings_file(design.find_study_folder(name) / "base.yaml"),
         {**asked["arms"][arm], "seed": seed},
     )
-    shared, rng = (
-        0.02 * np.random.default_rng(seed).normal(),
-        np.random.default_rng([seed, *f"{name}{arm}".encode()]),
-    )
+    shared = 0.02 * np.random.default_rng(seed).normal()
+    rng = np.random.default_rng([seed, *f"{name}{arm}".encode()])
     gain = effect + shared + 0.005 * rng.normal()
     steps = s.eval_steps
     splits = range(asked["splits"], steps, asked["splits"]) if asked["splits"] else ()
@@ -96,7 +94,7 @@ def write(
     seeds: int | None = None,
     only: tuple[str, ...] | None = None,
 ) -> list[dict]:
-    "Write the rows of a study and return them: `only` these arms, the first `seeds`, arms with their `effects`."
+    """Write the rows of a study and return them: `only` these arms, the first `seeds`, arms with their `effects`."""
     asked = analysis.describe_study(name)
     rows = [
         row(name, arm, seed, (effects or {}).get(arm, 0.1))

@@ -18,7 +18,7 @@ COLOURS = ("red", "green", "blue", "orange", "purple", "black")
 
 
 def picture(rng: np.random.Generator, side: int) -> Image.Image:
-    "A disc of some colour at some place."
+    """A disc of some colour at some place."""
     image = Image.new("RGB", (side, side), "#f0f0ea")
     x, y = rng.integers(side // 8, side // 2, 2)
     size = side // 3
@@ -29,7 +29,7 @@ def picture(rng: np.random.Generator, side: int) -> Image.Image:
 
 
 def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: int) -> dict:
-    "One line of metrics."
+    """One line of metrics."""
     drawn = rng.permutation(count) < max(1, int(count * s.chunk_fraction))
     mean = 0.5 + 0.2 * (1 - np.exp(-iteration / 15)) + 0.02 * rng.normal()
     spent = {"rollout": 2.0, "decode": 0.3, "reward": 0.2, "update": 2.4}
@@ -63,7 +63,7 @@ def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: i
 
 
 def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
-    "Held-out scores of an iteration."
+    """Held-out scores of an iteration."""
     out = {}
     for name in setting.evaluated_rewards(s):
         for arm, gain in (("", 0.004), *([("_hybrid", 0.003)] if hybrid else [])):
@@ -80,12 +80,14 @@ def evaluation(
     arms: Sequence[str] = ("hybrid",),
     objects: bool = False,
 ) -> None:
-    "Images, scores and summary of an evaluation; without objects, as they were written before rewards knew any."
-    records, lifts = [], {"base": 0.0, "plain": gain, **{arm: 0.8 * gain for arm in arms}}
+    """Images, scores and summary of an evaluation; without objects, as they were written before rewards knew any."""
+    records = []
+    lifts = {"base": 0.0, "plain": gain, **{arm: 0.8 * gain for arm in arms}}
     for arm, lift in lifts.items():
         (folder / arm).mkdir(parents=True)
         for p in range(prompts):
-            name, kind = f"{arm}/{p:05d}.png", CATEGORIES[p % len(CATEGORIES)]
+            name = f"{arm}/{p:05d}.png"
+            kind = CATEGORIES[p % len(CATEGORIES)]
             picture(rng, s.eval_resolution).save(folder / name)
             scores = {
                 reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
@@ -123,7 +125,7 @@ def evaluation(
 
 
 def inputs_of(s: setting.Settings) -> dict[str, str]:
-    "What a run would note of its model and lists, where they are here."
+    """What a run would note of its model and lists, where they are here."""
     try:
         return input_records(s)
     except InputError:
@@ -141,9 +143,10 @@ def write(
     upto: int | None = None,
     **drawn,
 ) -> Path:
-    "Write a whole run folder and return it; what was drawn in the evaluation may be said."
+    """Write a whole run folder and return it; what was drawn in the evaluation may be said."""
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
-    s, rng = setting.load_settings("pocket/demo", whole), np.random.default_rng(seed)
+    s = setting.load_settings("pocket/demo", whole)
+    rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     sizes = s.chunk_rule.chunks.sizes
     append_json_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})

@@ -4,12 +4,13 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.training.callbacks import alarm_history, raised_alarms
 
 S = load_settings({"updates_per_iteration": 2, "prompts_per_iteration": 4, "clip_range": 1e-4})
-RISING, STILL = [i / 20 for i in range(12)], [0.5 + 0.01 * (i % 2) for i in range(12)]
+RISING = [i / 20 for i in range(12)]
+STILL = [0.5 + 0.01 * (i % 2) for i in range(12)]
 GROWN = [1 + 0.01 * (i % 2) + (0.7 if i > 5 else 0) for i in range(12)]
 
 
 def told(lines, s=S) -> list:
-    "The alarms of metrics after the base's line, as (iteration, name)."
+    """The alarms of metrics after the base's line, as (iteration, name)."""
     lines = [{"iteration": i, "reward_mean": 0.5} | line for i, line in enumerate(lines, 1)]
     return [
         (row["iteration"], row["alarm"]) for row in alarm_history([{"iteration": 0}, *lines], s)
@@ -17,7 +18,7 @@ def told(lines, s=S) -> list:
 
 
 def run_of(rewards, held_out=(0.5, 0.5), **more):
-    "Metrics with these rewards, and the held-out score x of the base and of the end."
+    """Metrics with these rewards, and the held-out score x of the base and of the end."""
     lines = [
         {"iteration": i, "reward_mean": x, **{k: v[i - 1] for k, v in more.items()}}
         for i, x in enumerate(rewards, 1)
@@ -34,7 +35,8 @@ def names(lines) -> list[str]:
 
 
 def test_what_holds_in_three_iterations_is_said_once():
-    clipped, flat = {"clip_fraction": [0.5, 0.4, None]}, {"advantage_std_zero_groups": 4}
+    clipped = {"clip_fraction": [0.5, 0.4, None]}
+    flat = {"advantage_std_zero_groups": 4}
     assert told([clipped] * 2) == told([flat] * 2) == []
     assert told([clipped] * 6) == [(3, "clip_fraction")] and told([flat] * 6) == [
         (3, "flat_groups")

@@ -14,12 +14,12 @@ SHORT = ["iterations=2", "eval_every=0", "--no-report"]
 
 
 def above(line):
-    "What a line of the metrics says about the base."
+    """What a line of the metrics says about the base."""
     return {name: value for name, value in line.items() if name.startswith("above_base")}
 
 
 def seconds(folder):
-    "The phases that the metrics of a run name."
+    """The phases that the metrics of a run name."""
     return {
         name
         for line in map(json.loads, open(folder / "metrics.jsonl"))
@@ -28,7 +28,7 @@ def seconds(folder):
 
 
 def test_it_only_looks(world, whole):
-    "Trained weights and all other metrics are bit for bit those of the run that does not look, which draws nothing."
+    """Trained weights and all other metrics are bit for bit those of the run that does not look, which draws nothing."""
     out = world / "looking"
     run("train", world / "s.yaml", "baseline_images=4", "--out", out, "--no-report")
     assert trained(out) == trained(whole)
@@ -56,7 +56,7 @@ def test_it_only_looks(world, whole):
 
 
 def test_an_adapter_is_off_for_the_base(world):
-    "From one image a prompt, with a moving average and KL: next to nothing before the first update, then something."
+    """From one image a prompt, with a moving average and KL: next to nothing before the first update, then something."""
     out = world / "looking-lora"
     words = ["baseline_images=1", "lora_rank=4", "kl=0.01", "ema=0.5", "shared_noise=false"]
     run("train", world / "s.yaml", *words, *SHORT, "--out", out)
@@ -67,7 +67,7 @@ def test_an_adapter_is_off_for_the_base(world):
 
 
 def test_it_goes_on_after_an_interruption(world):
-    "Stopped and resumed: the same numbers to the last bit."
+    """Stopped and resumed: the same numbers to the last bit."""
     outs = [world / "looking-through", world / "looking-resumed"]
     run("train", world / "s.yaml", "baseline_images=2", *SHORT, "--out", outs[0])
     run("train", world / "s.yaml", "baseline_images=2", *SHORT, "iterations=1", "--out", outs[1])
@@ -84,7 +84,7 @@ def test_more_than_a_group_is_refused(world, tmp_path):
 
 @pytest.mark.parametrize("images", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_report_shows_it_where_it_is(tmp_path, images):
-    "The figure above the base with what it says of the last iterations; nothing of it in other runs."
+    """The figure above the base with what it says of the last iterations; nothing of it in other runs."""
     out = synthetic.write(
         tmp_path / "run", {"iterations": 12, "baseline_images": images}, prompts=6
     )

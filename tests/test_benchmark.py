@@ -15,7 +15,7 @@ from chunk_grpo.evaluation import benchmarks, evaluate, judged
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    "A finished small run and a list of six prompts."
+    """A finished small run and a list of six prompts."""
     folder = tmp_path_factory.mktemp("benchmark")
     prompts = (
         "a red circle",
@@ -41,7 +41,7 @@ def trained(tmp_path_factory):
 
 
 def images(folder):
-    "Every image of a benchmark, byte for byte."
+    """Every image of a benchmark, byte for byte."""
     return {
         str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*.png"))
     }
@@ -62,7 +62,8 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     said = run(*words)
     whole = images(folder)
     assert len(whole) == 3 * 6 * 2 and "report:" in said and "pocket-clip" in said
-    summary, table = read_json(folder / "summary.json"), (folder / "scores.jsonl").read_bytes()
+    summary = read_json(folder / "summary.json")
+    table = (folder / "scores.jsonl").read_bytes()
     assert summary["rewards"]["pocket-clip"]["plain-base"]["n"] == 6
     again = trained / "again"
     folder.rename(again)
@@ -90,7 +91,7 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
 
 
 def test_the_papers_tables_take_the_run_in(trained):
-    "The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured."
+    """The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured."""
     out = trained / "tables.html"
     run(
         "tables",
@@ -171,7 +172,7 @@ def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
 
 
 def test_arms_are_the_evaluations(trained):
-    "A benchmark of the held-out prompts shows what the evaluation of the run shows."
+    """A benchmark of the held-out prompts shows what the evaluation of the run shows."""
     where = trained / "run"
     s, arms = benchmarks.prepare_benchmark(
         where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ()
@@ -188,7 +189,7 @@ def test_arms_are_the_evaluations(trained):
 
 
 def test_dpg_asks_a_judge_about_a_runs_images(trained):
-    "Drawn, judged, and judged again without a question."
+    """Drawn, judged, and judged again without a question."""
     table = trained / "dpg_bench.csv"
     texts = enumerate(("a red circle", "two stars"))
     rows = [(f"item{n}", text, 1, "0", "entity - x (y)", f"Is it {text}?") for n, text in texts]

@@ -31,7 +31,7 @@ def home(tmp_path_factory):
 
 
 def fresh(home, run, **changes):
-    "The state of a run before its first iteration."
+    """The state of a run before its first iteration."""
     run.mkdir(exist_ok=True)
     s = settings.load_settings(home / "s.yaml", {"reward": "incompressibility", **changes})
     return load_policy_and_optimizer(prepare_state(s, run))
@@ -109,7 +109,7 @@ def test_a_resumed_run_asks_nothing_of_torchs_random_state(home, tmp_path, more)
 
 
 def test_the_same_checkpoint_is_written_after_a_resume_as_without(home, tmp_path):
-    "Nothing in it depends on how often the run was begun: torch's random state, which did, is not stored."
+    """Nothing in it depends on how often the run was begun: torch's random state, which did, is not stored."""
     whole, cut = (fresh(home, tmp_path / name) for name in ("whole", "cut"))
     for state in (whole, cut):
         trainer.train_iteration(state)

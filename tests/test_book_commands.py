@@ -25,7 +25,7 @@ DEMO = "\n".join(
 
 
 def prose() -> list[str]:
-    "What is written for people: README, CONTRIBUTING, and the book's cells of markdown."
+    """What is written for people: README, CONTRIBUTING, and the book's cells of markdown."""
     pages = [
         page
         for page in sorted((ROOT / "nbs").rglob("*.ipynb"))
@@ -41,7 +41,7 @@ def prose() -> list[str]:
 
 
 def commands_in(text: str) -> list[str]:
-    "The commands of a text, in a line of their own or between backticks; what stands behind a pipe is left out."
+    """The commands of a text, in a line of their own or between backticks; what stands behind a pipe is left out."""
     lines = re.findall(
         r"^ *(?:\.venv/bin/)?(chunk-grpo [^\n|]+)", text.replace("\\\n", " "), re.MULTILINE
     )
@@ -64,7 +64,7 @@ def test_commands_are_found_in_lines_and_between_backticks():
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_book_is_understood(line):
-    "Its options exist, its preset and study too, and its settings go together. A name alone only mentions a command."
+    """Its options exist, its preset and study too, and its settings go together. A name alone only mentions a command."""
     name, *words = shlex.split(line, comments=True)[1:]
     group = typer.main.get_command(main.app)
     if name.startswith("-"):
@@ -85,7 +85,7 @@ def test_a_command_of_the_book_is_understood(line):
 
 
 def test_the_python_of_the_readme_prints_what_stands_below_it(tmp_path):
-    "In the order of the page, in one process; the last block trains."
+    """In the order of the page, in one process; the last block trains."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (printed,) = re.findall(r"```\n(\(4, 4\)[^\n]+)\n```", README)
     done = call_python("\n".join(blocks), tmp_path)
@@ -125,7 +125,7 @@ ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_readme_run(tmp_path):
-    "As they stand there, in one folder, and those that its comments name on what they left."
+    """As they stand there, in one folder, and those that its comments name on what they left."""
     (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
     lines = [line.removeprefix("chunk-grpo ") for line in commands_in(f"{README}\n{DEMO}")]
     assert not [line for line in lines if not line.startswith((*DAY, *ELSEWHERE))], (
@@ -152,7 +152,7 @@ def test_the_commands_of_the_readme_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
-    "`--tune` judges by prompts of the study's choice, and the study takes what each arm did best with."
+    """`--tune` judges by prompts of the study's choice, and the study takes what each arm did best with."""
     home = small_study.write(tmp_path / "groups")
     (tmp_path / "one.txt").write_text("a green star\n")
     plan = {
@@ -177,7 +177,8 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
     for line in lines:
         small_study.commit(home)  # the plan, and what was tuned
         run(*shlex.split(line)[1:], cwd=tmp_path)
-    tried, runs = tmp_path / "runs/studies/groups-tuning/trials", tmp_path / "runs/studies/groups"
+    tried = tmp_path / "runs/studies/groups-tuning/trials"
+    runs = tmp_path / "runs/studies/groups"
     judged = [
         json.loads(file.read_text())["n_prompts"]
         for file in tried.glob("*/evaluation/summary.json")

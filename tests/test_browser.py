@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def page():
-    "A browser page that cannot reach the network, with lists of what it asked for and complained about."
+    """A browser page that cannot reach the network, with lists of what it asked for and complained about."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (extra dev)"
     )
@@ -40,7 +40,7 @@ def page():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    "The report of an invented run."
+    """The report of an invented run."""
     return write_run_report(synthetic.write(tmp_path_factory.mktemp("report") / "run"))
 
 
@@ -82,7 +82,7 @@ def test_report_is_a_page_for_people(page, report):
 
 
 def test_report_fits_a_narrow_screen(page, report):
-    "Figures keep a size at which their words can be read, and scroll within the page."
+    """Figures keep a size at which their words can be read, and scroll within the page."""
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(report.as_uri())
     width = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")

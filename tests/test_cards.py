@@ -23,7 +23,7 @@ WAYS = {
     params=[(name, way) for name in tiny_families.BUILDERS for way in WAYS], ids="-".join
 )
 def run(request, tmp_path, monkeypatch):
-    "A finished run of a family without its training, beside the folder of its base."
+    """A finished run of a family without its training, beside the folder of its base."""
     name, way = request.param
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -58,7 +58,7 @@ def run(request, tmp_path, monkeypatch):
 
 
 def test_the_card_of_every_family_draws_what_sample_draws(run, tmp_path):
-    "Plain and hybrid, beside the exported folder and the base's, with and without guidance."
+    """Plain and hybrid, beside the exported folder and the base's, with and without guidance."""
     export_run(run, "mine")
     (code,) = re.findall(
         r"```python\n(.*?)```", (tmp_path / "mine/README.md").read_text(), re.DOTALL

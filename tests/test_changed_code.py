@@ -61,7 +61,7 @@ FILE_OF = {
 
 
 def words(ending: str) -> list[str]:
-    "Settings on the command line that name every kind of code, as files (.py) or as modules."
+    """Settings on the command line that name every kind of code, as files (.py) or as modules."""
     return [
         f"method=mine_method{ending}:Rank",
         f"chunks=mine_chunks{ending}:ones",
@@ -72,21 +72,21 @@ def words(ending: str) -> list[str]:
 
 
 def write_code(folder: Path) -> None:
-    "Every file of code, as it was in the beginning."
+    """Every file of code, as it was in the beginning."""
     folder.mkdir(exist_ok=True)
     for name, text in FILES.items():
         (folder / name).write_text(text)
 
 
 def mark(folder: Path, name: str) -> None:
-    "Make a file leave a mark where it is run."
+    """Make a file leave a mark where it is run."""
     text = (folder / name).read_text()
     (folder / name).write_text(f"open({str(folder / 'ran')!r}, 'w')\n{text}")
 
 
 @pytest.fixture(scope="module", params=[".py", ""], ids=["file", "module"])
 def stopped(request, tmp_path_factory):
-    "A folder with code and a run that names it, and the words that train the run."
+    """A folder with code and a run that names it, and the words that train the run."""
     folder = tmp_path_factory.mktemp("stopped")
     write_code(folder)
     more = [*FEW, *words(request.param)]
@@ -202,7 +202,7 @@ def test_a_process_that_starts_again_refuses_code_that_was_edited_meanwhile(tmp_
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    "A folder with two trained runs that name code, by file and by module, and the code."
+    """A folder with two trained runs that name code, by file and by module, and the code."""
     folder = tmp_path_factory.mktemp("own")
     write_code(folder)
     (folder / "few.txt").write_text("a red star\na blue ring\n")

@@ -46,7 +46,8 @@ def method_of(name: str, **more):
 
 def draw(method, context):
     """Return the partition and what each image trains of it."""
-    paths, profile = context.trajectories, context.trajectories.distance.double().mean(0)
+    paths = context.trajectories
+    profile = context.trajectories.distance.double().mean(0)
     made = method.partition(paths, profile)
     return made, method.draw(paths, made, profile, 0)
 
@@ -102,7 +103,7 @@ def test_chunks_3_and_4_are_levels_5_to_the_last(policy, name, levels):
 @pytest.mark.parametrize("chunks", ["steps", "1,1,1,1,1,1,1", "equal:1"])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_chunk_row_of_single_levels_is_the_published_row(policy, name, chunks):
-    "The same draws and the same gradient, to the last bit."
+    """The same draws and the same gradient, to the last bit."""
     if name == "awm-chunk" and chunks[0] == "1":
         chunks = chunks[2:]
     published = method_of(ROWS[name], steps=7, chunk_fraction=0.5)
@@ -127,8 +128,10 @@ def worth_by_hand(name, v, copy, target, x, t, advantage):
         new = -t * 4 * ((v - target).square().mean((1, 2)) + 1e-10) ** 0.25
         return (new - new.detach()).exp() * advantage / 5 - (v - copy).square().mean((1, 2))
     if name == "nft-chunk":
-        clean, at = x - t[:, None, None] * target, t[:, None, None]
-        near, far = error(x - at * v - clean), error(x - at * (2 * copy - v) - clean)
+        clean = x - t[:, None, None] * target
+        at = t[:, None, None]
+        near = error(x - at * v - clean)
+        far = error(x - at * (2 * copy - v) - clean)
         good = advantage / 10 + 0.5
         return -5 * (good * near + (1 - good) * far)
     implicit = (error(copy - target) - error(v - target)).reshape(
@@ -143,15 +146,17 @@ def worth_by_hand(name, v, copy, target, x, t, advantage):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, name, unmoved):
-    "Written out by hand, with the policy away from its copies; in CRD another mean of a group has no gradient."
+    """Written out by hand, with the policy away from its copies; in CRD another mean of a group has no gradient."""
     method = method_of(name, **FITTED.get(name, SEVEN))
     context = context_of(policy, method)
     moved(context)
     ours = gradient(context, method)
     levels = list(range(2, len(method.places(context.trajectories.sampler))))
-    image, index = torch.arange(8).repeat(len(levels)), torch.tensor(levels).repeat_interleave(8)
+    image = torch.arange(8).repeat(len(levels))
+    index = torch.tensor(levels).repeat_interleave(8)
     x, target = renoise(context, image, index, method.shared)
-    t, rows = context.trajectories.sampler.sigmas[index], context.rows(image)
+    t = context.trajectories.sampler.sigmas[index]
+    rows = context.rows(image)
     copy = torch.zeros_like(x)
     if method.copies:
         with context.weights(method.reads[0]):
@@ -169,10 +174,8 @@ def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, na
     [("crd", 0.71, 12), ("nft", 0.71, 12), ("elbo-clip", 0.71, 12), ("awm", 0.67, 10)],
 )
 def test_the_control_draws_as_many_levels_at_random(policy, name, fraction, count):
-    control, row = (
-        method_of(name, steps=17, chunk_fraction=fraction),
-        method_of({v: k for k, v in ROWS.items()}[name], steps=17),
-    )
+    control = method_of(name, steps=17, chunk_fraction=fraction)
+    row = method_of({v: k for k, v in ROWS.items()}[name], steps=17)
     context = context_of(policy, control)
     _, chosen = draw(control, context)
     assert chosen.shape == draw(row, context)[1].shape == (8, count)
@@ -214,7 +217,7 @@ def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(poli
 
 
 def test_chunks_of_large_motion_are_drawn_more_often(policy):
-    "By an image's own latents, of several seeds; for a group that shares its levels by the group's mean."
+    """By an image's own latents, of several seeds; for a group that shares its levels by the group's mean."""
     for name in ("elbo-chunk", "crd-chunk"):
         method = method_of(
             name, steps=17, train_chunks="all", chunk_fraction=0.25, chunk_weighting="dynamics"
@@ -381,7 +384,7 @@ def test_an_elbo_by_chunks_clips_the_geometric_mean_of_its_levels_ratios(policy,
 
 
 def test_an_elbo_by_chunks_of_single_levels_is_the_published_clip(policy, unmoved):
-    "The same items, ratios and gradient, after the weights have moved."
+    """The same items, ratios and gradient, after the weights have moved."""
     published = method_of("elbo-clip", steps=7, chunk_fraction=1, clip_range=1e-3)
     ours = method_of(
         "elbo-clip-chunk",
@@ -391,7 +394,8 @@ def test_an_elbo_by_chunks_of_single_levels_is_the_published_clip(policy, unmove
         chunk_fraction=1,
         clip_range=1e-3,
     )
-    context, kept = context_of(policy, published), [p.detach().clone() for p in policy.trained]
+    context = context_of(policy, published)
+    kept = [p.detach().clone() for p in policy.trained]
     found = []
     for method in (published, ours):
         with torch.no_grad():
@@ -419,16 +423,18 @@ MIXED = {"steps": 7, "chunks": "1,2,4", "window": "frozen:3"}
 def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
     policy, statistic, unmoved
 ):
-    "Written out by hand, after the weights have moved and some ratios are clipped."
+    """Written out by hand, after the weights have moved and some ratios are clipped."""
     method = method_of("chunk-mixture", **MIXED, statistic=statistic, clip_range=1e-4)
-    context, image = context_of(policy, method), torch.arange(8)
+    context = context_of(policy, method)
+    image = torch.arange(8)
     paths, sampler = context.trajectories, context.trajectories.sampler
     assert sampler.stochastic.tolist() == [0, 1, 2]
 
     def means():
         found = []
         for i in range(3):
-            now, index = paths.latents[:, i], torch.full((8,), i)
+            now = paths.latents[:, i]
+            index = torch.full((8,), i)
             v = policy.velocity(now, sampler.sigmas[index], context.rows(image))
             found.append(sampler.mean_std(v, now, index))
         return found
@@ -538,7 +544,7 @@ def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
 
 
 def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
-    "Guard by chunks, each with its gain: one mean and deviation for all chunks of a prompt's images."
+    """Guard by chunks, each with its gain: one mean and deviation for all chunks of a prompt's images."""
     more = {"steps": 7, "chunks": "1,2,3", "method": "guard-chunk-gains"}
     s = load_settings(
         "pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}}

@@ -108,7 +108,7 @@ def test_a_trajectory_is_cut_by_its_own_distances_only(seed, n):
 
 
 def own_sizes(values, count):
-    "Best cut by dynamic programming in plain Python, the oracle of the library's."
+    """Best cut by dynamic programming in plain Python, the oracle of the library's."""
 
     def cost(run):
         return sum((value - sum(run) / len(run)) ** 2 for value in run)

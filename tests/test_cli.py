@@ -170,7 +170,7 @@ def test_the_command_itself_ends_with_2(tmp_path):
 
 
 def note(run):
-    "A run.json that says little more than the settings."
+    """A run.json that says little more than the settings."""
     whole = settings.load_settings("pocket/tiny").model_dump(mode="json")
     (run / "run.json").write_text(json.dumps({"settings": whole, "status": "finished"}))
 
@@ -263,7 +263,7 @@ def test_help_names_every_command():
 
 
 def command_examples() -> list[list[str]]:
-    "The words of every example in the help of every command."
+    """The words of every example in the help of every command."""
     lines = [
         line
         for one in typer.main.get_command(main.app).commands.values()
@@ -274,7 +274,7 @@ def command_examples() -> list[list[str]]:
 
 @pytest.mark.parametrize("words", command_examples(), ids=" ".join)
 def test_the_examples_of_the_help_are_commands(words):
-    "Each stands in the help of its own command, as it is typed, and its words are understood."
+    """Each stands in the help of its own command, as it is typed, and its words are understood."""
     said = CliRunner().invoke(main.app, [words[0], "--help"]).output
     assert any(line.startswith(f"    chunk-grpo {words[0]}") for line in said.splitlines())
     one = typer.main.get_command(main.app).commands[words[0]]
@@ -291,7 +291,7 @@ def test_every_command_has_an_example():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_examples_of_the_help_run(tmp_path):
-    "In the order of a user's day, but for those that need a server, a download, a GPU's model or hours."
+    """In the order of a user's day, but for those that need a server, a download, a GPU's model or hours."""
     day = "train speed plan evaluate sample export report compare tables profile presets doctor".split()
     skipped = {
         "train pocket/demo iterations=200 --no-report",
@@ -339,7 +339,8 @@ def test_the_shell_completes_commands_and_presets():
 
 def test_what_a_script_reads_is_json():
     said = CliRunner().invoke(main.app, ["plan", "pocket/demo", "--rate", "1", "--json"]).output
-    numbers, s = json.loads(said)["numbers"], settings.load_settings("pocket/demo")
+    numbers = json.loads(said)["numbers"]
+    s = settings.load_settings("pocket/demo")
     assert numbers["iterations"] == s.iterations and numbers["least_seconds"]["run"] > 0
     assert (
         list(json.loads(CliRunner().invoke(main.app, ["presets", "--json"]).output))
@@ -352,7 +353,7 @@ def test_what_a_script_reads_is_json():
 
 
 def test_the_help_says_which_command_lists_the_settings():
-    "What it prints is a settings file, with the meaning of every setting behind it."
+    """What it prints is a settings file, with the meaning of every setting behind it."""
     said = " ".join(CliRunner().invoke(main.app, ["train", "--help"]).output.split())
     (line,) = re.findall(r"`chunk-grpo ([^`]+)` lists with their meaning", said)
     said = CliRunner().invoke(main.app, shlex.split(line)).output
@@ -450,7 +451,7 @@ def test_doctor_finds_the_weights_intact(tmp_path):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    "A folder with a model in miniature, prompts and a settings file."
+    """A folder with a model in miniature, prompts and a settings file."""
     folder = tmp_path_factory.mktemp("small")
     build(folder / "model")
     (folder / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\nthree dogs\n")
@@ -482,7 +483,7 @@ def small(tmp_path_factory):
 
 
 def say(folder, *arguments):
-    "What the command line says in a folder."
+    """What the command line says in a folder."""
     done = call(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -490,7 +491,7 @@ def say(folder, *arguments):
 
 @pytest.fixture(scope="session")
 def trained(small):
-    "A run in that folder, begun with another seed."
+    """A run in that folder, begun with another seed."""
     said = say(small, "train", "s.yaml", "seed=3", "--no-report")
     assert (
         "run folder: runs/s-001" in said
@@ -568,7 +569,7 @@ def test_an_interrupt_says_how_to_go_on(small, tmp_path):
 
 
 def test_doctor_brings_no_file_too_many(tmp_path):
-    "HPSv3 needs a configuration and a tokenizer of a repository that has 16 GB of weights beside them."
+    """HPSv3 needs a configuration and a tokenizer of a repository that has 16 GB of weights beside them."""
     said = call(
         "doctor",
         cwd=tmp_path,

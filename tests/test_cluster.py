@@ -16,13 +16,13 @@ from small_study import begin, rows, trainers, wait_for
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    "The folder of a study whose trials take seconds."
+    """The folder of a study whose trials take seconds."""
     return small_study.write(tmp_path_factory.mktemp("study") / "small")
 
 
 @pytest.fixture(scope="module")
 def through(home, tmp_path_factory):
-    "The study run through on this host, and where it lies."
+    """The study run through on this host, and where it lies."""
     out = tmp_path_factory.mktemp("through") / "small"
     run("study", home, "--out", out)
     return out
@@ -30,7 +30,7 @@ def through(home, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster():
-    "The address of a cluster of one node, which is told that it has GPUs."
+    """The address of a cluster of one node, which is told that it has GPUs."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # else they wait for all other tests
@@ -52,7 +52,7 @@ def cluster():
 
 
 def until_gone(out):
-    "Wait until no process works on the study."
+    """Wait until no process works on the study."""
     end = time.time() + 60
     while trainers(out):
         assert time.time() < end, "a trial outlives the command that began it"

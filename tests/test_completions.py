@@ -74,13 +74,16 @@ def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(
     sampler, seconds = drawn.context.trajectories.sampler, 0
     assert calls
     for latents, rows, levels, _, made in calls:
-        x, before, grid = latents.clone(), None, sampler.sigmas[levels]
+        x = latents.clone()
+        before = None
+        grid = sampler.sigmas[levels]
         noisy = set(sampler.stochastic.tolist()) if (levels.diff() == 1).all() else set()
         half = ((1 - grid.double()) / grid.double()).log()  # of the signal over the noise
         for i in range(len(grid) - 1):
             with torch.no_grad():
                 v = state.policy.velocity(x, grid[i].expand(len(x)), rows)
-            image, step = x - grid[i] * v, half[i + 1] - half[i]
+            image = x - grid[i] * v
+            step = half[i + 1] - half[i]
             x = x + (grid[i + 1] - grid[i]) * v
             follows = (
                 i > 0 and not {int(levels[i]), int(levels[i]) - 1} & noisy
@@ -121,7 +124,7 @@ def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monke
 
 @pytest.mark.parametrize("name", ["self-opd", "dense", "chunk-gain"])
 def test_with_hardly_any_noise_a_completion_is_the_rollouts_image(name, tmp_path, monkeypatch):
-    "By Euler's steps a completion is elsewhere, and all images of a group seem to gain or to lose by it."
+    """By Euler's steps a completion is elsewhere, and all images of a group seem to gain or to lose by it."""
     state = state_of(tmp_path, name, solver="dpm2", eta=1e-5)
     drawn, calls = drawn_and_completed(state, monkeypatch)
     final = drawn.context.trajectories.latents[:, -1]

@@ -19,7 +19,7 @@ FAST = 7  # of each kind, in every test run
 
 
 def entries(folder: str):
-    "What lies in a folder, with what would change where it is touched."
+    """What lies in a folder, with what would change where it is touched."""
     with os.scandir(folder) as found:
         for entry in found:
             yield entry.path, entry.stat(follow_symlinks=False)
@@ -28,7 +28,7 @@ def entries(folder: str):
 
 
 def snapshot(*folders: Path) -> dict[str, tuple]:
-    "Every file and folder with what would change where it is touched."
+    """Every file and folder with what would change where it is touched."""
     found = [
         pair
         for folder in folders
@@ -41,7 +41,7 @@ def snapshot(*folders: Path) -> dict[str, tuple]:
 
 
 def is_plain(error: str) -> str:
-    "What keeps a text on stderr from being one plain sentence, or nothing."
+    """What keeps a text on stderr from being one plain sentence, or nothing."""
     if "Traceback" in error or "unforeseen" in error:
         return "an error of the program"
     if error.startswith("Usage: "):
@@ -55,7 +55,7 @@ def is_plain(error: str) -> str:
 
 
 def faults(case: corpus.Case, home: Path, work: Path) -> str:
-    "What is wrong with how a command ended, or nothing."
+    """What is wrong with how a command ended, or nothing."""
     before = snapshot(home, work)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("said", "error")]
@@ -96,8 +96,9 @@ def faults(case: corpus.Case, home: Path, work: Path) -> str:
 
 
 def check(kind: str, folder: Path, count: int | None) -> int:
-    "Run cases of a kind; how many there were."
-    home, work = folder / "home", folder / "work"
+    """Run cases of a kind; how many there were."""
+    home = folder / "home"
+    work = folder / "work"
     home.mkdir()
     work.mkdir()
     cases = corpus.KINDS[kind](work)

@@ -94,7 +94,8 @@ def count_by_hook(s, folder) -> Counter:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
     s = settings_of(name)
-    counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()
+    counted = count_by_hook(s, tmp_path)
+    planned = load_method(s).counts()
     near = pytest.approx if name not in UNEVEN else lambda x: pytest.approx(x, rel=0.35)
     assert counted["rollout"] == pytest.approx(planned.rollout)
     assert counted["scored"] == pytest.approx(planned.scored)
@@ -134,7 +135,8 @@ def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
 )
 def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
     s = settings_of(name, **more)
-    counted, planned = count_by_hook(s, tmp_path), load_method(s).counts()
+    counted = count_by_hook(s, tmp_path)
+    planned = load_method(s).counts()
     assert counted["rollout"] == pytest.approx(planned.rollout)
     assert counted["update"] == pytest.approx(planned.trained + planned.extra)
     assert counted["baseline"] == pytest.approx(planned.baseline)
@@ -145,10 +147,8 @@ def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
 def test_plan_and_the_table_of_methods_say_one_number(name):
     done = call("plan", "paper/chunk", f"method={name}", "--rate", "1", "--json")
     assert done.returncode == 0, done.stderr
-    planned, row = (
-        json.loads(done.stdout)["numbers"]["forwards_per_image"],
-        method_row(name, "paper/chunk"),
-    )
+    planned = json.loads(done.stdout)["numbers"]["forwards_per_image"]
+    row = method_row(name, "paper/chunk")
     assert {key: round(planned[key], 2) for key in ("rollout", "trained", "extra", "scored")} == {
         key: row[key] for key in ("rollout", "trained", "extra", "scored")
     }
@@ -156,7 +156,8 @@ def test_plan_and_the_table_of_methods_say_one_number(name):
 
 def test_a_random_window_costs_its_mean_over_the_run():
     s = load_settings("paper/chunk", {"method": "tempflow", "iterations": 200})
-    method, images = load_method(s), s.prompts_per_iteration * s.images_per_prompt
+    method = load_method(s)
+    images = s.prompts_per_iteration * s.images_per_prompt
     states = [
         int(method.sampler(i).stochastic) for i in range(200)
     ]  # one forward a group up to the branch
@@ -170,7 +171,8 @@ def test_a_random_window_costs_its_mean_over_the_run():
 
 def test_counts_of_chunk_grpo_do_not_stand_in_for_those_of_other_settings():
     plain = load_settings("paper/chunk")
-    counts, method = plan.iteration_counts(plain), load_method(plain).counts()
+    counts = plan.iteration_counts(plain)
+    method = load_method(plain).counts()
     assert counts == method
     for name in ("dense", "tempflow", "nft", "mix"):
         with pytest.raises(InputError, match="`counts` must"):

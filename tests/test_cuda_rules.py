@@ -50,19 +50,19 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    "A folder with a model, prompts and settings."
+    """A folder with a model, prompts and settings."""
     return write(tmp_path_factory.mktemp("small"))
 
 
 class OnCUDA(Callback):
-    "Looks where the run is."
+    """Looks where the run is."""
 
     def on_train_begin(self, state):
         assert state.accelerator.device.type == "cuda"
 
 
 def train(folder, out, words, current):
-    "Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."
+    """Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."""
     s = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
     out.mkdir(exist_ok=True)
     with pretended_cuda(current) as mode, pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def train(folder, out, words, current):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_mixes_no_devices(small, tmp_path, name, monkeypatch):
-    "Drawn, scored, updated, evaluated, saved, and resumed, as a rank that is not the first."
+    """Drawn, scored, updated, evaluated, saved, and resumed, as a rank that is not the first."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     for iterations in (1, 2):
         train(small, tmp_path / "run", [*VARIANTS[name], f"iterations={iterations}"], current=1)
@@ -93,7 +93,7 @@ def test_a_run_mixes_no_devices(small, tmp_path, name, monkeypatch):
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
-    "Prompts, trajectories, images, and an update with KL, on a GPU that is not the first."
+    """Prompts, trajectories, images, and an update with KL, on a GPU that is not the first."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     folder = str(tiny_families.build(name, tmp_path / "model"))
     with pretended_cuda(current=1):
@@ -105,11 +105,9 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
             "device": "cuda",
         }
         model = trainable.load_trainable_policy(folder, **words)
-        rows, keys, grid = (
-            model.encode(["a red star", "two cats"]),
-            [(0, 0, 0, 0), (0, 0, 1, 0)],
-            policy.sigmas(4, 3.0),
-        )
+        rows = model.encode(["a red star", "two cats"])
+        keys = [(0, 0, 0, 0), (0, 0, 1, 0)]
+        grid = policy.sigmas(4, 3.0)
         paths = sample_trajectories(model, rows, torch.arange(2), keys, Sampler(grid))
         assert paths.latents.device == torch.device("cuda:1")
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
@@ -124,7 +122,7 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
 
 
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
-    "Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."
+    """Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."""
     work = build_update_batch(
         torch.arange(2), torch.tensor([[0, 1]] * 2), chunks_from_setting("1,2", 3), limit=4
     )
@@ -141,7 +139,7 @@ torch.cuda.set_device = torch.cuda.told.append
 
 @pytest.mark.parametrize("gpu", [None, 3])
 def test_a_worker_uses_the_gpu_of_its_parent(gpu, monkeypatch, tmp_path):
-    "A child begins on the first GPU, unless its parent says which is theirs."
+    """A child begins on the first GPU, unless its parent says which is theirs."""
     (tmp_path / "sitecustomize.py").write_text(WATCHED)  # the child's
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)

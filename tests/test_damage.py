@@ -22,14 +22,14 @@ from chunk_grpo.training import checkpoints, trainer
 
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left():
-    "Weights in parts open a group of processes, here of one."
+    """Weights in parts open a group of processes, here of one."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 class State(SimpleNamespace):
-    "As much of a training state as checkpoints ask for."
+    """As much of a training state as checkpoints ask for."""
 
     @property
     def identity(self) -> dict:
@@ -40,7 +40,7 @@ class State(SimpleNamespace):
 
 
 def fresh(run: Path, kind: str) -> State:
-    "A state before its first iteration."
+    """A state before its first iteration."""
     torch.manual_seed(0)
     net = torch.nn.Module()
     net.layers, net._repeated_blocks = (
@@ -74,7 +74,7 @@ def fresh(run: Path, kind: str) -> State:
 
 
 def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> dict[int, list]:
-    "Iterations, each with a line and a checkpoint; the weights after each."
+    """Iterations, each with a line and a checkpoint; the weights after each."""
     seen = {}
     while state.iteration < upto:
         for p in state.policy.trained:
@@ -94,7 +94,7 @@ def values(state) -> list:
 
 
 def begin(run: Path, kind: str) -> SimpleNamespace:
-    "A run folder with its state, before its first iteration."
+    """A run folder with its state, before its first iteration."""
     run.mkdir()
     state = fresh(run, kind)
     note = {"settings": state.s.model_dump(mode="json"), "status": "created", "run_id": "this"}
@@ -106,7 +106,7 @@ def begin(run: Path, kind: str) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    "A run of three iterations of each kind, with the weights after each."
+    """A run of three iterations of each kind, with the weights after each."""
     out = {}
     for kind in ("whole", "parts"):
         run = tmp_path_factory.mktemp(kind) / "run"
@@ -115,12 +115,12 @@ def trained(tmp_path_factory):
 
 
 def newest(run: Path, name: str = "") -> Path:
-    "A file of the newest checkpoint; of those that have a number in their name the first."
+    """A file of the newest checkpoint; of those that have a number in their name the first."""
     return sorted((run / "checkpoints" / "000003").glob(name or "*"))[0]
 
 
 def flip(file: Path) -> None:
-    "Another bit in the middle."
+    """Another bit in the middle."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -147,14 +147,15 @@ FILES = {"whole": ["weights.safetensors", "optimizer.safetensors"], "parts": ["*
     ],
 )
 def test_a_damaged_file_of_the_newest_checkpoint(trained, tmp_path, capsys, kind, name, harm):
-    run, seen = tmp_path / "run", trained[kind][1]
+    run = tmp_path / "run"
+    seen = trained[kind][1]
     shutil.copytree(trained[kind][0], run)
     HARM[harm](newest(run, name))
     falls_back(run, kind, seen, capsys)
 
 
 def falls_back(run, kind, seen, capsys) -> None:
-    "The run goes on from the second iteration, and says so; the other checkpoint is set aside."
+    """The run goes on from the second iteration, and says so; the other checkpoint is set aside."""
     state = fresh(run, kind)
     trainer.resume(state)
     said = capsys.readouterr().out
@@ -240,7 +241,8 @@ def test_a_checkpoint_whose_sums_are_right_and_whose_content_is_not(tmp_path, ca
     "case", ["mixed", "of another iteration", "a further file", "changed iteration", "re-signed"]
 )
 def test_checkpoints_that_were_mixed_or_edited(trained, tmp_path, capsys, case):
-    run, seen = tmp_path / "run", trained["whole"][1]
+    run = tmp_path / "run"
+    seen = trained["whole"][1]
     shutil.copytree(trained["whole"][0], run)
     old, new = (run / "checkpoints" / name for name in ("000002", "000003"))
     if case == "mixed":
@@ -305,7 +307,8 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(
 def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
-    note, state = json.loads((run / "run.json").read_text()), fresh(run, "whole")
+    note = json.loads((run / "run.json").read_text())
+    state = fresh(run, "whole")
     whole = note["settings"] | change.get("settings", {})
     write_json(run / "run.json", note | change | {"settings": whole})
     state.s = settings.load_settings(whole)
@@ -330,7 +333,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(trained, tm
 
 @pytest.mark.parametrize("crash", [b"", b"\n", b"\0" * 9 + b"\n", b"\xff\xfe\n", b'{"iteration": '])
 def test_lost_checkpoints_are_said(trained, tmp_path, capsys, crash):
-    "Also where the crash that lost them left a line that is none."
+    """Also where the crash that lost them left a line that is none."""
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
     shutil.rmtree(run / "checkpoints")
@@ -356,10 +359,11 @@ def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
 
 
 def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
-    "Of any of its files; every file is looked at in forty places."
+    """Of any of its files; every file is looked at in forty places."""
     run = tmp_path / "run"
     shutil.copytree(trained["whole"][0], run)
-    folder, about = run / "checkpoints" / "000003", fresh(run, "whole").identity
+    folder = run / "checkpoints" / "000003"
+    about = fresh(run, "whole").identity
     checkpoints.verify_checkpoint(folder, about)
     for file in sorted(folder.iterdir()):
         whole = file.read_bytes()
@@ -381,7 +385,8 @@ def test_no_bit_of_a_checkpoint_can_flip_unseen(trained, tmp_path):
     ],
 )
 def test_files_of_a_checkpoint_that_were_exchanged(trained, tmp_path, capsys, one, other):
-    run, seen = tmp_path / "run", trained["whole"][1]
+    run = tmp_path / "run"
+    seen = trained["whole"][1]
     shutil.copytree(trained["whole"][0], run)
     files = [newest(run, name) for name in (one, other)]
     first, second = (file.read_bytes() for file in files)
@@ -404,7 +409,7 @@ FINAL = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    "As much of a finished run as its images need: the pocket model's own weights, and their hash."
+    """As much of a finished run as its images need: the pocket model's own weights, and their hash."""
     run = tmp_path_factory.mktemp("finished") / "run"
     model = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12)
     trainable.save_trained_weights(model, run / "final")
@@ -418,8 +423,9 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize("harm", FINAL)
 def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
-    "The hash of the run knows all of them, and without it those that no model can have are refused."
-    run, s = tmp_path / "run", settings.load_settings("pocket/tiny")
+    """The hash of the run knows all of them, and without it those that no model can have are refused."""
+    run = tmp_path / "run"
+    s = settings.load_settings("pocket/tiny")
     shutil.copytree(finished, run)
     run_images.hash_trained_weights(run)
     FINAL[harm](next((run / "final").glob("*.safetensors")))
@@ -434,7 +440,7 @@ def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
-    "A run with an evaluation of a few images."
+    """A run with an evaluation of a few images."""
     return synthetic.write(tmp_path_factory.mktemp("evaluated") / "run", prompts=3, objects=True)
 
 
@@ -484,7 +490,7 @@ WRONG_SCORES = {
     ],
 )
 def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
-    "Of the summary and of the scores; the file is named, and the whole one is read."
+    """Of the summary and of the scores; the file is named, and the whole one is read."""
     file = evaluated / "evaluation" / name
     harm, words = (WRONG_SUMMARY if name == "summary.json" else WRONG_SCORES)[case]
     read = (
@@ -492,7 +498,8 @@ def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
         if name == "summary.json"
         else run_folder.read_evaluation_records
     )
-    whole, text = read(evaluated), file.read_text()
+    whole = read(evaluated)
+    text = file.read_text()
     assert len(whole) >= 5 and harm(text) != text
     file.write_text(harm(text))
     with pytest.raises(InputError) as error:

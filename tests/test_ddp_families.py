@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).with_name("ddp_families.py")
 
 
 def said_by_two(names, folder):
-    "What two processes say of families."
+    """What two processes say of families."""
     folders = {name: str(tiny_families.build(name, folder / name)) for name in names}
     words = [
         "-m",
@@ -38,7 +38,7 @@ def said_by_two(names, folder):
 
 
 def test_qwen_image_trains_on_two_processes(tmp_path):
-    "Its last block computes what nothing reads."
+    """Its last block computes what nothing reads."""
     assert said_by_two(["qwen"], tmp_path) == {"qwen full": "trains", "qwen lora": "trains"}
 
 

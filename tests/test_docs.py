@@ -21,7 +21,7 @@ TWO = ("00_method/02_chunks", "00_method/03_objective")
 
 
 def tool(name: str):
-    "A script of tools/ as a module; one may import another."
+    """A script of tools/ as a module; one may import another."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -29,13 +29,17 @@ def tool(name: str):
     return sys.modules[name]
 
 
-links, api = tool("links"), tool("api")
+links = tool("links")
+api = tool("api")
 docs = tool("docs")
 
 MODULE = '''
-__all__ = ["move", "lift", "Box", "LIMIT", "LOW", "HIGH"]
+__all__ = ["move", "lift", "Box", "LIMIT", "MANY", "LOW", "HIGH"]
 
 LIMIT = 3  # boxes
+# A number that has much to be said about it,
+# more than fits beside it.
+MANY = 7
 LOW, HIGH = 1, "a"
 
 def move(
@@ -55,6 +59,8 @@ def _hidden(): ...
 class Box:
     "What moves."
 
+    # what it is called
+    name: str
     weight: float = setting(2.0, "kg", "ours", "How heavy it is.")
 
     def __init__(
@@ -76,10 +82,12 @@ class Box:
 def test_a_signature_comes_with_what_each_parameter_is(tmp_path, monkeypatch):
     (tmp_path / "boxes.py").write_text(MODULE)
     said = api.entries(tmp_path / "boxes.py")
-    assert list(said) == ["LIMIT", "LOW", "HIGH", "move", "lift", "Box"]
+    assert list(said) == ["LIMIT", "MANY", "LOW", "HIGH", "move", "lift", "Box"]
     assert (
         said["LIMIT"].startswith(":::{py:data} LIMIT\n:value: '3'") and "\nboxes\n" in said["LIMIT"]
     )
+    assert "A number that has much to be said about it, more than fits beside it." in said["MANY"]
+    assert "what it is called" in said["Box"]
     assert ":value: '1'" in said["LOW"] and """:value: '''a'''""" in said["HIGH"]
     assert "{py:function} move(box: Box, by: float=0.5, *rest: int) -> float\n" in said["move"]
     assert r":param box: what moves, (B, \*) with \<, \_ and `code`" in said["move"]
@@ -112,7 +120,7 @@ def test_every_public_name_is_in_the_api():
 
 
 def test_no_two_parameters_have_one_text():
-    "A comment at the end of a line belongs to every parameter on it, so each needs a line of its own."
+    """A comment at the end of a line belongs to every parameter on it, so each needs a line of its own."""
     shared = []
     for path in docs.PACKAGE.glob("*/*.py"):
         source = path.read_text(encoding="utf-8")
@@ -213,7 +221,7 @@ def test_a_broken_link_is_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_pages(tmp_path_factory):
-    "A site of the front page and two pages of the first chapter."
+    """A site of the front page and two pages of the first chapter."""
     pytest.importorskip("myst_nb", reason="the extra docs is not installed; `make docs` does it")
     folder = tmp_path_factory.mktemp("docs")
     assert docs.build(folder / "out", folder / "work", TWO, jobs=1) == 0, (
@@ -243,7 +251,7 @@ def test_two_pages_as_a_site(two_pages):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    "The whole site, built with Sphinx's warnings and broken links as errors."
+    """The whole site, built with Sphinx's warnings and broken links as errors."""
     pytest.importorskip("myst_nb", reason="the extra docs is not installed; `make docs` does it")
     folder = tmp_path_factory.mktemp("docs")
     assert docs.build(folder / "out", folder / "work") == 0, "Sphinx warned, or a link is broken"
@@ -277,7 +285,7 @@ LOOKED_AT = [
 
 @pytest.fixture(scope="module")
 def browser_page(site):
-    "A browser that reaches the site's own server only: its address is `base`, what went wrong is in `wrong`."
+    """A browser that reaches the site's own server only: its address is `base`, what went wrong is in `wrong`."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (apt-get install chromium)")
     playwright = pytest.importorskip(
@@ -370,9 +378,10 @@ OUT_OF_SIGHT = r"""
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_equation_is_cut_and_no_column_of_a_table_is_out_of_sight(browser_page, site, width):
-    "On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own."
+    """On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own."""
     browser_page.set_viewport_size({"width": width, "height": 900})
-    found, seen = {}, {"equations": 0, "scrolls": 0, "tables": 0}
+    found = {}
+    seen = {"equations": 0, "scrolls": 0, "tables": 0}
     for page in docs.pages():
         name = str(page.relative_to(docs.BOOK).with_suffix(".html"))
         browser_page.goto(browser_page.base + name)

@@ -65,7 +65,7 @@ def test_variable_that_changes_nothing_is_accepted(name, monkeypatch):
 
 
 def test_every_variable_that_accelerate_reads_to_train_is_known():
-    "Names are read from accelerate's own source, so that a new version with a new prefix is noticed here."
+    """Names are read from accelerate's own source, so that a new version with a new prefix is noticed here."""
     root = Path(accelerate.__file__).parent
     files = [
         root / name
@@ -123,7 +123,7 @@ def test_switched_off_compiler_is_refused_where_it_is_asked_for(monkeypatch):
 
 
 def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):
-    "Even values that the check lets through, and names that nobody has thought of."
+    """Even values that the check lets through, and names that nobody has thought of."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from chunk_grpo.training import iteration

@@ -40,7 +40,7 @@ PARTS = 5 * 3  # of three images, an arm's last one of two
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    "A finished run whose weights are the base's, a little larger."
+    """A finished run whose weights are the base's, a little larger."""
     run = tmp_path_factory.mktemp("evaluation") / "run"
     prompts = ("a red circle", "a blue square", "two stars", "a green star and a red circle")
     (run.parent / "four.txt").write_text("\n".join(prompts))
@@ -67,7 +67,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path, monkeypatch):
-    "A copy of it, and a file that counts what is scored."
+    """A copy of it, and a file that counts what is scored."""
     monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tests = Path(__file__).parent  # for the rewards of the tests, in processes too
@@ -80,18 +80,18 @@ def run(finished, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def forks():
-    "Processes that start with the imports done."
+    """Processes that start with the imports done."""
     return server()
 
 
 def evaluate_counting(run, counted):
-    "What a child does."
+    """What a child does."""
     os.environ["COUNTED"] = counted
     evaluate.evaluate(run, trust=True)
 
 
 def kept(run):
-    "The parts that a killed evaluation has left, and the files of their images."
+    """The parts that a killed evaluation has left, and the files of their images."""
     parts = {}
     for folder in (run / "evaluation.begun").glob("*"):
         found = evaluate.read_parts(folder)
@@ -102,7 +102,7 @@ def kept(run):
 
 
 def kill_after(child, pid, run, count):
-    "Kill a child with SIGKILL once so many parts are there; the images of these parts with their times."
+    """Kill a child with SIGKILL once so many parts are there; the images of these parts with their times."""
     end = time.monotonic() + 300
     while len(kept(run)) < count:
         assert child.is_alive() if hasattr(child, "is_alive") else child.poll() is None, (
@@ -117,7 +117,7 @@ def kill_after(child, pid, run, count):
 
 
 def scores(run):
-    "Everything that an evaluation measured, byte for byte."
+    """Everything that an evaluation measured, byte for byte."""
     return (run / "evaluation/scores.jsonl").read_bytes(), read_json(
         run / "evaluation/summary.json"
     )
@@ -180,14 +180,11 @@ def test_two_processes_killed_twice_give_the_same(run, tmp_path):
 def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     torch.set_num_threads(2)  # what a process finds where nobody chose
-    by_two, changes = (
-        shutil.copytree(run, tmp_path / "two"),
-        ["threads=0", "eval_rewards=[pocket-clip]"],
-    )
-    seen, load = (
-        [],
-        run_images.load_scorers,
-    )  # a reward in a worker gets the threads that are here when it is loaded
+    by_two = shutil.copytree(run, tmp_path / "two")
+    changes = ["threads=0", "eval_rewards=[pocket-clip]"]
+    # a reward in a worker gets the threads that are here when it is loaded
+    seen = []
+    load = run_images.load_scorers
     monkeypatch.setattr(
         run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of)
     )
@@ -239,7 +236,7 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
 
 
 def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
-    "The older evaluation is moved aside, the new one is not in its place yet: the same call only moves it."
+    """The older evaluation is moved aside, the new one is not in its place yet: the same call only moves it."""
     evaluate.evaluate(run, changes=["eval_images=1"], trust=True)
 
     def killed(folder, place):
@@ -284,10 +281,8 @@ def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run,
 
 def test_a_part_that_was_cut_off_is_drawn_again(run):
     s = evaluate.evaluation_settings(run, ())
-    arms, prompts = (
-        evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS,
-        evaluate.read_prompts(s.eval_prompts),
-    )
+    arms = evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS
+    prompts = evaluate.read_prompts(s.eval_prompts)
     folder = evaluate.begun_folder(run, s, arms, prompts)
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
@@ -328,9 +323,11 @@ def test_a_process_that_refuses_says_why(run):
 
 
 def test_intervals_over_categories_and_images_hold_the_truth():
-    "200 simulated evaluations of six unequal categories: the interval holds the truth of the mean of their means."
-    rates, sizes = np.array([0.95, 0.8, 0.6, 0.7, 0.25, 0.3]), [4, 4, 8, 8, 16, 40]
-    kind, random = np.repeat(np.arange(6), sizes), np.random.default_rng(3)
+    """200 simulated evaluations of six unequal categories: the interval holds the truth of the mean of their means."""
+    rates = np.array([0.95, 0.8, 0.6, 0.7, 0.25, 0.3])
+    sizes = [4, 4, 8, 8, 16, 40]
+    kind = np.repeat(np.arange(6), sizes)
+    random = np.random.default_rng(3)
     held = []
     for _ in range(200):
         chance = random.beta(3 * rates[kind], 3 * (1 - rates[kind]))

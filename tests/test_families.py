@@ -47,36 +47,36 @@ ON = {
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
-    "A family's name and its folder."
+    """A family's name and its folder."""
     name = request.param
     return name, tiny_families.build(name, tmp_path_factory.mktemp(name) / "model")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    "Embeddings of these models do not stay in the user's cache."
+    """Embeddings of these models do not stay in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 def load(folder, **more):
-    "A frozen policy."
+    """A frozen policy."""
     return policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS, guidance=2.5, **more)
 
 
 def generators():
-    "A generator for each prompt."
+    """A generator for each prompt."""
     return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
 
 
 def tokens(latents):
-    "A pipeline's latents as ours."
+    """A pipeline's latents as ours."""
     return latents_to_tokens(latents) if latents.ndim == 4 else latents
 
 
 class Watched:
-    "A pipeline's own call: what its transformer was given, each step's latents and velocity, and the images."
+    """A pipeline's own call: what its transformer was given, each step's latents and velocity, and the images."""
 
     def __init__(self, folder, **given):
         pipe = DiffusionPipeline.from_pretrained(folder)
@@ -108,7 +108,7 @@ class Watched:
         self.sigmas = pipe.scheduler.sigmas
 
     def texts(self):
-        "The text of every sample in the first forward, without padding, and all other conditioning."
+        """The text of every sample in the first forward, without padding, and all other conditioning."""
         args, given = self.calls[0]
         if len(args) == 3:  # Z-Image
             return list(args[2]), None
@@ -124,16 +124,17 @@ class Watched:
 
 @pytest.fixture(scope="module", params=[1.0, 3.0], ids=["plain", "guided"])
 def pair(request, family):
-    "A policy and its pipeline's own call, with and without classifier-free guidance."
+    """A policy and its pipeline's own call, with and without classifier-free guidance."""
     name, folder = family
     told = OFF.get(name, {}) if request.param == 1 else ON[name]
     return load(folder, true_cfg_scale=request.param), Watched(folder, **told)
 
 
 def test_encode_gives_the_pipelines_embeddings(family):
-    "Row by row, masked where it is padded; all rows have one shape, whoever is encoded with them."
+    """Row by row, masked where it is padded; all rows have one shape, whoever is encoded with them."""
     name, folder = family
-    model, theirs = load(folder), Watched(folder, **OFF.get(name, {}))
+    model = load(folder)
+    theirs = Watched(folder, **OFF.get(name, {}))
     rows = model.encode(PROMPTS)
     assert all(len(v) == len(PROMPTS) for v in rows.values())
     states, pooled = theirs.texts()
@@ -151,13 +152,13 @@ def test_encode_gives_the_pipelines_embeddings(family):
 
 
 def test_noise_is_the_pipelines(pair):
-    "The same generators, the same first latents, to the last bit."
+    """The same generators, the same first latents, to the last bit."""
     model, theirs = pair
     assert torch.equal(torch.stack([model.noise(g) for g in generators()]), theirs.latents[0])
 
 
 def test_velocity_is_what_the_pipeline_gives_its_scheduler(pair):
-    "At every step of its own call, guided or not."
+    """At every step of its own call, guided or not."""
     model, theirs = pair
     rows = model.encode(PROMPTS)
     assert len(theirs.velocity) == STEPS
@@ -168,7 +169,7 @@ def test_velocity_is_what_the_pipeline_gives_its_scheduler(pair):
 
 
 def test_sampling_is_the_pipelines_call(pair):
-    "Our noise levels, our Euler steps and our decoding: its latents and its images."
+    """Our noise levels, our Euler steps and our decoding: its latents and its images."""
     model, theirs = pair
     grid = model.sigmas(STEPS)
     torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
@@ -180,9 +181,11 @@ def test_sampling_is_the_pipelines_call(pair):
 
 
 def test_a_sample_alone_is_the_sample_in_a_batch(pair):
-    "Whatever the lengths of the other prompts, and each at its own noise level."
+    """Whatever the lengths of the other prompts, and each at its own noise level."""
     model, theirs = pair
-    x, sigma, rows = theirs.latents[0], torch.tensor([0.9, 0.3]), model.encode(PROMPTS)
+    x = theirs.latents[0]
+    sigma = torch.tensor([0.9, 0.3])
+    rows = model.encode(PROMPTS)
     both = model.velocity(x, sigma, rows)
     for i in range(len(PROMPTS)):
         part = slice(i, i + 1)
@@ -196,9 +199,10 @@ def test_a_sample_alone_is_the_sample_in_a_batch(pair):
 
 
 def drawn(model):
-    "Trajectories of both prompts, and all their transitions as the work of an update."
+    """Trajectories of both prompts, and all their transitions as the work of an update."""
     keys = [(0, 0, p, g) for p in range(2) for g in range(2)]
-    grid, row = policy.sigmas(6, 3.0), torch.tensor([0, 0, 1, 1])
+    grid = policy.sigmas(6, 3.0)
+    row = torch.tensor([0, 0, 1, 1])
     rows = model.encode(PROMPTS)
     paths = sample_trajectories(model, rows, row, keys, Sampler(grid))
     chunks = chunks_from_setting("2,3", 5)
@@ -208,7 +212,7 @@ def drawn(model):
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
 def test_ratio_is_one_before_the_first_update(family, scale):
-    "The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."
+    """The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."""
     what, work = drawn(load(family[1], true_cfg_scale=scale))
     old = what.trajectories.logp[work.sample, work.index]
     assert ratio_floor(all_evidence(what, work, Method(Settings()))[0], old, work) < 1e-5
@@ -217,7 +221,7 @@ def test_ratio_is_one_before_the_first_update(family, scale):
 
 @pytest.mark.parametrize(("rank", "scale"), [(0, 1.0), (4, 3.0)], ids=["full", "lora-guided"])
 def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale, tmp_path):
-    "One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."
+    """One step raises the objective; the saved weights are the trained ones, here and in diffusers; the base is there."""
     _, folder = family
     base = load(folder, true_cfg_scale=scale)
     words = {
@@ -230,14 +234,16 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     trained = [trainable.load_trainable_policy(str(folder), **words) for _ in range(2)]
     model, again = trained
     what, work = drawn(model)
-    x, sigma = what.trajectories.latents[[0, 2], 0], torch.tensor([0.9, 0.3])
+    x = what.trajectories.latents[[0, 2], 0]
+    sigma = torch.tensor([0.9, 0.3])
     before = base.velocity(x, sigma, what.conditioning).detach()
     torch.testing.assert_close(
         model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6
     )
 
     method = Method(Settings(clip_range=10.0))
-    old, advantage = all_evidence(what, work, method), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    old = all_evidence(what, work, method)
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])
     optimizer = torch.optim.AdamW(
         model.trained, lr=1e-2 if rank else 1e-3
     )  # an adapter starts at nothing
@@ -269,23 +275,24 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_bfloat16(family, stored):
-    "A forward in bfloat16, of weights stored either way, is near the one in float32."
+    """A forward in bfloat16, of weights stored either way, is near the one in float32."""
     given = {"true_cfg_scale": 3.0}
-    model, half = (
-        load(family[1], **given),
-        load(family[1], **given, dtype="bfloat16", weights=stored),
-    )
-    rows, sigma = model.encode(PROMPTS), torch.tensor([0.875, 0.25])  # which bfloat16 has too
+    model = load(family[1], **given)
+    half = load(family[1], **given, dtype="bfloat16", weights=stored)
+    # which bfloat16 has too
+    rows = model.encode(PROMPTS)
+    sigma = torch.tensor([0.875, 0.25])
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():
-        v, low = model.velocity(x, sigma, rows), half.velocity(x, sigma, rows)
+        v = model.velocity(x, sigma, rows)
+        low = half.velocity(x, sigma, rows)
         assert half.decode(x).dtype == low.dtype == torch.float32
     assert 0 < (low - v).norm() < 0.15 * v.norm()
     assert half.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
 
 
 def test_gradient_checkpointing_changes_nothing(family):
-    "The same gradient."
+    """The same gradient."""
     grads = []
     for checkpointing in (False, True):
         model = trainable.load_trainable_policy(
@@ -300,7 +307,7 @@ def test_gradient_checkpointing_changes_nothing(family):
 
 
 def test_what_cannot_be_is_said(family):
-    "A resolution that cannot be packed, and more tokens than the pipeline allows."
+    """A resolution that cannot be packed, and more tokens than the pipeline allows."""
     _, folder = family
     model = load(folder)
     with pytest.raises(InputError, match="resolution: 72 is not allowed"):
@@ -320,7 +327,7 @@ def test_a_distilled_klein_is_not_guided(tmp_path):
 
 
 def shift(network, offset=8):
-    "Put every tensor of a network where a file may have it: so many bytes after a multiple of 64."
+    """Put every tensor of a network where a file may have it: so many bytes after a multiple of 64."""
     for tensor in (*network.parameters(), *network.buffers()):
         size = tensor.element_size()
         room = torch.empty(tensor.numel() + 64 // size, dtype=tensor.dtype)
@@ -337,7 +344,7 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
     import_class, loaded = policy.import_class, []
 
     class Shifted:
-        "A class of diffusers whose files have weights 8 bytes off."
+        """A class of diffusers whose files have weights 8 bytes off."""
 
         def __init__(self, name):
             self.kind = import_class(name)
@@ -360,7 +367,8 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
         assert not [name for name, p in network.named_buffers() if p.data_ptr() % 64]
     assert not [p for p in model.base_params if p.data_ptr() % 64]
 
-    rows, sigma = model.encode(PROMPTS), torch.tensor([0.9, 0.3])
+    rows = model.encode(PROMPTS)
+    sigma = torch.tensor([0.9, 0.3])
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():
         untrained = model.velocity(x, sigma, rows)
@@ -371,7 +379,7 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
 
 
 def test_a_run_from_the_command_line(tmp_path):
-    "SD3 with guidance and LoRA: trained, evaluated, and its weights load into diffusers."
+    """SD3 with guidance and LoRA: trained, evaluated, and its weights load into diffusers."""
     folder = tiny_families.build("sd3", tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
     words = {

@@ -46,7 +46,7 @@ def study(tiny_home):
 
 
 def leftovers(root: Path) -> list[str]:
-    "What was begun and not finished: temporary names of this program; what it could not remove is not that."
+    """What was begun and not finished: temporary names of this program; what it could not remove is not that."""
     return [
         str(file.relative_to(root))
         for file in root.rglob(".*")
@@ -55,13 +55,14 @@ def leftovers(root: Path) -> list[str]:
 
 
 def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:
-    "Let a fault strike, go on, and say what is wrong, or nothing."
+    """Let a fault strike, go on, and say what is wrong, or nothing."""
     root = folder / "root"
     session.fresh(root)
     plan = {"role": step.role, "number": step.number, "kind": kind}
     done = call(session.spoken(root), root, **plan)
     Path(f"{root}.full").unlink(missing_ok=True)
-    wrong, killed = [], kind in ("kill", "half")
+    wrong = []
+    killed = kind in ("kill", "half")
     if killed and done.returncode != -9:
         return f"it was not killed but ended with {done.returncode}: {done.stderr[-200:]}"
     if not killed and done.returncode == 0:
@@ -79,7 +80,7 @@ def strike(session: Session, step: faults.Step, kind: str, folder: Path) -> str:
 
 
 def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, str]]:
-    "Every place with a kill, every write with an end in its middle and a full disk, others with errors in turn."
+    """Every place with a kill, every write with an end in its middle and a full disk, others with errors in turn."""
     out = []
     for i, step in enumerate(session.places()):
         fit = {
@@ -94,7 +95,7 @@ def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, st
 
 
 def check(session: Session, chosen, folder: Path) -> None:
-    "Let all of them strike, two at once; the table, and what is wrong."
+    """Let all of them strike, two at once; the table, and what is wrong."""
 
     def one(case):
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -117,7 +118,7 @@ def check(session: Session, chosen, folder: Path) -> None:
 
 
 def test_steps_are_seen(tiny_training):
-    "The log knows what a run writes: without it no fault could strike."
+    """The log knows what a run writes: without it no fault could strike."""
     ops = {step.op for step in tiny_training.steps}
     assert ops >= {"open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir"}
     assert {step.role for step in tiny_training.steps} == {"main"} and len(
@@ -161,7 +162,7 @@ def test_every_place_of_a_report(report, tmp_path):
 
 @pytest.mark.slow
 def test_every_place_of_a_study(study, tmp_path):
-    "Those that a run and its evaluation do not have, and those before a trial has its run.json."
+    """Those that a run and its evaluation do not have, and those before a trial has its run.json."""
 
     def own(step):
         name = step.to or step.path
@@ -174,7 +175,7 @@ def test_every_place_of_a_study(study, tmp_path):
 
 
 def kill_after(delay: float, words, root: Path, files) -> bool:
-    "Begin a command and kill it with all that it started; False where it had come to its end before."
+    """Begin a command and kill it with all that it started; False where it had come to its end before."""
     child = begin(words, root, faults.Plan(str(root)), files)
     child.join(delay)
     if child.exitcode is not None:
@@ -192,11 +193,13 @@ def kill_after(delay: float, words, root: Path, files) -> bool:
 def kill_a_run(
     session: Session, longest: float, number: int, folder: Path
 ) -> tuple[int, list[str]]:
-    "One of these runs: how often it was killed, and what is wrong."
-    draw, root = random.Random(number), folder / str(number) / "root"
+    """One of these runs: how often it was killed, and what is wrong."""
+    draw = random.Random(number)
+    root = folder / str(number) / "root"
     root.parent.mkdir()
     session.fresh(root)
-    kills, files = 0, (str(root.parent / "said"), str(root.parent / "error"))
+    kills = 0
+    files = (str(root.parent / "said"), str(root.parent / "error"))
     for _ in range(5):
         again = session.again if (root / "run" / "run.json").is_file() else ()
         if not kill_after(
@@ -209,10 +212,11 @@ def kill_a_run(
 
 @pytest.mark.slow
 def test_a_hundred_random_kills(tiny_training, tmp_path):
-    "Runs killed at a random moment, gone on with, killed again, five times each, and then let go to their end."
+    """Runs killed at a random moment, gone on with, killed again, five times each, and then let go to their end."""
 
     def seconds(name: str) -> float:
-        start, root = time.monotonic(), tmp_path / name
+        start = time.monotonic()
+        root = tmp_path / name
         tiny_training.fresh(root)
         assert call(tiny_training.spoken(root), root).returncode == 0
         return time.monotonic() - start

@@ -42,7 +42,7 @@ def test_metrics_of_an_older_version_with_nan_are_read_as_null(tmp_path):
 
 @pytest.fixture(scope="module")
 def skipped(tmp_path_factory):
-    "A run in which the second of its iterations updates nothing, since a ratio is infinite; others are right."
+    """A run in which the second of its iterations updates nothing, since a ratio is infinite; others are right."""
     folder = tmp_path_factory.mktemp("skipped")
     (folder / "ends.py").write_text(
         "import torch\n"

@@ -26,7 +26,7 @@ MODULE_OF = {alias.name: module for module, alias in OFFERED}
 
 @pytest.fixture(scope="module")
 def package_files():
-    "The data files that a wheel of the package holds, as setup.py names them."
+    """The data files that a wheel of the package holds, as setup.py names them."""
     program = (
         "import os, setuptools, distutils.core\n"
         "command = distutils.core.run_setup('setup.py', stop_after='init').get_command_obj('build_py')\n"
@@ -39,7 +39,7 @@ def package_files():
 
 
 def loaded(program: str, *modules: str) -> set[str]:
-    "Which of these modules a program of its own has imported in the end."
+    """Which of these modules a program of its own has imported in the end."""
     ending = (
         f"\nimport sys; print('loaded', *[name for name in {modules!r} if name in sys.modules])"
     )
@@ -100,7 +100,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_type_checkers_see_every_name():
-    "A stub offers a name only when it is imported under its own name once more."
+    """A stub offers a name only when it is imported under its own name once more."""
     assert [alias.asname for _, alias in OFFERED] == [alias.name for _, alias in OFFERED]
 
 

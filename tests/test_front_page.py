@@ -36,7 +36,7 @@ def test_the_readmes_pictures_are_figures_that_the_book_keeps():
 
 
 def test_pictures_can_be_read_on_a_phone_and_are_sharp_on_a_wide_screen():
-    "Figures are 7 inches wide, so 11 points are 8.5 px on a screen of 390 px, and no text is smaller."
+    """Figures are 7 inches wide, so 11 points are 8.5 px on a screen of 390 px, and no text is smaller."""
     for file in readme.pictures():
         assert Image.open(file).width >= 2 * 830, "a README column is 830 px wide"
     for page in ("findings/confirmation", "12_reporting/00_figures"):
@@ -56,7 +56,8 @@ def test_pictures_can_be_read_on_a_phone_and_are_sharp_on_a_wide_screen():
 
 def test_images_that_training_mended_are_wrong_before_and_right_after():
     kept = json.loads(KEPT.with_suffix(".json").read_text())
-    sheet, side = Image.open(KEPT.with_suffix(".png")), kept["side"]
+    sheet = Image.open(KEPT.with_suffix(".png"))
+    side = kept["side"]
     rewards = {name: load_reward(name) for name in ("pocket-clip", "pocket-geneval")}
     mended = 0
     for down, row in enumerate(kept["rows"]):
@@ -71,7 +72,7 @@ def test_images_that_training_mended_are_wrong_before_and_right_after():
 
 
 def test_chunk_ratios_of_the_hero_figure_are_the_geometric_means_of_its_step_ratios():
-    "To first order the mean of the distances from 1, as the page prints them."
+    """To first order the mean of the distances from 1, as the page prints them."""
     cells = nbformat.read(ROOT / "nbs/findings/confirmation.ipynb", as_version=4).cells
     (printed,) = [
         out.text
@@ -173,7 +174,7 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
 
 
 def test_memory_of_the_front_page_is_that_of_the_presets():
-    "The page on a GPU host has the numbers of `plan`, and a test of its own."
+    """The page on a GPU host has the numbers of `plan`, and a test of its own."""
     page = nbformat.read(ROOT / "nbs/14_cli/03_gpu_host.ipynb", as_version=4).cells
     (text,) = [cell.source for cell in page if "| preset | GPU memory, GB |" in cell.source]
     memory = {row[0].removeprefix("machines/"): row[1] for row in table_rows(text)}
@@ -231,11 +232,9 @@ def test_bundled_model_has_as_many_parameters_as_the_front_page_says():
 
 
 def test_the_method_in_four_lines_is_the_papers_and_the_demo_differs_as_said():
-    paper, demo, text = (
-        load_settings("paper/chunk"),
-        load_settings("pocket/demo"),
-        section("The method in four lines"),
-    )
+    paper = load_settings("paper/chunk")
+    demo = load_settings("pocket/demo")
+    text = section("The method in four lines")
     assert (paper.images_per_prompt, paper.steps, paper.chunks, paper.chunk_fraction) == (
         12,
         17,
@@ -258,10 +257,8 @@ def test_the_method_in_four_lines_is_the_papers_and_the_demo_differs_as_said():
 
 
 def test_install_says_the_versions_and_sizes_that_were_measured():
-    text, measured = (
-        " ".join(section("Install").split()),
-        json.loads((ROOT / "runs/results/install.json").read_text()),
-    )
+    text = " ".join(section("Install").split())
+    measured = json.loads((ROOT / "runs/results/install.json").read_text())
     makefile = (ROOT / "Makefile").read_text()
     assert (
         "Python 3.11, 3.12 or 3.13" in text

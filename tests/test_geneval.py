@@ -32,8 +32,9 @@ def article(word: str) -> str:
 
 
 def drawn_prompts(seed: int) -> list[str]:
-    "The prompts again, by the published procedure: the order and kind of the draws are GenEval's."
-    rng, out = np.random.default_rng(seed), []
+    """The prompts again, by the published procedure: the order and kind of the draws are GenEval's."""
+    rng = np.random.default_rng(seed)
+    out = []
 
     def add(tag, include, text, **more):
         out.append(
@@ -49,7 +50,8 @@ def drawn_prompts(seed: int) -> list[str]:
         a, b = (COCO_CLASSES[i] for i in rng.choice(80, size=2, replace=False))
         add("two_object", [one(a), one(b)], f"{article(a)} and {article(b)}")
     for _ in range(100):
-        name, count = COCO_CLASSES[rng.choice(80)], int(rng.integers(2, 5))
+        name = COCO_CLASSES[rng.choice(80)]
+        count = int(rng.integers(2, 5))
         words = (
             {2: "two", 3: "three", 4: "four"}[count]
             + f" {name}"
@@ -115,7 +117,7 @@ def thing(name, x, y, score=0.95, size=20):
 
 
 def scene(record, spoil=False):
-    "Objects that show a prompt, and their colours; or all but one of them."
+    """Objects that show a prompt, and their colours; or all but one of them."""
     found, paint = [], {}
     for clause in record["include"]:
         x = 40.0 * len(found)
@@ -134,7 +136,7 @@ def scene(record, spoil=False):
 
 
 def painted(paint):
-    "A judge of colours that knows them."
+    """A judge of colours that knows them."""
     return lambda mine, name: [paint[one.box] for one in mine]
 
 
@@ -176,7 +178,7 @@ def test_no_more_than_sixteen_objects_are_counted():
 
 
 def see(image):
-    "A detector that reads what was drawn: (class, place) in the first pixels."
+    """A detector that reads what was drawn: (class, place) in the first pixels."""
     rows = np.asarray(image)[0]
     return [
         thing(COCO_CLASSES[r], float(g), float(b))
@@ -191,29 +193,27 @@ def see_slowly(image):
 
 
 def colours(image, objects, name):
-    "The colour of the drawn object is its row's number."
+    """The colour of the drawn object is its row's number."""
     return [GENEVAL_COLOURS[int(one.box[1]) % 10] for one in objects]
 
 
 def drawn_folder(folder):
-    "Two images for each of twelve prompts, the first right."
+    """Two images for each of twelve prompts, the first right."""
     for p, i in enumerate(range(0, 553, 50)):
         record = geneval.read_geneval_prompts()[i]
         found, paint = scene(record)
         for n in range(2):
             image = Image.new("RGB", (32, 8), (255, 255, 255))
             for k, one in enumerate(found[n:]):
-                x, y = (
-                    one.box[0] + 100,
-                    one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box]),
-                )
+                x = one.box[0] + 100
+                y = one.box[1] // 10 * 10 + 100 + GENEVAL_COLOURS.index(paint[one.box])
                 image.putpixel((k, 0), (one.label, int(x), int(y)))
             geneval.write_geneval_image(folder, p, n, record, image)
     return listed(folder)
 
 
 def listed(folder):
-    "Images in the layout, with what was asked for."
+    """Images in the layout, with what was asked for."""
     return [
         (file, json.loads((file.parents[1] / "metadata.jsonl").read_text()))
         for file in sorted(folder.glob("*/samples/*.png"))
@@ -221,7 +221,7 @@ def listed(folder):
 
 
 def summary_script(path):
-    "What GenEval's own summary reads: the columns tag, correct and metadata, and nothing else."
+    """What GenEval's own summary reads: the columns tag, correct and metadata, and nothing else."""
     table = pd.read_json(path, orient="records", lines=True)
     tasks = table.groupby("tag", sort=False)["correct"].mean()
     return {
@@ -237,7 +237,8 @@ def summary_script(path):
 def test_lines_are_read_by_a_script_like_geneval_s(tmp_path):
     images = drawn_folder(tmp_path / "images")
     lines = geneval.score_geneval_images(images, tmp_path / "results.jsonl", see, colours, "drawn")
-    theirs, ours = summary_script(tmp_path / "results.jsonl"), geneval.summarise_geneval(lines)
+    theirs = summary_script(tmp_path / "results.jsonl")
+    ours = geneval.summarise_geneval(lines)
     assert theirs["images"] == ours["images"] == 24 and theirs["prompts"] == ours["prompts"] == 12
     assert (
         theirs["tasks"]
@@ -323,7 +324,8 @@ def test_more_images_of_a_prompt_can_be_added(tmp_path):
 
 
 def test_bootstrap_covers_the_truth():
-    rng, hit = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    hit = 0
     for _ in range(60):
         chances = rng.beta(1, 1, 60)  # true accuracy one half
         lines = [

@@ -17,12 +17,14 @@ from chunk_grpo.method.sharing import Sharing, edge_advantages, shared_states
 from chunk_grpo.training.methods import Method, load_method
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_methods.json").read_text())
-SHAPE, LEVELS = (4, 2, 3), torch.tensor([0.9, 0.6, 0.3, 0.1])
-ADVANTAGE, GROUP = torch.tensor([1.5, -2.0, 0.3, -0.7]), torch.arange(4)
+SHAPE = (4, 2, 3)
+LEVELS = torch.tensor([0.9, 0.6, 0.3, 0.1])
+ADVANTAGE = torch.tensor([1.5, -2.0, 0.3, -0.7])
+GROUP = torch.arange(4)
 
 
 def wave(k: int) -> torch.Tensor:
-    "A tensor that anybody can make again."
+    """A tensor that anybody can make again."""
     return torch.sin(1.7 * torch.arange(24, dtype=torch.float64) + k).reshape(SHAPE).float()
 
 
@@ -32,7 +34,7 @@ def method_of(name: str, **more):
 
 
 def compare(name: str, loss: torch.Tensor, at: torch.Tensor) -> None:
-    "To the rounding of float32."
+    """To the rounding of float32."""
     expected = torch.tensor(GOLDEN[name]["gradient"]).reshape(SHAPE)
     assert loss.item() == pytest.approx(GOLDEN[name]["loss"], rel=1e-5)
     torch.testing.assert_close(torch.autograd.grad(loss, at)[0], expected, rtol=1e-4, atol=1e-6)
@@ -41,9 +43,12 @@ def compare(name: str, loss: torch.Tensor, at: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["nft-1.0", "nft-0.1"])
 def test_diffusion_nft(name):
-    method, t = method_of("nft"), LEVELS.reshape(-1, 1, 1)
+    method = method_of("nft")
+    t = LEVELS.reshape(-1, 1, 1)
     method.beta = GOLDEN[name]["beta"]
-    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    clean = wave(0)
+    noise = wave(1)
+    v = wave(2).requires_grad_()
     losses = method.losses(
         v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
     )
@@ -51,16 +56,23 @@ def test_diffusion_nft(name):
 
 
 def test_advantage_weighted_matching():
-    method, t = method_of("awm", clip_range=GOLDEN["awm"]["clip_range"]), LEVELS.reshape(-1, 1, 1)
-    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    method = method_of("awm", clip_range=GOLDEN["awm"]["clip_range"])
+    t = LEVELS.reshape(-1, 1, 1)
+    clean = wave(0)
+    noise = wave(1)
+    v = wave(2).requires_grad_()
     given = {"ema": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
-    new, old = method.losses(v, *given), method.losses(wave(2) + 0.05 * wave(4), *given)
+    new = method.losses(v, *given)
+    old = method.losses(wave(2) + 0.05 * wave(4), *given)
     compare("awm", -method.objective(method.statistic(new, old), ADVANTAGE, GROUP).mean(), v)
 
 
 def test_centred_reward_distillation():
-    method, t = method_of("crd"), LEVELS.reshape(-1, 1, 1)
-    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    method = method_of("crd")
+    t = LEVELS.reshape(-1, 1, 1)
+    clean = wave(0)
+    noise = wave(1)
+    v = wave(2).requires_grad_()
     losses = method.losses(
         v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
     )
@@ -73,13 +85,14 @@ def test_centred_reward_distillation():
 @pytest.mark.parametrize("surrogate", ["epg", "pepg", "par", "grpo"])
 def test_elbo(surrogate):
     more = {"clip_range": 1e-3} if surrogate == "grpo" else {}
-    method, t = (
-        method_of(f"elbo-{'clip' if surrogate == 'grpo' else surrogate}", **more),
-        LEVELS.reshape(-1, 1, 1),
-    )
-    clean, noise, v = wave(0), wave(1), wave(2).requires_grad_()
+    method = method_of(f"elbo-{'clip' if surrogate == 'grpo' else surrogate}", **more)
+    t = LEVELS.reshape(-1, 1, 1)
+    clean = wave(0)
+    noise = wave(1)
+    v = wave(2).requires_grad_()
     given = {}, noise - clean, (1 - t) * clean + t * noise, t
-    new, old = method.losses(v, *given), method.losses(wave(2) + 0.05 * wave(4), *given)
+    new = method.losses(v, *given)
+    old = method.losses(wave(2) + 0.05 * wave(4), *given)
     moved = method.statistic(new, old)
     held = {"epg": ADVANTAGE, "pepg": ADVANTAGE - moved}.get(
         surrogate, torch.zeros(4)
@@ -91,12 +104,16 @@ def test_elbo(surrogate):
 
 
 def test_direct_group_preference():
-    "One image is clipped, three are not."
-    method, t = method_of("dgpo", clip_range=GOLDEN["dgpo"]["clip_range"]), LEVELS.reshape(-1, 1, 1)
+    """One image is clipped, three are not."""
+    method = method_of("dgpo", clip_range=GOLDEN["dgpo"]["clip_range"])
+    t = LEVELS.reshape(-1, 1, 1)
     assert method.beta == GOLDEN["dgpo"]["beta"]
-    clean, noise, v = wave(0), wave(1), wave(4).requires_grad_()
+    clean = wave(0)
+    noise = wave(1)
+    v = wave(4).requires_grad_()
     given = {"base": wave(4) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
-    new, old = method.losses(v, *given), method.losses(wave(4) + 0.05 * wave(6), *given)
+    new = method.losses(v, *given)
+    old = method.losses(wave(4) + 0.05 * wave(6), *given)
     worth = method.objective(
         method.statistic(new, old), ADVANTAGE, torch.zeros(4, dtype=torch.long)
     )  # one group
@@ -110,13 +127,12 @@ def test_repaired_ratios(name):
         if name == "guard"
         else {"surrogate": f"dppo:{GOLDEN['dppo']['kl_mask_threshold']}"}
     )
-    method, sampler, index = (
-        method_of(name, **more),
-        Sampler(sigmas(9, 3.0), "flow", 0.7),
-        torch.full((4,), 4),
-    )
+    method = method_of(name, **more)
+    sampler = Sampler(sigmas(9, 3.0), "flow", 0.7)
+    index = torch.full((4,), 4)
     mean, std = sampler.mean_std(wave(1), wave(0), index)
-    then, size = mean + std * wave(5), torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(-1, 1, 1)
+    then = mean + std * wave(5)
+    size = torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(-1, 1, 1)
     moved = (mean + 0.1 * wave(6) * size).requires_grad_()
     a, b, _ = sampler.coefficients(4)  # evidence asks for velocities, the numbers are by the mean
     new, old = (
@@ -131,7 +147,8 @@ def test_repaired_ratios(name):
 
 
 def test_gardo_s_advantages_by_distance():
-    scores, features = wave(1).flatten()[:8].reshape(2, 4), wave(0).reshape(2, 4, 3)
+    scores = wave(1).flatten()[:8].reshape(2, 4)
+    features = wave(0).reshape(2, 4, 3)
     advantage = credit_advantages({"r": scores}, {"r": 1.0}, "none")
     ours = torch.where(advantage > 0, advantage * nearest_distances(features), advantage)
     expected = torch.tensor(GOLDEN["gardo"]["advantages"]).reshape(2, 4)
@@ -140,9 +157,11 @@ def test_gardo_s_advantages_by_distance():
 
 
 def test_self_opd(monkeypatch):
-    "Four branches of one state, of which three lose to the ODE: weights within the authors' clip, which is not ours."
-    golden, method = GOLDEN["self-opd"], method_of("self-opd", images_per_prompt=4)
-    mean, std = wave(2)[:1].requires_grad_(), golden["std_dev"] * golden["dt"] ** 0.5
+    """Four branches of one state, of which three lose to the ODE: weights within the authors' clip, which is not ours."""
+    golden = GOLDEN["self-opd"]
+    method = method_of("self-opd", images_per_prompt=4)
+    mean = wave(2)[:1].requires_grad_()
+    std = golden["std_dev"] * golden["dt"] ** 0.5
     told = (
         mean.expand(4, -1, -1),
         torch.full((4,), std),
@@ -161,7 +180,7 @@ def test_self_opd(monkeypatch):
 
 
 def test_tree_grpo_carries_advantages_up():
-    "A mean over children, as its code has it; its deviation divides by the number of leaves, ours by one less."
+    """A mean over children, as its code has it; its deviation divides by the number of leaves, ours by one less."""
     states = shared_states(Sharing.parse("tree:2@0,1,2").table(8, 3), torch.arange(3))
     ours = edge_advantages(wave(1).flatten()[None, :8], states, "leaves")[0]
     for depth, row in enumerate(GOLDEN["tree"]["edges"]):

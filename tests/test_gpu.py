@@ -23,7 +23,7 @@ BATCH = 2
 
 
 def last(kind: str) -> str:
-    "The last device of a kind, with its number where it has one."
+    """The last device of a kind, with its number where it has one."""
     return kind if kind == "cpu" else f"cuda:{torch.cuda.device_count() - 1}"
 
 
@@ -60,9 +60,10 @@ def test_pictures_are_resized_to_pillows_last_grey_level(kind):
 @pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("family", tiny_families.BUILDERS)
 def test_every_kernel_of_attention_gives_a_familys_velocity(family, kind, tmp_path, monkeypatch):
-    "With prompts of two lengths, so with masks where a family passes them; or one sentence says why it cannot be."
+    """With prompts of two lengths, so with masks where a family passes them; or one sentence says why it cannot be."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
-    folder, found = str(tiny_families.build(family, tmp_path / "model")), {}
+    folder = str(tiny_families.build(family, tmp_path / "model"))
+    found = {}
     for name in ("native", *trainable._SDPA_BACKENDS):
         given = {"resolution": 64, "max_tokens": 16, "device": last(kind), "attention": name}
         try:

@@ -164,7 +164,7 @@ def test_a_measured_share_is_what_plan_uses():
 
 
 def test_models_have_the_published_sizes():
-    "4.76e9 weights in T5-XXL's encoder, 7.75e9 in HPSv3 less its head and `lm_head`, 0.99e9 in PickScore."
+    """4.76e9 weights in T5-XXL's encoder, 7.75e9 in HPSv3 less its head and `lm_head`, 0.99e9 in PickScore."""
     meta = torch.device("meta")
     t5 = gpu_models.t5_encoder(False, meta, torch.bfloat16)
     qwen = gpu_models.hpsv3_scorer(False, meta, torch.bfloat16, 1).model
@@ -174,7 +174,7 @@ def test_models_have_the_published_sizes():
 
 
 def tool(*words, **environment):
-    "tools/gpu.py as a command."
+    """tools/gpu.py as a command."""
     return subprocess.run(
         [sys.executable, ROOT / "tools/gpu.py", *map(str, words)],
         cwd=ROOT,

@@ -41,7 +41,7 @@ FEWER = {
 
 
 def host(folder: Path) -> None:
-    "A folder with the weights, prompts and settings that the page names, small."
+    """A folder with the weights, prompts and settings that the page names, small."""
     build(folder / "weights/FLUX.1-dev")
     made = released.hpsv3(folder / "made")
     (folder / "weights/HPSv3").mkdir()
@@ -58,7 +58,7 @@ def host(folder: Path) -> None:
 
 
 def small_host(folder: Path, preset: str) -> None:
-    "`mine.yaml` as the page has it, with small sizes below."
+    """`mine.yaml` as the page has it, with small sizes below."""
     mine = parse_yaml(MINE.replace("/weights/", f"{folder}/weights/"), "mine")
     names = (
         "resolution",
@@ -81,7 +81,7 @@ def small_host(folder: Path, preset: str) -> None:
     "number, preset", [(1, "machines/80gb-lora-flux1-dev"), (8, "machines/8x80gb-full-flux1-dev")]
 )
 def test_the_page_s_commands_run_in_their_order(number, preset, tmp_path):
-    "Two processes stand for eight; the command with --resume finds a run that is finished."
+    """Two processes stand for eight; the command with --resume finds a run that is finished."""
     commands = ONE if number == 1 else EIGHT
     assert preset in TEXT and len(commands) == 7
     assert all(
@@ -104,7 +104,7 @@ def test_the_page_s_commands_run_in_their_order(number, preset, tmp_path):
 
 
 def test_a_host_without_base_is_told_what_to_do(tmp_path):
-    "Offline HPSv3 needs the folder `base`, which the page names."
+    """Offline HPSv3 needs the folder `base`, which the page names."""
     assert "base: /weights/Qwen2-VL-7B-Instruct" in MINE
     host(tmp_path)
     small_host(tmp_path, "machines/80gb-lora-flux1-dev")
@@ -128,7 +128,7 @@ def test_a_host_without_base_is_told_what_to_do(tmp_path):
 
 
 def shown_rows() -> dict[str, list[str]]:
-    "The table of presets as the page shows it."
+    """The table of presets as the page shows it."""
     lines = [
         line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("| machines/")
     ]
@@ -165,9 +165,10 @@ def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
 
 
 def preset_row(preset: str) -> list[str]:
-    "What a preset takes on its machine, as the page's table has it; hours without decoding and rewards."
+    """What a preset takes on its machine, as the page's table has it; hours without decoding and rewards."""
     s, (device, processes) = settings.load_settings(preset), plan.machine_presets()[preset]
-    config, where = plan.find_model_config(s.model), plan.find_device(device)
+    config = plan.find_model_config(s.model)
+    where = plan.find_device(device)
     s = plan.fit_update_batch(config, s)
     total, _ = plan._peak_memory(s, config, processes)
     once, times, last = plan._evaluation_flops(s, config)

@@ -401,7 +401,8 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
         return super().item_metrics(statistic, slope, advantage, worth)
 """
     )
-    plain, writing = trained(tmp_path), trained(tmp_path, method=f"{tmp_path / 'own.py'}:Own")
+    plain = trained(tmp_path)
+    writing = trained(tmp_path, method=f"{tmp_path / 'own.py'}:Own")
     times = {key for key in plain if key.startswith("seconds")}
     assert {key: writing[key] for key in plain.keys() - times} == {
         key: plain[key] for key in plain.keys() - times

@@ -21,19 +21,19 @@ EXAMPLES = Path(__file__).parents[1] / "runs" / "hosts"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    "A folder with the model, prompts and a settings file."
+    """A folder with the model, prompts and a settings file."""
     return write(tmp_path_factory.mktemp("world"), iterations=3)
 
 
 @pytest.fixture(scope="module")
 def whole(world):
-    "A run of one process that nothing interrupted."
+    """A run of one process that nothing interrupted."""
     run("train", world / "s.yaml", "--out", world / "whole", "--no-report")
     return metrics(world / "whole")
 
 
 def same(mine, theirs):
-    "The same metrics to 1e-4."
+    """The same metrics to 1e-4."""
     for a, b in zip(mine, theirs, strict=True):
         assert a.keys() == b.keys()
         for name, value in b.items():
@@ -42,7 +42,7 @@ def same(mine, theirs):
 
 @pytest.fixture
 def two(world):
-    "Starts the same command on two machines."
+    """Starts the same command on two machines."""
     started = []
     with socket.socket() as free:
         free.bind(("", 0))
@@ -74,7 +74,7 @@ def two(world):
 
 
 def family(*started):
-    "Processes that were started and all that they started."
+    """Processes that were started and all that they started."""
     return [
         p
         for child in started
@@ -84,7 +84,7 @@ def family(*started):
 
 @pytest.mark.slow
 def test_two_machines_train_as_one_does(world, whole, two):
-    "One process on each, with half of the weights: the metrics of one process, and one report of them."
+    """One process on each, with half of the weights: the metrics of one process, and one report of them."""
     out = world / "machines"
     first, second = two("sharding=fsdp", "--out", out)
     said = [child.communicate(timeout=250) for child in (first, second)]
@@ -98,8 +98,9 @@ def test_two_machines_train_as_one_does(world, whole, two):
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_both_machines(world, two, tmp_path):
-    "The machine where it happened has the exception in one sentence; nobody is left on either."
-    out, ink = world / "apart", tmp_path / "ink"
+    """The machine where it happened has the exception in one sentence; nobody is left on either."""
+    out = world / "apart"
+    ink = tmp_path / "ink"
     ink.write_text("")
     first, second = two("--out", out, "reward=tiny_rewards:out_of_ink", INK=ink)
     wait_for(out, 0, first)
@@ -166,7 +167,7 @@ def test_machines_that_cannot_meet_are_one_sentence(
 
 
 def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
-    "A stand-in for srun shows what SLURM would start on each machine."
+    """A stand-in for srun shows what SLURM would start on each machine."""
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     script = EXAMPLES / "slurm.sbatch"

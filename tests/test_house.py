@@ -29,7 +29,7 @@ REPORTS = sorted((ROOT / "nbs/reports").glob("*.ipynb"))
 
 
 def tool(name: str):
-    "A script of tools/ as a module."
+    """A script of tools/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -37,21 +37,21 @@ def tool(name: str):
 
 
 def metadata() -> configparser.SectionProxy:
-    "What settings.ini says."
+    """What settings.ini says."""
     config = configparser.ConfigParser(delimiters=["="])
     config.read(ROOT / "settings.ini", encoding="utf-8")
     return config["DEFAULT"]
 
 
 def python_files(root: Path) -> dict[str, bytes]:
-    "The package's modules by path."
+    """The package's modules by path."""
     files = (root / "chunk_grpo").rglob("*.py")
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
 def copy(tmp_path):
-    "A copy of what export and cleaning read and write."
+    """A copy of what export and cleaning read and write."""
     for name in ("nbs", "chunk_grpo"):
         shutil.copytree(
             ROOT / name,
@@ -65,7 +65,7 @@ def copy(tmp_path):
 
 
 def nbdev(command: str, folder: Path):
-    "Run an nbdev command in a folder."
+    """Run an nbdev command in a folder."""
     program = Path(sys.executable).with_name(f"nbdev-{command}")
     done = subprocess.run([program], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,8 @@ def test_package_is_what_the_notebooks_export(copy):
     for path in [*modules, "chunk_grpo/_modidx.py"]:
         (copy / path).unlink()
     nbdev("export", copy)
-    ours, exported = python_files(ROOT), python_files(copy)
+    ours = python_files(ROOT)
+    exported = python_files(copy)
     assert sorted(ours) == sorted(exported), "run `make prepare`"
     different = [path for path in ours if ours[path] != exported[path]]
     assert not different, f"run `make prepare`: {different}"
@@ -97,7 +98,7 @@ def test_readme_is_the_index():
 
 
 def links_of(text: str) -> list[str]:
-    "The links of a markdown text that lead to files."
+    """The links of a markdown text that lead to files."""
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     return [link for link in links if not link.startswith(("http://", "https://", "data:"))]
 
@@ -155,7 +156,7 @@ def test_the_picture_is_that_of_the_code():
 
 
 def test_what_is_installed_fits_together():
-    "One environment for the book and all rewards: pip finds no conflict."
+    """One environment for the book and all rewards: pip finds no conflict."""
     done = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -198,7 +199,7 @@ def test_a_page_is_the_module_of_its_name(chapter):
 
 
 def place_of(module: str) -> tuple[int, int] | None:
-    "Chapter and page of a module such as chunk_grpo.core.files, or of a chapter alone; None for what is no page."
+    """Chapter and page of a module such as chunk_grpo.core.files, or of a chapter alone; None for what is no page."""
     parts = module.split(".")[1:]
     chapter = next((c for c in CHAPTERS if parts and c.name.split("_", 1)[1] == parts[0]), None)
     if chapter is None:
@@ -209,7 +210,7 @@ def place_of(module: str) -> tuple[int, int] | None:
 
 
 def imported(tree: ast.AST) -> list[tuple[int, str]]:
-    "Lines and modules of the package that a tree imports, at the top or inside functions."
+    """Lines and modules of the package that a tree imports, at the top or inside functions."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -228,8 +229,9 @@ def imported(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 def rising_imports(page: Path, cells: list) -> list[str]:
-    "The imports of a page, lessons too, that lead to a later page."
-    here, found = (int(page.parent.name[:2]), int(page.name[:2])), []
+    """The imports of a page, lessons too, that lead to a later page."""
+    here = (int(page.parent.name[:2]), int(page.name[:2]))
+    found = []
     for number, cell in enumerate(cells):
         if cell.cell_type == "code":
             source = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
@@ -242,7 +244,7 @@ def rising_imports(page: Path, cells: list) -> list[str]:
 
 
 def test_arrows_fall():
-    "A chapter imports only chapters of smaller number, and a page only pages before it: no circle is possible."
+    """A chapter imports only chapters of smaller number, and a page only pages before it: no circle is possible."""
     assert not [
         line
         for page in BOOK
@@ -389,7 +391,7 @@ def test_wheel_carries_presets_reports_and_weights(tmp_path):
 
 
 def test_whose_code_is_meant_is_said():
-    "DanceGRPO's, Flow-GRPO's and the paper's own differ, so that none of them is `the public code`."
+    """DanceGRPO's, Flow-GRPO's and the paper's own differ, so that none of them is `the public code`."""
     files = [
         *PAGES,
         ROOT / "CHANGELOG.md",
@@ -404,7 +406,7 @@ def test_whose_code_is_meant_is_said():
 
 
 def test_what_a_contributor_finds_beside_the_code_is_sound():
-    "The citation has the version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."
+    """The citation has the version, CI runs .ci/run, hooks run tools of the environment, a report asks for doctor."""
     files = [
         "CITATION.cff",
         ".github/workflows/ci.yaml",

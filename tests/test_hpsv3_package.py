@@ -17,7 +17,7 @@ pytestmark = pytest.mark.package
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    "The package and the thin scorer on one tiny checkpoint in the released layout."
+    """The package and the thin scorer on one tiny checkpoint in the released layout."""
     place = placement.environment_dir("hpsv3")
     if not (place / "ready.json").is_file():
         pytest.fail("the environment hpsv3 has not been made: chunk-grpo reward-env hpsv3")
@@ -46,14 +46,14 @@ def both(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def asked():
-    "Twenty pictures of odd sizes and aspect ratios, and their prompts."
+    """Twenty pictures of odd sizes and aspect ratios, and their prompts."""
     prompts = [released.PROMPTS[i % len(released.PROMPTS)] for i in range(len(released.SIZES))]
     return [released.picture(i, *size) for i, size in enumerate(released.SIZES)], prompts
 
 
 @pytest.fixture(scope="module")
 def theirs(both, asked):
-    "The package's scores."
+    """The package's scores."""
     return both[0](*asked)
 
 
@@ -66,7 +66,7 @@ def test_package_and_thin_scorer_agree(both, asked, theirs):
 
 
 def test_positions_by_rows_and_columns_would_not_agree(both, asked, theirs):
-    "M-RoPE positions, which a newer transformers computes by itself, are not those that HPSv3 was trained with."
+    """M-RoPE positions, which a newer transformers computes by itself, are not those that HPSv3 was trained with."""
     thin = both[1]
     images, prompts = (part[:3] for part in asked)
     inputs = hpsv3.build_hpsv3_inputs(thin.tokenizer, images, prompts, thin.device, thin.dtype)
@@ -88,7 +88,7 @@ def test_the_package_refuses_its_own_marks(both, asked):
 
 
 def test_the_golden_set_is_what_the_package_says(theirs):
-    "The stored scores, against which every test run compares the thin scorer."
+    """The stored scores, against which every test run compares the thin scorer."""
     kept = json.loads((Path(__file__).parent / "golden" / "hpsv3_official.json").read_text())[
         "rows"
     ]

@@ -124,7 +124,8 @@ def policy():
 )
 def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, batch):
     method = load_method(sweep.make_settings(method))
-    sampler, rows = method.sampler(0), policy.encode(["a red star", "two cats"])
+    sampler = method.sampler(0)
+    rows = policy.encode(["a red star", "two cats"])
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     paths = sample_trajectories(
         policy, rows, torch.arange(8) // 4, keys, sampler, batch, table=method.table
@@ -134,10 +135,8 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
     for step, row in enumerate(states.tolist()):
         for group in range(2):
             for image, same in enumerate(row):
-                own, first = (
-                    paths.latents[4 * group + image, step],
-                    paths.latents[4 * group + same, step],
-                )
+                own = paths.latents[4 * group + image, step]
+                first = paths.latents[4 * group + same, step]
                 assert torch.equal(own, first)
 
 
@@ -145,13 +144,16 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
     "surrogate, proportional", [("par", False), ("pepg", False), ("epg", True), ("clip", True)]
 )
 def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, proportional):
-    "With weights, the gradient of a step is its weight times that without, at a ratio that has moved."
+    """With weights, the gradient of a step is its weight times that without, at a ratio that has moved."""
     method = load_method(sweep.make_settings("steps", surrogate=surrogate, clip_range=0.5))
-    sampler, rows = method.sampler(0), policy.encode(["a red star"])
+    sampler = method.sampler(0)
+    rows = policy.encode(["a red star"])
     keys = [(0, 0, 0, g) for g in range(4)]
     paths = sample_trajectories(policy, rows, torch.zeros(4, dtype=torch.long), keys, sampler, 4)
-    context, chosen = ReplayContext(policy, rows, paths), torch.full((4, 1), 2)
-    chunks, places = method.chunks(torch.ones(6)), method.places(sampler)
+    context = ReplayContext(policy, rows, paths)
+    chosen = torch.full((4, 1), 2)
+    chunks = method.chunks(torch.ones(6))
+    places = method.places(sampler)
     found = []
     for weights in (None, torch.full((7,), 3.0)):
         work = build_update_batch(torch.arange(4), chosen, chunks, 64, weights, places)

@@ -22,7 +22,7 @@ EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nraise S
 
 
 def shell(words: str, cwd: Path) -> subprocess.CompletedProcess:
-    "Run the installed script with a shell's redirections, without this checkout's tests on the path."
+    """Run the installed script with a shell's redirections, without this checkout's tests on the path."""
     own = environment() | {"PYTHONPATH": str(Path(__file__).parents[1]), "SCRIPT": str(SCRIPT)}
     return subprocess.run(
         f'"$SCRIPT" {words}',
@@ -37,7 +37,7 @@ def shell(words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    "A finished run."
+    """A finished run."""
     out = tmp_path_factory.mktemp("installed") / "run"
     run("train", *TINY, "--out", out, "--no-report")
     return out
@@ -123,7 +123,7 @@ def test_nothing_is_put_among_a_runs_weights(words, finished):
 
 @pytest.mark.slow
 def test_a_killed_process_is_restarted_and_the_run_ends_as_if_nothing_had_been(tmp_path):
-    "torchrun starts the processes again; they go on from the newest checkpoint."
+    """torchrun starts the processes again; they go on from the newest checkpoint."""
     (tmp_path / "red.py").write_text(
         "import os, pathlib, signal\n"
         "def score(images, prompts):\n"

@@ -25,7 +25,7 @@ QUICK = dict(max_concurrency=6, timeout=20.0, retries=8, pause=0.01)
 
 
 def pictures(folder, names):
-    "One grey image for each name, for both arms."
+    """One grey image for each name, for both arms."""
     for arm, grey in ARMS.items():
         (folder / arm).mkdir(parents=True)
         Image.new("L", (2, 2), grey).save(folder / arm / "first.png")
@@ -37,7 +37,7 @@ def pictures(folder, names):
 
 @pytest.fixture
 def small(tmp_path):
-    "A DPG-Bench of 12 prompts with 3 questions, and its images: 72 requests for two arms."
+    """A DPG-Bench of 12 prompts with 3 questions, and its images: 72 requests for two arms."""
     rows = [
         (
             f"item{n}",
@@ -58,7 +58,7 @@ def small(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    "A checkout of WISE with 1,000 invented things, and images of both arms."
+    """A checkout of WISE with 1,000 invented things, and images of both arms."""
     home = tmp_path_factory.mktemp("wise")
     (home / "WISE_legacy/data").mkdir(parents=True)
     for part, low, high in zip(
@@ -78,7 +78,7 @@ def checkout(tmp_path_factory):
 
 
 def known_wiscore(n: int, grey: int) -> float:
-    "What `three_scores` is worth."
+    """What `three_scores` is worth."""
     return (0.7 * ((n + grey) % 3) + 0.2 * (n % 2) + 0.1 * (n // 7 % 3)) / 2
 
 
@@ -147,7 +147,7 @@ evaluate(Path(source), arms, Judge(url, "asked-for", max_concurrency=6, pause=fl
 
 
 def start(source, images, out, url, pause=1.0) -> subprocess.Popen:
-    "A benchmark in a process of its own."
+    """A benchmark in a process of its own."""
     words = [sys.executable, "-c", SCRIPT, source, images["base"].parent, out, url, pause]
     return subprocess.Popen(
         [str(w) for w in words], env=environment(), stderr=subprocess.PIPE, text=True
@@ -155,7 +155,7 @@ def start(source, images, out, url, pause=1.0) -> subprocess.Popen:
 
 
 def kill_at(count, file, process):
-    "SIGKILL where the file has so many lines."
+    """SIGKILL where the file has so many lines."""
     for _ in range(6000):
         if file.is_file() and file.read_bytes().count(b"\n") >= count:
             process.kill()
@@ -167,7 +167,7 @@ def kill_at(count, file, process):
 
 
 def same(one, other):
-    "The tables of two folders are the same, to the byte."
+    """The tables of two folders are the same, to the byte."""
     return all(
         (one / name).read_bytes() == (other / name).read_bytes()
         for name in ("scores.jsonl", "summary.json")
@@ -175,7 +175,8 @@ def same(one, other):
 
 
 def test_a_killed_run_goes_on_to_the_same_table(small, tmp_path):
-    file, gate = tmp_path / "killed/answers.jsonl", threading.Event()
+    file = tmp_path / "killed/answers.jsonl"
+    gate = threading.Event()
 
     def fault(
         name, before

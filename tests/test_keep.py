@@ -13,7 +13,7 @@ SPEC.loader.exec_module(keep)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    "A working folder whose kept rows lie in it."
+    """A working folder whose kept rows lie in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(keep, "RESULTS", tmp_path / "kept")
     return tmp_path

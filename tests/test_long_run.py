@@ -36,8 +36,9 @@ TINIEST = {
 
 
 def watch(child, metrics) -> list[dict]:
-    "Looks at the command's process, which trains, until it ends: iteration, memory in MB, open files, threads."
-    looks, trainer = [], psutil.Process(child.pid)
+    """Looks at the command's process, which trains, until it ends: iteration, memory in MB, open files, threads."""
+    looks = []
+    trainer = psutil.Process(child.pid)
     while child.poll() is None:
         time.sleep(0.1)
         try:
@@ -53,10 +54,11 @@ def watch(child, metrics) -> list[dict]:
 
 
 def medians(rows: list[dict], name: str) -> tuple[float, float]:
-    "The median of a number over the third and over the last tenth of the iterations."
+    """The median of a number over the third and over the last tenth of the iterations."""
 
     def tenth(number: int) -> float:
-        low, high = ITERATIONS * number // 10, ITERATIONS * (number + 1) // 10
+        low = ITERATIONS * number // 10
+        high = ITERATIONS * (number + 1) // 10
         return statistics.median(row[name] for row in rows if low < row["iteration"] < high)
 
     return tenth(2), tenth(9)

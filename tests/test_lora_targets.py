@@ -19,18 +19,18 @@ SIDE, TOKENS = 64, 16
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
-    "A family's name and its folder."
+    """A family's name and its folder."""
     name = request.param
     return name, tiny_families.build(name, tmp_path_factory.mktemp(name) / "model")
 
 
 def linear_layers(net):
-    "Names of the linear layers."
+    """Names of the linear layers."""
     return [name for name, layer in net.named_modules() if isinstance(layer, torch.nn.Linear)]
 
 
 def adapted(folder, *targets):
-    "The names of the layers that get an adapter."
+    """The names of the layers that get an adapter."""
     model = trainable.load_trainable_policy(
         str(folder), resolution=SIDE, max_tokens=TOKENS, lora_rank=2, lora_targets=targets
     )
@@ -40,7 +40,7 @@ def adapted(folder, *targets):
 
 
 def expected(folder, *targets):
-    "By hand: linear layers of these names, or inside a module of one."
+    """By hand: linear layers of these names, or inside a module of one."""
     family = inputs.find_family(inputs.check_pipeline_folder(folder))
     net = policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS).transformer
     assert family
@@ -66,7 +66,7 @@ USUAL = [
 
 @pytest.mark.parametrize("targets", USUAL, ids="-".join)
 def test_targets_are_the_linear_layers_of_a_name_or_inside_it(family, targets):
-    "On every family; a name that no linear layer has is rejected, alone or beside others."
+    """On every family; a name that no linear layer has is rejected, alone or beside others."""
     wanted = expected(family[1], *targets)
     each = [expected(family[1], target) for target in targets]
     if all(each):
@@ -79,7 +79,7 @@ def test_targets_are_the_linear_layers_of_a_name_or_inside_it(family, targets):
 
 
 def test_to_out_of_klein_trains(tmp_path):
-    "What users of peft write; its attention's `to_out` is a list of layers, and that of single blocks a layer."
+    """What users of peft write; its attention's `to_out` is a list of layers, and that of single blocks a layer."""
     folder = tiny_families.build("klein", tmp_path / "model")
     found, model = adapted(folder, "to_q", "to_k", "to_v", "to_out")
     assert (
@@ -93,13 +93,13 @@ def test_to_out_of_klein_trains(tmp_path):
 
 
 def test_convolution_of_sd3_keeps_no_adapter(tmp_path):
-    "`proj` is a convolution of the embedding too."
+    """`proj` is a convolution of the embedding too."""
     found, _ = adapted(tiny_families.build("sd3", tmp_path / "model"), "proj")
     assert found and "pos_embed.proj" not in found
 
 
 def test_a_full_name_is_that_layer_alone(family):
-    "Also where another layer's name ends with it."
+    """Also where another layer's name ends with it."""
     net = policy.load_policy(str(family[1]), resolution=SIDE, max_tokens=TOKENS).transformer
     for name in linear_layers(net)[:3]:
         found, _ = adapted(family[1], name)
@@ -123,7 +123,7 @@ BAD = [
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_name_without_linear_layer_is_rejected_before_weights(family, bad, tmp_path, monkeypatch):
-    "Alone or beside others, in training and before the run's folder is made."
+    """Alone or beside others, in training and before the run's folder is made."""
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     for targets in ((bad,), ("to_q", bad)):
         with pytest.raises(
@@ -150,7 +150,7 @@ def test_layers_whose_results_nothing_reads_cannot_be_all_that_is_trained(tmp_pa
 
 
 def test_plan_and_the_start_of_training_show_the_adapted_layers(tmp_path):
-    "As patterns with the number of layers each."
+    """As patterns with the number of layers each."""
     words = ["lora_rank=2", "lora_targets=[to_q, to_out]"]
     said = run("plan", "pocket/tiny", *words)
     net = policy.load_policy("pocket", resolution=SIDE, max_tokens=12).transformer

@@ -38,7 +38,7 @@ def logits(model):
 
 
 def distance(model) -> float:
-    "The largest difference of the logits to mmdet's."
+    """The largest difference of the logits to mmdet's."""
     classes, masks = logits(model)
     return max(
         (classes - torch.tensor(GOLDEN["classes"])).abs().max().item(),
@@ -66,7 +66,7 @@ def swapped_merging(state):
 
 
 def swapped_rows(word):
-    "Queries, keys and values in another order."
+    """Queries, keys and values in another order."""
     return lambda state: {
         k: torch.cat([v.chunk(3)[i] for i in (1, 0, 2)]) if word in k else v
         for k, v in state.items()

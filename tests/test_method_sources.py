@@ -31,7 +31,8 @@ def method_of(name: str, **more):
 @pytest.mark.parametrize("steps", [4, 5, 8, 16, 17, 25])
 @pytest.mark.parametrize("width", [1, 2])
 def test_an_early_window_reaches_the_last_transition_of_the_first_half(steps, width):
-    window, half = Window("early", width), steps // 2
+    window = Window("early", width)
+    half = steps // 2
     firsts = {window.places(steps - 1, i)[0] for i in range(300)}
     assert firsts == set(range(max(half - width, 0) + 1))
     assert max(firsts) + width == max(half, width)
@@ -53,7 +54,7 @@ def test_crd_compares_with_one_copy_and_draws_with_another():
 
 
 def test_a_merge_from_sigma_one_on_has_the_noise_of_the_whole_grid():
-    "With sigma_1 of the merged grid the noise would shrink by the merge itself."
+    """With sigma_1 of the merged grid the noise would shrink by the merge itself."""
     whole = sigmas(17, 3.0)
     merged = method_of(
         "e-grpo", steps=17, shift=3.0, merge="entropy:20", window="frozen:1"

@@ -57,7 +57,7 @@ def context_of(policy, method, iteration: int = 0) -> ReplayContext:
 
 
 def gradient(context, method, chosen=None, moved: float = 0.0) -> torch.Tensor:
-    "Of an update with these chunks, all if left out; after the weights have moved by so much, if at all."
+    """Of an update with these chunks, all if left out; after the weights have moved by so much, if at all."""
     places = method.places(context.trajectories.sampler)
     chunks = method.chunks(torch.ones(len(places)))
     chosen = torch.arange(len(chunks)).expand(8, -1) if chosen is None else chosen
@@ -65,7 +65,8 @@ def gradient(context, method, chosen=None, moved: float = 0.0) -> torch.Tensor:
         torch.arange(8), chosen, chunks, 64, method.weights(context.trajectories.sampler), places
     )
     old = all_evidence(context, work, method) if moved and method.ratio else None
-    generator, trained = torch.Generator().manual_seed(0), context.policy.trained
+    generator = torch.Generator().manual_seed(0)
+    trained = context.policy.trained
     steps = [moved * torch.randn(p.shape, generator=generator) * (moved > 0) for p in trained]
     with torch.no_grad():
         for p, step in zip(trained, steps, strict=True):
@@ -99,10 +100,8 @@ def test_where_nothing_moved_every_surrogate_has_the_advantages_slope(kind):
 
 
 def test_dppo_without_its_mask_is_epg():
-    at, far = (
-        torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_(),
-        torch.zeros(50),
-    )
+    at = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    far = torch.zeros(50)
     slopes = [
         torch.autograd.grad(Surrogate.parse(words, 0.1)(at, torch.ones(50), far).sum(), at)[0]
         for words in ("dppo:1", "epg")
@@ -145,16 +144,16 @@ FITTED = dict.fromkeys(
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(policy, name):
-    "Credit times log-density of every trained transition, by its weight, each chunk a mean: written without ratios."
-    images, method = 4, method_of(name, images_per_prompt=4, **FITTED.get(name, {}))
+    """Credit times log-density of every trained transition, by its weight, each chunk a mean: written without ratios."""
+    images = 4
+    method = method_of(name, images_per_prompt=4, **FITTED.get(name, {}))
     keys = [(0, 0, 0, g) for g in range(images)]
-    sampler, rows, row = (
-        method.sampler(0),
-        policy.encode(["a red star"]),
-        torch.zeros(images, dtype=torch.long),
-    )
+    sampler = method.sampler(0)
+    rows = policy.encode(["a red star"])
+    row = torch.zeros(images, dtype=torch.long)
     paths = sample_trajectories(policy, rows, row, keys, sampler, images, False, table=method.table)
-    places, weights = method.places(sampler), method.weights(sampler)
+    places = method.places(sampler)
+    weights = method.weights(sampler)
     chunks = method.chunks(torch.ones(len(places)))
     credit = torch.randn(images, len(sampler), generator=torch.Generator().manual_seed(0))
     for (
@@ -176,10 +175,12 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     accumulate_gradients(ReplayContext(policy, rows, paths), work, given, method)
     ours = torch.cat([p.grad.flatten() for p in policy.trained])
 
-    worth, alike = 0.0, {name: x.expand(images, *x.shape[1:]) for name, x in rows.items()}
+    worth = 0.0
+    alike = {name: x.expand(images, *x.shape[1:]) for name, x in rows.items()}
     for part in chunks.slices:
         for place in places[part].tolist():
-            now, index = paths.latents[:, place], torch.full((images,), place)
+            now = paths.latents[:, place]
+            index = torch.full((images,), place)
             mean, std = sampler.mean_std(
                 policy.velocity(now, sampler.sigmas[index], alike), now, index
             )
@@ -199,7 +200,8 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
 
 @pytest.mark.parametrize("name", ["elbo-epg", "elbo-pepg", "elbo-par", "elbo-clip", "v-grpo"])
 def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(name):
-    noise, levels = torch.Generator().manual_seed(0), torch.tensor([0.9, 0.6, 0.3, 0.1])
+    noise = torch.Generator().manual_seed(0)
+    levels = torch.tensor([0.9, 0.6, 0.3, 0.1])
     method, (v, target, x) = method_of(name), torch.randn(3, 4, 2, 3, generator=noise)
     method.weight, v = "simple", v.requires_grad_()
     new = method.losses(v, {}, target, x, levels.reshape(-1, 1, 1))
@@ -214,8 +216,9 @@ def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(nam
 
 @pytest.mark.parametrize("name", ["dgpo", "online-dpo"])
 def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_of_bad_ones(name):
-    "DGPO: half the advantage times the matching of each; DPO: the best against the worst, and no other."
-    noise, method = torch.Generator().manual_seed(0), method_of(name)
+    """DGPO: half the advantage times the matching of each; DPO: the best against the worst, and no other."""
+    noise = torch.Generator().manual_seed(0)
+    method = method_of(name)
     v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
     base, v = v.clone(), v.requires_grad_()
     new = method.losses(v, {"base": base}, target, x, torch.full((4, 1, 1), 0.5))
@@ -231,14 +234,13 @@ def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_
 
 
 def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
-    sampler, generator = Sampler(torch.linspace(1, 0, 8), eta=0.3), torch.Generator().manual_seed(0)
+    sampler = Sampler(torch.linspace(1, 0, 8), eta=0.3)
+    generator = torch.Generator().manual_seed(0)
     v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
     index = torch.full((4000,), 2)
     mean, std = sampler.mean_std(v, x, index)
-    then, pull = (
-        mean + std * torch.randn(mean.shape, generator=generator),
-        sampler.coefficients(2)[1],
-    )
+    then = mean + std * torch.randn(mean.shape, generator=generator)
+    pull = sampler.coefficients(2)[1]
     guard, raw = (
         method.statistic(
             *(method.evidence(at, {}, then, x, sampler, index) for at in (v + 0.2 / pull, v))
@@ -264,11 +266,9 @@ def test_nfts_row_cancels_in_value_and_not_in_gradient(policy):
 
 
 def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
-    method, noise, levels = (
-        method_of("awm"),
-        torch.Generator().manual_seed(0),
-        torch.tensor([0.9, 0.6, 0.3, 0.1]),
-    )
+    method = method_of("awm")
+    noise = torch.Generator().manual_seed(0)
+    levels = torch.tensor([0.9, 0.6, 0.3, 0.1])
     v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
     v.requires_grad_()
     new = method.losses(v, {"ema": v.detach()}, target, x, levels.reshape(-1, 1, 1))
@@ -298,7 +298,8 @@ def test_credit_of_one_reward_is_the_groups_where_forms_say_so():
 def test_a_window_of_all_transitions_is_steps_and_chunks_of_one_are_steps(policy):
     more = {}, {"window": "frozen:6"}, {"chunks": "1,1,1,1,1,1"}
     plain, window, ones = (method_of("steps", **settings) for settings in more)
-    context, again = context_of(policy, plain), context_of(policy, window)
+    context = context_of(policy, plain)
+    again = context_of(policy, window)
     assert torch.equal(context.trajectories.latents, again.trajectories.latents)
     expected = gradient(context, plain)
     assert torch.equal(expected, gradient(again, window)) and torch.equal(
@@ -308,7 +309,7 @@ def test_a_window_of_all_transitions_is_steps_and_chunks_of_one_are_steps(policy
 
 @pytest.mark.parametrize("name, file", [("guard", "guard.py:Guard"), ("nft", "nft.py:NFT")])
 def test_a_row_is_the_method_that_a_users_file_wrote(policy, name, file):
-    "The same gradient, before and after the weights moved."
+    """The same gradient, before and after the weights moved."""
     ours = method_of(name)
     theirs = load_method(
         load_settings("pocket/tiny", {**SMALL, "method": f"{FOLDER / file}", "chunks": "steps"})
@@ -336,10 +337,12 @@ def test_mixs_window_is_that_of_a_users_file():
 
 
 def test_old_and_new_statistics_of_chunks_are_the_mean_of_their_transitions(policy):
-    "Guard by chunks averages Guard's own statistic, before any exponential."
-    guard, chunked = method_of("guard"), method_of("guard-chunk", chunks="3,3")
+    """Guard by chunks averages Guard's own statistic, before any exponential."""
+    guard = method_of("guard")
+    chunked = method_of("guard-chunk", chunks="3,3")
     context = context_of(policy, guard)
-    image, index = torch.zeros(3, dtype=torch.long), torch.arange(3)
+    image = torch.zeros(3, dtype=torch.long)
+    index = torch.arange(3)
     old = tuple(x.detach() for x in guard.replay(context, image, index)[0])
     shifted = old[0] + 0.1, old[1] + 0.01, old[2]
     torch.testing.assert_close(guard.statistic(shifted, old), chunked.statistic(shifted, old))
@@ -393,7 +396,7 @@ def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor)
 
 @pytest.mark.parametrize("name", ["steps", "awm"])
 def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path):
-    "With two iterations between its moves the anchor is 0 at the beginning of iterations 1, 3, 5 and of no other."
+    """With two iterations between its moves the anchor is 0 at the beginning of iterations 1, 3, 5 and of no other."""
     s = load_settings(
         "pocket/tiny",
         {
@@ -410,7 +413,8 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
             "learning_rate": 1e-3,
         },
     )
-    state, found = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    found = []
     for _ in range(4):
         trainer.train_iteration(state)
         found.append(
@@ -437,12 +441,14 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
 
 
 def test_merged_transitions_are_one_draw_over_the_whole_way(policy):
-    "E-GRPO's grid from the table of its paper, and a window as one transition: fewer forwards, the same two ends."
+    """E-GRPO's grid from the table of its paper, and a window as one transition: fewer forwards, the same two ends."""
     method = method_of("e-grpo", steps=16, shift=3.0, eta=0.7)
     drawn = {int(sampler.stochastic[0]): len(sampler) for sampler in map(method.sampler, range(60))}
     assert drawn == {k: 16 if k < 5 else 15 for k in range(8)}  # steps 6, 7 and 8 are two in one
-    window, step = method_of("mix", window="frozen:3"), method_of("chunk-step", window="frozen:3")
-    whole, merged = window.sampler(0), step.sampler(0)
+    window = method_of("mix", window="frozen:3")
+    step = method_of("chunk-step", window="frozen:3")
+    whole = window.sampler(0)
+    merged = step.sampler(0)
     assert len(whole) - len(merged) == 2
     assert merged.stochastic.tolist() == [0] and whole.stochastic.tolist() == [0, 1, 2]
     assert torch.equal(merged.sigmas[1:], whole.sigmas[3:]) and merged.sigmas[0] == whole.sigmas[0]
@@ -453,10 +459,11 @@ def test_merged_transitions_are_one_draw_over_the_whole_way(policy):
 
 
 def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(policy):
-    "MixGRPO-Flash's grid at every place of the window, and its second order in none of the window's transitions."
+    """MixGRPO-Flash's grid at every place of the window, and its second order in none of the window's transitions."""
     mix, flash = (method_of(name, steps=25, chunks="steps") for name in ("mix", "mix-flash"))
     for done in range(0, 25 * 21, 25):
-        long, short = mix.sampler(done), flash.sampler(done)
+        long = mix.sampler(done)
+        short = flash.sampler(done)
         after = int(long.stochastic[-1]) + 1
         assert torch.equal(short.stochastic, long.stochastic)
         assert torch.equal(short.sigmas[: after + 1], long.sigmas[: after + 1])
@@ -468,8 +475,10 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
     assert (
         star.counts().rollout / method_of("mix-frozen", window="frozen:2").counts().rollout == 6 / 7
     )
-    context, sampler = context_of(policy, star), star.sampler(0)
-    paths, images = context.trajectories, torch.arange(8)
+    context = context_of(policy, star)
+    sampler = star.sampler(0)
+    paths = context.trajectories
+    images = torch.arange(8)
     x = {i: paths.latents[:, i] for i in range(7)}
     with torch.no_grad():
         v = {
@@ -501,7 +510,8 @@ def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
             "learning_rate": 1e-2,
         },
     )
-    state, profiles = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)), []
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    profiles = []
     for _ in range(3):
         trainer.train_iteration(state)
         profiles.append(state.profile)
@@ -513,10 +523,11 @@ def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
     "family, rank", [("sd3", 4), pytest.param("qwen", 0, marks=pytest.mark.slow)]
 )
 def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypatch):
-    "Coupled and decoupled, adapter and all weights: an iteration each, whose gradient is finite and not 0."
+    """Coupled and decoupled, adapter and all weights: an iteration each, whose gradient is finite and not 0."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     (tmp_path / "prompts.txt").write_text("a red star\ntwo cats\n")
-    folder, prompts = tiny_families.build(family, tmp_path / "model"), str(tmp_path / "prompts.txt")
+    folder = tiny_families.build(family, tmp_path / "model")
+    prompts = str(tmp_path / "prompts.txt")
     base = {
         "model": str(folder),
         "prompts": prompts,
@@ -544,7 +555,7 @@ def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypat
 
 
 def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
-    "Neighbor: the likeliest next state is the path's own; a step along the gradient raises the chance of the best."
+    """Neighbor: the likeliest next state is the path's own; a step along the gradient raises the chance of the best."""
     method = method_of("neighbor", shared_noise=True)
     rows = policy.encode(["a red star"])
     paths = sample_trajectories(
@@ -557,7 +568,9 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
         True,
         spread=0.3,
     )
-    context, image, index = ReplayContext(policy, rows, paths), torch.arange(4), torch.full((4,), 4)
+    context = ReplayContext(policy, rows, paths)
+    image = torch.arange(4)
+    index = torch.full((4,), 4)
     (chances, own), _ = method.replay(context, image, index)
     assert (chances.argmax(1) == image).all() and (own == image).all()
     torch.testing.assert_close(chances.exp().sum(1), torch.ones(4))
@@ -589,8 +602,9 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
 
 
 def test_matched_chances_pull_by_what_they_differ():
-    "TMPO's slope is the wanted chance less that of the paths, times their transitions; none where rewards are alike."
-    method, n = method_of("tmpo"), 6
+    """TMPO's slope is the wanted chance less that of the paths, times their transitions; none where rewards are alike."""
+    method = method_of("tmpo")
+    n = 6
     density = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     group = torch.tensor([0, 5] * 4)
     advantage = torch.tensor(
@@ -605,20 +619,19 @@ def test_matched_chances_pull_by_what_they_differ():
 
 
 def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(policy):
-    "Self-OPD: the printed regression has the gradient of the weighted log-densities; a bad twin of the best is spared."
+    """Self-OPD: the printed regression has the gradient of the weighted log-densities; a bad twin of the best is spared."""
     method = method_of("self-opd")
     sampler = method.sampler(0)
     place = int(sampler.stochastic)
-    rows, row = policy.encode(["a red star"]), torch.zeros(4, dtype=torch.long)
+    rows = policy.encode(["a red star"])
+    row = torch.zeros(4, dtype=torch.long)
     paths = sample_trajectories(policy, rows, row, KEYS[:4], sampler, 4, False, table=method.table)
     paths.latents[3, place + 1] = paths.latents[
         1, place + 1
     ]  # the last branch is the best one's twin
-    context, image, index = (
-        ReplayContext(policy, rows, paths),
-        torch.tensor([2, 0, 3, 1]),
-        torch.full((4,), place),
-    )
+    context = ReplayContext(policy, rows, paths)
+    image = torch.tensor([2, 0, 3, 1])
+    index = torch.full((4,), place)
     gains = torch.tensor([-1.0, 0.3, -2.0, 1.5])  # in the order of `image`
     new, _ = method.replay(context, image, index)
     worth = method.objective(method.statistic(new, new), gains, torch.zeros(4, dtype=torch.long))
@@ -638,7 +651,7 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
 
 
 def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
-    "Self-OPD's baseline: forwards and scores are what the plan counts, and the branches of a group have one baseline."
+    """Self-OPD's baseline: forwards and scores are what the plan counts, and the branches of a group have one baseline."""
     more = {
         "images_per_prompt": 4,
         "rollout_batch": 8,
@@ -648,18 +661,17 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
         "threads": 1,
     }
     s = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
-    state, asked, scored = (
-        iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path)),
-        [],
-        [],
-    )
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    asked = []
+    scored = []
     velocity, reward = state.policy.velocity, state.rewards["pocket-clip"]
     state.policy.velocity = lambda x, *given: (asked.append(len(x)), velocity(x, *given))[1]
     state.rewards["pocket-clip"] = lambda images, prompts: (
         scored.append(len(images)),
         reward(images, prompts),
     )[1]
-    drawn, counts = iteration.sample_groups(state), state.method.counts()
+    drawn = iteration.sample_groups(state)
+    counts = state.method.counts()
     assert sum(asked) == counts.rollout and sum(scored) == counts.scored == 8 + 2
     gains = iteration.chunk_gains(state, drawn.context, drawn.scores)[0][1]["pocket-clip"]
     baseline = (drawn.scores["pocket-clip"] - gains).reshape(2, 4)
@@ -667,7 +679,7 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
 
 
 def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tmp_path):
-    "Half of the images by pocket-clip against pocket-geneval; with a share of 1 nothing else is scored."
+    """Half of the images by pocket-clip against pocket-geneval; with a share of 1 nothing else is scored."""
     base = {
         **SMALL,
         "method": "gardo",
@@ -692,7 +704,7 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
 
 
 def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_path):
-    "GARDO's diversity: twins of a group earn nothing, bad images keep what they have, and the mean of distances is 1."
+    """GARDO's diversity: twins of a group earn nothing, bad images keep what they have, and the mean of distances is 1."""
     features = torch.nn.functional.normalize(
         torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), dim=2
     )
@@ -806,7 +818,8 @@ def test_wrong_pairs_are_refused_in_words(name, more, field):
 
 @pytest.mark.parametrize("preset", [name for name in list_presets() if name.startswith("authors/")])
 def test_a_preset_of_a_methods_authors_trains_its_row_with_their_numbers(preset):
-    name, s = read_yaml_file(find_settings_file(preset), preset)["method"], load_settings(preset)
+    name = read_yaml_file(find_settings_file(preset), preset)["method"]
+    s = load_settings(preset)
     assert preset == f"authors/{name}" and name in METHODS
     assert sum(type(theirs) in (int, float) for theirs in read_settings_file(preset).values()) >= 5
     method = load_method(s)

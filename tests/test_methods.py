@@ -43,12 +43,12 @@ KEYS = [(0, 0, p, g) for p in range(2) for g in range(4)]
 
 
 def words(name: str) -> list[str]:
-    "Settings on the command line that train a method in seconds."
+    """Settings on the command line that train a method in seconds."""
     return [*SMALL, f"method={METHODS[name]}", *["shared_noise=false"] * (name == "NFT")]
 
 
 def method_of(name: str, **more) -> Method:
-    "A method with small settings."
+    """A method with small settings."""
     return load_method(
         settings.load_settings(
             "pocket/tiny", [*words(name), *(f"{k}={v}" for k, v in more.items())]
@@ -62,15 +62,16 @@ def policy():
 
 
 def context_of(policy, method, iteration=0) -> ReplayContext:
-    "Trajectories that a method draws."
-    rows, row = policy.encode(["a red star", "two blue rings"]), torch.arange(8) // 4
+    """Trajectories that a method draws."""
+    rows = policy.encode(["a red star", "two blue rings"])
+    row = torch.arange(8) // 4
     paths = sample_trajectories(policy, rows, row, KEYS, method.sampler(iteration), batch=8)
     copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
     return ReplayContext(policy, rows, paths, copies)
 
 
 def work_of(context, method, share=0, limit=64):
-    "The first or second of two updates, every place trained."
+    """The first or second of two updates, every place trained."""
     profile = torch.linspace(2, 1, len(context.trajectories.sampler))
     chunks = method.partition(context.trajectories, profile)
     chosen = sample_chunks(context.trajectories, chunks, 1.0)
@@ -86,7 +87,7 @@ def work_of(context, method, share=0, limit=64):
 
 
 def gradient(context, work, advantage, method, old=None):
-    "The gradient of an update, and what it says of itself."
+    """The gradient of an update, and what it says of itself."""
     context.policy.transformer.zero_grad()
     stats = accumulate_gradients(context, work, advantage, method, old)
     return torch.cat([p.grad.flatten() for p in context.policy.trained]), stats
@@ -114,7 +115,8 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_plan_counts_what_it_computes(name):
-    counts, images = method_of(name).counts(), 2 * 4
+    counts = method_of(name).counts()
+    images = 2 * 4
     trained = {"Guard": 6 * 0.5, "Mix": 4 * 0.5, "NFT": 3}[
         name
     ]  # of an image: of 6, of a window of 4, of 7 places
@@ -125,17 +127,18 @@ def test_a_plan_counts_what_it_computes(name):
 
 
 def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has_not(policy):
-    "log r = eps d / std - d^2 / (2 std^2) in expectation over eps: a bias that Guard takes away."
-    method, sampler = method_of("Guard"), Sampler(torch.linspace(1, 0, 8), eta=0.3)
-    generator, index = torch.Generator().manual_seed(0), torch.full((4000,), 2)
+    """log r = eps d / std - d^2 / (2 std^2) in expectation over eps: a bias that Guard takes away."""
+    method = method_of("Guard")
+    sampler = Sampler(torch.linspace(1, 0, 8), eta=0.3)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.full((4000,), 2)
     v, x = (torch.randn(4000, 4, 4, generator=generator) for _ in range(2))
     mean, std = sampler.mean_std(v, x, index)
-    then, moved = (
-        mean + std * torch.randn(mean.shape, generator=generator),
-        v + 0.2 / sampler.coefficients(2)[1],
-    )
+    then = mean + std * torch.randn(mean.shape, generator=generator)
+    moved = v + 0.2 / sampler.coefficients(2)[1]
     new, old = (method.evidence(at, {}, then, x, sampler, index) for at in (moved, v))
-    guard, raw = method.statistic(new, old), Method.statistic(method, new, old)
+    guard = method.statistic(new, old)
+    raw = Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5
     assert guard.mean().abs() < 4 * error
     assert raw.mean() < -0.5 * 0.2**2 / (2 * float(std[0]) ** 2)
@@ -151,7 +154,8 @@ def test_a_window_of_all_transitions_is_steps(policy):
     steps = load_method(settings.load_settings("pocket/tiny", [*SMALL, "chunks=steps"]))
     try:
         assert mix.sampler(0).stochastic.tolist() == list(range(6))
-        made, advantage = [], torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
+        made = []
+        advantage = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
         for method in (mix, steps):
             context = context_of(policy, method)
             made.append(

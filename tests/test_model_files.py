@@ -37,7 +37,7 @@ transformer/diffusion_pytorch_model.safetensors.index.json vae/diffusion_pytorch
 
 
 def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
-    "Of a repository like SD3.5's neither half precision nor what other programs read, and all that a pipeline loads."
+    """Of a repository like SD3.5's neither half precision nor what other programs read, and all that a pipeline loads."""
     asked = {}
 
     def fetch(model, allow_patterns, ignore_patterns):
@@ -68,7 +68,7 @@ SHARES = {
 
 
 def widest(model, images):
-    "The most numbers that any layer of the decoder makes of so many images."
+    """The most numbers that any layer of the decoder makes of so many images."""
     most, hooks = [], []
     for part in model.vae.modules():
         hooks.append(
@@ -87,7 +87,7 @@ def widest(model, images):
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
-    "The rule is no less than what a decode makes, and at most twice as much."
+    """The rule is no less than what a decode makes, and at most twice as much."""
     model = policy.load_policy(
         str(tiny_families.build(name, tmp_path / "model")), resolution=64, max_tokens=16
     )
@@ -96,12 +96,14 @@ def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
 
 
 def test_a_decode_is_split_below_32_bits(tmp_path, monkeypatch):
-    "Twelve images of 1024 pixels go in two parts for FLUX.1-dev's autoencoder; the images are those of one decode."
+    """Twelve images of 1024 pixels go in two parts for FLUX.1-dev's autoencoder; the images are those of one decode."""
     dev = meta_policy(find_model_config("black-forest-labs/FLUX.1-dev"), 1024, 16)
     assert dev.decode_limit == 7 and dev.set_resolution(512).decode_limit == 31
     model = policy.load_policy("pocket", resolution=64, max_tokens=12)
     noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(5)])
-    whole, sizes, decode = decode_latents(model, noise), [], type(model).decode
+    whole = decode_latents(model, noise)
+    sizes = []
+    decode = type(model).decode
     monkeypatch.setattr(
         type(model), "decode", lambda self, x: sizes.append(len(x)) or decode(self, x)
     )
@@ -112,7 +114,7 @@ def test_a_decode_is_split_below_32_bits(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_an_adapter_stands_beside_every_attention_and_feed_forward_layer(name, tmp_path):
-    "All linear layers within blocks but those that only modulate; and what nothing reads has none that is trained."
+    """All linear layers within blocks but those that only modulate; and what nothing reads has none that is trained."""
     folder = str(tiny_families.build(name, tmp_path / "model"))
     model = trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, lora_rank=2)
     adapted = {
@@ -141,7 +143,7 @@ def test_an_adapter_stands_beside_every_attention_and_feed_forward_layer(name, t
 
 @pytest.mark.parametrize(("name", "least"), SHARES.items())
 def test_how_much_of_a_published_model_an_adapter_reaches(name, least):
-    "All but the modulations; klein's single blocks, most of it, among them."
+    """All but the modulations; klein's single blocks, most of it, among them."""
     model = meta_policy(find_model_config(name), 64, 16)
     with torch.device("meta"):
         trainable.make_trainable(model, 4)
@@ -149,7 +151,7 @@ def test_how_much_of_a_published_model_an_adapter_reaches(name, least):
 
 
 def test_a_run_says_what_share_it_trains(tmp_path):
-    "In the log and in run.json; an adapter on the attention alone is a smaller share than on all."
+    """In the log and in run.json; an adapter on the attention alone is a smaller share than on all."""
     from commands import run
 
     shares = {}
@@ -171,7 +173,7 @@ def test_a_run_says_what_share_it_trains(tmp_path):
 
 
 def test_a_compiler_is_looked_for_before_weights(monkeypatch):
-    "On a GPU torch.compile needs one of C; nothing is loaded without."
+    """On a GPU torch.compile needs one of C; nothing is loaded without."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(
         trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read")
@@ -196,13 +198,13 @@ MISSING = {
 
 @pytest.fixture
 def pocket_copy(tmp_path):
-    "The pocket model in a folder of its own, that may be harmed."
+    """The pocket model in a folder of its own, that may be harmed."""
     return shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_model_that_lacks_a_part_makes_no_run(pocket_copy, tmp_path, name):
-    "The part is named, and no folder is there."
+    """The part is named, and no folder is there."""
     gone = pocket_copy / name
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     with pytest.raises(InputError, match=r"model: ") as error:
@@ -226,7 +228,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
 @pytest.mark.parametrize("damage", TOKENIZERS)
 def test_a_damaged_tokenizer_makes_no_run(pocket_copy, tmp_path, part, damage):
-    "It would fail in training, at the first prompt."
+    """It would fail in training, at the first prompt."""
     file = pocket_copy / part / "tokenizer.json"
     file.write_text(file.read_text()[:1000] if TOKENIZERS[damage] is None else TOKENIZERS[damage])
     with pytest.raises(InputError, match=f"model: .*{part}") as error:
@@ -237,7 +239,7 @@ def test_a_damaged_tokenizer_makes_no_run(pocket_copy, tmp_path, part, damage):
 
 
 def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
-    "Its tokens are numbers that the encoder has no row for."
+    """Its tokens are numbers that the encoder has no row for."""
     file = pocket_copy / "tokenizer/tokenizer.json"
     content = json.loads(file.read_text())
     content["model"]["vocab"] = {
@@ -251,7 +253,7 @@ def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
 
 
 def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
-    "It is loaded where the prompts are encoded, before anything is written."
+    """It is loaded where the prompts are encoded, before anything is written."""
     folder = tiny_families.build("sd3", tmp_path / "model")
     (folder / "text_encoder_2/config.json").write_text("{}")
     (tmp_path / "few.txt").write_text("a red star\ntwo cats\n")
@@ -302,7 +304,7 @@ def test_a_damaged_file_of_a_model_is_one_sentence(pocket_copy, name, text):
     ],
 )
 def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch, change):
-    "Before weights are read: fewer layers would be trained, further ones would be random."
+    """Before weights are read: fewer layers would be trained, further ones would be random."""
     file = pocket_copy / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
@@ -313,7 +315,7 @@ def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch,
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_what_diffusers_saved_belongs_together(name, tmp_path):
-    "Of every family."
+    """Of every family."""
     folder = tiny_families.build(name, tmp_path / "model")
     family = inputs.find_family(inputs.check_pipeline_folder(folder))
     inputs.check_network_weights(
@@ -322,7 +324,7 @@ def test_what_diffusers_saved_belongs_together(name, tmp_path):
 
 
 def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, monkeypatch):
-    "`./pocket` of a user's own: an update takes as many rows as fit of this model, not of the one that is shipped."
+    """`./pocket` of a user's own: an update takes as many rows as fit of this model, not of the one that is shipped."""
     own = tiny_flux.build(tmp_path / "pocket")
     monkeypatch.chdir(tmp_path)
     given = {

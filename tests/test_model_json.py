@@ -26,12 +26,12 @@ CONTENTS = {
 
 @pytest.fixture
 def model(tmp_path):
-    "The pocket model in a folder of its own, that may be harmed."
+    """The pocket model in a folder of its own, that may be harmed."""
     return shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
 
 
 def sentence(action):
-    "What an action says that must be rejected."
+    """What an action says that must be rejected."""
     with pytest.raises(InputError) as error:
         action()
     assert "\n" not in str(error.value) and len(str(error.value)) < 500, str(error.value)
@@ -39,7 +39,7 @@ def sentence(action):
 
 
 def rejected(model, tmp_path, monkeypatch, *words, load=True, planned=True):
-    "Load the model, plan with it and make a run: each says one sentence, reads no weights and leaves no folder."
+    """Load the model, plan with it and make a run: each says one sentence, reads no weights and leaves no folder."""
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     s = settings.load_settings("pocket/tiny", {"model": str(model)})
     actions = [lambda: run_folder.create_run(s, tmp_path / "run")]
@@ -131,7 +131,7 @@ def test_values_of_a_wrong_type_are_rejected(model, tmp_path, monkeypatch, name,
     ids=str,
 )
 def test_text_encoder_of_a_wrong_type_is_one_sentence(model, tmp_path, monkeypatch, change):
-    "Before a run, and where a policy from Python encodes its first prompt."
+    """Before a run, and where a policy from Python encodes its first prompt."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     file = model / "text_encoder/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -30,7 +30,7 @@ PATIENCE = 500  # seconds of a page
 
 @pytest.fixture(scope="module")
 def processes():
-    "Processes that start with the book's libraries imported, which takes seconds, and nothing run."
+    """Processes that start with the book's libraries imported, which takes seconds, and nothing run."""
     os.environ |= {"MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

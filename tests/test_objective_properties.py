@@ -150,7 +150,8 @@ def test_the_ratio_is_exactly_one_where_nothing_changed(chunks, seed, dtype):
 
 @drawn(partitions, seeds)
 def test_flat_and_rectangular_ratios_agree(chunks, seed):
-    new, old = randn(seed, 3, chunks.transitions), randn(seed + 1, 3, chunks.transitions)
+    new = randn(seed, 3, chunks.transitions)
+    old = randn(seed + 1, 3, chunks.transitions)
     sample, index, segment = flatten_chunks(chunks, torch.arange(len(chunks)).expand(3, -1))
     order = torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))
     flat = segment_ratio(new[sample, index][order], old[sample, index][order], segment[order])
@@ -173,7 +174,8 @@ def test_no_gradient_exactly_where_clipped_on_the_side_of_the_advantage(seed, cl
 
 @drawn(partitions, seeds, clips)
 def test_order_of_a_group_does_not_matter(chunks, seed, clip_range):
-    rewards, change = randn(seed, 1, 6), 0.05 * randn(seed + 1, 6, chunks.transitions)
+    rewards = randn(seed, 1, 6)
+    change = 0.05 * randn(seed + 1, 6, chunks.transitions)
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     ratio = chunk_ratio(change, 0 * change, chunks)
     one = clipped_objective(ratio, group_advantages(rewards)[0], clip_range)
@@ -194,7 +196,8 @@ def test_equal_rewards_have_no_advantage(reward, group, dtype):
 @drawn(seeds, st.integers(2, 40), st.floats(0.5, 5.0))
 def test_advantages_are_centred_and_bounded(seed, group, clamp):
     rewards = randn(seed, 3, group) ** 3
-    free, held = group_advantages(rewards, clamp=1e9), group_advantages(rewards, clamp)
+    free = group_advantages(rewards, clamp=1e9)
+    held = group_advantages(rewards, clamp)
     assert free.mean(1).abs().max() < 1e-9
     assert free.abs().max() <= (group - 1) / group**0.5 + 1e-9
     assert torch.equal(held, free.clamp(-clamp, clamp))
@@ -203,7 +206,8 @@ def test_advantages_are_centred_and_bounded(seed, group, clamp):
 @drawn(partitions, seeds)
 def test_to_first_order_chunks_are_weights_on_steps(chunks, seed):
     assume(chunks.transitions > 1)
-    advantage, n = randn(seed, 3), chunks.transitions
+    advantage = randn(seed, 3)
+    n = chunks.transitions
     gradients = []
     for partition in (chunks, Chunks.steps(n)):
         new = torch.zeros(3, n, dtype=torch.float64, requires_grad=True)

@@ -41,7 +41,7 @@ def test_a_child_that_hears_nothing_ends_with_its_parent():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell")
 def test_the_processes_of_a_run_end_with_the_command(tmp_path):
-    "kill -9 of the command that started two of them: a crash that nobody can write down."
+    """kill -9 of the command that started two of them: a crash that nobody can write down."""
     write(tmp_path, reward="tiny_rewards:slow_red")
     out = tmp_path / "run"
     child = subprocess.Popen(
@@ -70,7 +70,7 @@ with temporary_folder("report") as folder:
 def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(
     tmp_path, monkeypatch
 ):
-    "And what a living one has there is left alone, as is what anything else put there."
+    """And what a living one has there is left alone, as is what anything else put there."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "chunk-grpo-other-1").mkdir()

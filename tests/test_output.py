@@ -17,7 +17,7 @@ from chunk_grpo.runs import launch, run_folder
 
 @pytest.fixture
 def nobody(monkeypatch):
-    "Standard output is a pipe whose reader has gone, in an encoding of few signs."
+    """Standard output is a pipe whose reader has gone, in an encoding of few signs."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as pipe:
@@ -29,7 +29,7 @@ def nobody(monkeypatch):
 
 
 def start(monkeypatch, *words) -> int:
-    "The exit code of the command line in this process."
+    """The exit code of the command line in this process."""
     monkeypatch.setattr(sys, "argv", ["chunk-grpo", *map(str, words)])
     try:
         main.main()
@@ -39,7 +39,7 @@ def start(monkeypatch, *words) -> int:
 
 
 def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
-    "Every iteration is printed, in signs that the stream lacks, and the run gets to its end."
+    """Every iteration is printed, in signs that the stream lacks, and the run gets to its end."""
     done = []
 
     def train(s, out, *rest, **how):
@@ -76,8 +76,9 @@ def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
 
 
 def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
-    "Within `plan` the signal is that of other programs, and this program's own again after it."
-    before, seen = signal.getsignal(signal.SIGPIPE), []
+    """Within `plan` the signal is that of other programs, and this program's own again after it."""
+    before = signal.getsignal(signal.SIGPIPE)
+    seen = []
 
     def load(*_):
         seen.append(signal.getsignal(signal.SIGPIPE))
@@ -90,7 +91,7 @@ def test_a_command_that_only_prints_ends_by_the_signal(monkeypatch, tmp_path):
 
 
 def test_a_line_that_cannot_be_printed_ends_no_training(tmp_path, nobody):
-    "A script that calls `train` has no command line that looks after its output."
+    """A script that calls `train` has no command line that looks after its output."""
     launch.print_progress(
         {"iteration": 1, "reward_mean": 0.5, "reward_se": 0.1},
         settings.load_settings("pocket/tiny"),
@@ -128,7 +129,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error
     ],
 )
 def test_every_error_is_one_sentence(monkeypatch, tmp_path, capfd, error, code, words):
-    "Of an unforeseen one the traceback is in the file that the sentence names."
+    """Of an unforeseen one the traceback is in the file that the sentence names."""
 
     def load(*_):
         raise error

@@ -33,7 +33,7 @@ RED = "def red(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 
 
 def installed(folder: Path, *words, **more) -> subprocess.CompletedProcess:
-    "The installed command, whose path has neither the tests nor the working folder."
+    """The installed command, whose path has neither the tests nor the working folder."""
     script = Path(sys.executable).with_name("chunk-grpo")
     clean = {k: v for k, v in environment(**more).items() if k != "PYTHONPATH"}
     return subprocess.run(
@@ -156,7 +156,7 @@ def test_what_no_file_has_is_refused():
 
 
 def test_an_async_reward_is_refused_in_one_sentence(recwarn):
-    "Beside it Python would print that nobody awaited the reward."
+    """Beside it Python would print that nobody awaited the reward."""
 
     async def reward(images, prompts):
         return [0.0]

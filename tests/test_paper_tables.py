@@ -12,7 +12,7 @@ from chunk_grpo.reporting.reports import find_report_notebook
 
 @pytest.fixture(scope="module")
 def report() -> dict:
-    "What the report defines."
+    """What the report defines."""
     cells = {
         cell.id: cell.source for cell in nbformat.read(find_report_notebook("tables"), 4).cells
     }
@@ -24,7 +24,7 @@ def report() -> dict:
 
 @pytest.fixture
 def pretend(tmp_path):
-    "Makes a run folder with settings and the scores of a benchmark."
+    """Makes a run folder with settings and the scores of a benchmark."""
 
     def make(name, mean, **chosen):
         s = setting.Settings(**({"reward": "hpsv3", "chunks": "2,3,4,7", "steps": 17} | chosen))
@@ -46,7 +46,7 @@ def pretend(tmp_path):
 
 @pytest.fixture
 def runs(pretend):
-    "Two seeds of chunks, one of steps, one of weighted drawing with another reward, one of equal chunks."
+    """Two seeds of chunks, one of steps, one of weighted drawing with another reward, one of equal chunks."""
     return [
         pretend("a", 15.2),
         pretend("b", 15.4, seed=1),

@@ -31,7 +31,7 @@ WRONG = {  # values as papermill's -p hands them over
 
 
 def kernel_of(name: str, given: dict) -> dict:
-    "What a kernel has after papermill's own cell, which stands behind the one tagged `parameters`."
+    """What a kernel has after papermill's own cell, which stands behind the one tagged `parameters`."""
     cells = [
         cell.source
         for cell in nbformat.read(reports.find_report_notebook(name), 4).cells
@@ -119,7 +119,7 @@ def test_lists_of_something_else_than_texts_are_rejected():
 
 
 def papermill(notebook: Path, folder: Path, *words, **more) -> subprocess.CompletedProcess:
-    "Run a notebook by the command itself, in a folder of its own."
+    """Run a notebook by the command itself, in a folder of its own."""
     return subprocess.run(
         [PAPERMILL, notebook, "x.ipynb", *map(str, words)],
         cwd=folder,
@@ -132,7 +132,7 @@ def papermill(notebook: Path, folder: Path, *words, **more) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    "Where a wheel of the package lies, unpacked as pip does it."
+    """Where a wheel of the package lies, unpacked as pip does it."""
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
@@ -250,7 +250,7 @@ def test_evaluation_notebook_does_not_run_what_a_strangers_run_asks_for(installe
 
 
 def test_report_runs_with_this_interpreter_whatever_kernel_is_registered(tmp_path, monkeypatch):
-    "A kernel named python3 of another environment comes first on Jupyter's path."
+    """A kernel named python3 of another environment comes first on Jupyter's path."""
     place = tmp_path / "jupyter/kernels/python3"
     place.mkdir(parents=True)
     spec = {

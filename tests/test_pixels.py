@@ -22,7 +22,7 @@ NAMES = [
 
 
 def image(value=None, place=(0, 1, 2, 3)):
-    "Two grey images, one number of which is another."
+    """Two grey images, one number of which is another."""
     x = torch.full((2, 3, 64, 64), 0.5)
     if value is not None:
         x[place] = value
@@ -61,8 +61,9 @@ def test_tensor_that_is_no_image_is_rejected(name, kind):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_images_of_every_allowed_kind_score_the_same(name):
-    "Floats, the rounding of a resize beyond the ends, bytes and pictures."
-    reward, prompts = rewards.load_reward(name), ["a photo of a red star"] * 2
+    """Floats, the rounding of a resize beyond the ends, bytes and pictures."""
+    reward = rewards.load_reward(name)
+    prompts = ["a photo of a red star"] * 2
     ends = torch.zeros(2, 3, 64, 64)
     ends[:, 0] = 1.0
     over = ends * 1.01 - 0.005

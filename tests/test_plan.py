@@ -48,7 +48,7 @@ def test_transitions_of_an_image(chunks, expected):
 
 
 def test_an_iterations_forwards():
-    "Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."
+    """Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."""
     s = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
     counts = plan.iteration_counts(s)
     assert (
@@ -133,13 +133,14 @@ def test_a_broken_model_folder_is_named(tmp_path):
 
 @pytest.fixture(scope="module", params=list(tiny_families.BUILDERS))
 def family(request, tmp_path_factory):
-    "A family in miniature: its folder."
+    """A family in miniature: its folder."""
     return str(tiny_families.build(request.param, tmp_path_factory.mktemp(request.param) / "model"))
 
 
 def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
-    "Two rows of conditioning whose prompts are as long as they may be."
-    config, length = model.transformer.config, TOKENS + network.extra_tokens
+    """Two rows of conditioning whose prompts are as long as they may be."""
+    config = model.transformer.config
+    length = TOKENS + network.extra_tokens
     width = config.get("joint_attention_dim") or config.get("cap_feat_dim")
     return {
         "prompt_embeds": torch.randn(2, length, width),
@@ -150,7 +151,7 @@ def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
-    "Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."
+    """Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."""
     network = plan.find_model_config(family)
     real = trainable.load_trainable_policy(
         family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank
@@ -186,7 +187,7 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
 
 
 def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
-    "What the settings' own batch keeps, counted for every family."
+    """What the settings' own batch keeps, counted for every family."""
     given = s.resolution, s.max_tokens, s.dtype, s.lora_rank, s.lora_targets if s.lora_rank else ()
     fixed, row = plan._counted_bytes(network, *given, s.gradient_checkpointing)
     return fixed + row * s.update_batch
@@ -194,22 +195,18 @@ def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
 
 @contextlib.contextmanager
 def run_every_block(net, total):
-    "In place of `_run_alike_once`."
-    blocks, each = (
-        [
-            block
-            for part in net.children()
-            if isinstance(part, torch.nn.ModuleList)
-            for block in part
-        ],
-        [],
-    )
+    """In place of `_run_alike_once`."""
+    blocks = [
+        block for part in net.children() if isinstance(part, torch.nn.ModuleList) for block in part
+    ]
+    each = []
 
     def watch(block):
         run = block.forward
 
         def forward(*args, **kwargs):
-            before, out = total(), run(*args, **kwargs)
+            before = total()
+            out = run(*args, **kwargs)
             each.append(total() - before)
             return out
 
@@ -225,7 +222,7 @@ def run_every_block(net, total):
 
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (4, True)])
 def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypatch):
-    "Six blocks in each list, of which two of a kind run: the bytes of all six."
+    """Six blocks in each list, of which two of a kind run: the bytes of all six."""
     network = plan.find_model_config(family)
     sizes = json.loads(network.transformer)
     lists = {name: 6 for name in sizes if name in ("num_layers", "num_single_layers", "n_layers")}
@@ -247,7 +244,7 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
 
 @pytest.mark.parametrize("name, resolution", [("sd3", 64), ("qwen", 320)])
 def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, monkeypatch):
-    "Two images of several tiles: one of a kind is decoded."
+    """Two images of several tiles: one of a kind is decoded."""
     network = plan.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
     given = network, resolution, "float32", True, 2
     few = plan._decode_bytes.__wrapped__(*given)
@@ -265,7 +262,7 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     ],
 )
 def test_every_known_model_has_a_whole_plan(model):
-    "On a device that has no room for some of them."
+    """On a device that has no room for some of them."""
     s = settings.load_settings(
         {
             "model": model,
@@ -286,7 +283,7 @@ def test_every_known_model_has_a_whole_plan(model):
     "changes, factor", [({}, 1), ({"ema": 0.9}, 4 / 3), ({"lora_rank": 32}, 131 / 11901)]
 )
 def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
-    "Three of twelve bytes a weight, or of sixteen with a moving average."
+    """Three of twelve bytes a weight, or of sixteen with a moving average."""
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     parts = plan.run_disk_bytes(settings.load_settings("paper/chunk", changes), m)
     assert parts["checkpoints"] == pytest.approx(3 * 12 * 11.9e9 * factor, rel=0.02)
@@ -323,24 +320,18 @@ def test_a_plan_says_what_the_host_needs():
     ],
 )
 def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
-    m, base = (
-        plan.find_model_config("black-forest-labs/FLUX.1-dev"),
-        settings.load_settings({"dtype": "float32"}),
-    )
-    before, after = (
-        plan.training_memory(base, m),
-        plan.training_memory(settings.load_settings(base, changes), m, processes),
-    )
+    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    base = settings.load_settings({"dtype": "float32"})
+    before = plan.training_memory(base, m)
+    after = plan.training_memory(settings.load_settings(base, changes), m, processes)
     assert after[part] == pytest.approx(
         before[part] * factor, rel=0.01
     )  # activations have a part of no batch
 
 
 def test_update_memory_is_used_and_not_exceeded():
-    m, base = (
-        plan.find_model_config("black-forest-labs/FLUX.1-dev"),
-        {"lora_rank": 32, "true_cfg_scale": 2.0},
-    )
+    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    base = {"lora_rank": 32, "true_cfg_scale": 2.0}
     for gigabytes in (8, 30, 60.5):
         s = plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
         more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
@@ -358,7 +349,7 @@ def test_update_memory_is_used_and_not_exceeded():
 
 
 def test_every_settings_file_is_a_preset():
-    "Each of which is planned in test_cli, or counted in test_method_table."
+    """Each of which is planned in test_cli, or counted in test_method_table."""
     assert [
         str(f.relative_to(ROOT / "runs").with_suffix("")) for f in FILES
     ] == settings.list_presets()
@@ -399,7 +390,8 @@ def test_what_does_not_fit_is_said():
 
 def test_a_share_makes_it_longer():
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    s, where = settings.load_settings({"lora_rank": 16}), plan.find_device("h100")
+    s = settings.load_settings({"lora_rank": 16})
+    where = plan.find_device("h100")
     half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
     text = dict(plan.describe_estimates(s, 1e15, device="h100", share=0.3))
@@ -444,7 +436,7 @@ def test_a_runs_seconds_stand_beside_the_prediction(tmp_path):
 
 
 def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
-    "All families are asked by name, and only the one that has the model is imported; no weight is read."
+    """All families are asked by name, and only the one that has the model is imported; no weight is read."""
     code = (
         "import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
         "assert 'chunk_grpo.models.families' not in sys.modules\n"
@@ -465,7 +457,7 @@ def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    "A machine of two cores without a GPU."
+    """A machine of two cores without a GPU."""
     monkeypatch.setattr(
         machine, "machine_info", lambda: {"gpus": [], "cores": 2, "memory_gb": 16.0}
     )
@@ -510,7 +502,7 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
 
 @pytest.mark.parametrize("gpus, wanted", [(8, 8), (1, 1)])
 def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
-    "To `train` where the machine has as many devices; to `plan` always, unless a number is given."
+    """To `train` where the machine has as many devices; to `plan` always, unless a number is given."""
     monkeypatch.setattr(
         machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
     )
@@ -522,7 +514,7 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
 
 
 def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
-    "Else each of four would start two."
+    """Else each of four would start two."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
     assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(
@@ -532,9 +524,10 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
 
 
 def test_what_would_fit_is_looked_for_among_settings_that_go_together():
-    "A sharded run has no moments of 8 bits: such a change is not tried, alone or beside another."
+    """A sharded run has no moments of 8 bits: such a change is not tried, alone or beside another."""
     s = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    network, where = plan.find_model_config(s.model), plan.find_device("rtx4090")
+    network = plan.find_model_config(s.model)
+    where = plan.find_device("rtx4090")
     assert s.sharding == "fsdp" and not where.fits(plan._peak_memory(s, network, 8)[0])
     changes, least = plan._find_smaller(s, network, where, 8)
     assert changes is None or changes.get("sharding") == "none"
@@ -561,7 +554,8 @@ def test_what_would_fit_is_looked_for_among_settings_that_go_together():
 )
 def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
     s = settings.load_settings(preset, changes)
-    network, where = plan.find_model_config(s.model), plan.find_device(device)
+    network = plan.find_model_config(s.model)
+    where = plan.find_device(device)
     assert not where.fits(plan._peak_memory(s, network)[0])
     found, total = plan._find_smaller(s, network, where)
     assert set(found) == expected
@@ -616,7 +610,7 @@ def test_a_gpu_is_recognised_by_what_torch_calls_it(gpu, name):
 
 
 def test_decoding_is_counted_by_the_batch_that_is_decoded():
-    "Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."
+    """Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."""
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     s = settings.load_settings("paper/one-h200-lora")
     assert (

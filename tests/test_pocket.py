@@ -64,7 +64,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def scenes():
-    "Three hundred fresh scenes of both prompt lists, their pictures and prompts."
+    """Three hundred fresh scenes of both prompt lists, their pictures and prompts."""
     rng = np.random.default_rng(2026)
     prompts = [
         str(p)
@@ -142,7 +142,8 @@ def test_what_passes_shows_every_object(scenes):
     rng, prompts, images = scenes
     check = geneval.PocketGenEval()
     for asked, low, high in ((prompts, 0.99, 1), (list(rng.permutation(prompts)), 0.1, 0.5)):
-        verdicts, objects = check(images, asked), check.objects(images, asked)
+        verdicts = check(images, asked)
+        objects = check.objects(images, asked)
         assert [len(row) for row in objects] == [len(parse_caption(p).objects) for p in asked]
         assert all(all(row) for row, passed in zip(objects, verdicts, strict=True) if passed)
         assert low <= np.mean(sum(objects, [])) <= high
@@ -202,7 +203,7 @@ def test_rewards_of_the_world_refuse_options(name):
 
 @pytest.fixture(scope="module")
 def trainer():
-    "tools/train_pocket.py, which made the shipped weights."
+    """tools/train_pocket.py, which made the shipped weights."""
     file = Path(__file__).resolve().parents[1] / "tools/train_pocket.py"
     spec = importlib.util.spec_from_file_location("train_pocket", file)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
@@ -256,7 +257,8 @@ def test_an_interrupted_training_ends_where_a_straight_one_ends(
     train = getattr(trainer, f"train_{part}")
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     straight = train(tmp_path / "one", **settings)
-    name, calls = {"flow": "flow_loss", "clip": "clip_batch_loss"}[part], iter(range(4))
+    name = {"flow": "flow_loss", "clip": "clip_batch_loss"}[part]
+    calls = iter(range(4))
     real = getattr(trainer, name)
     with monkeypatch.context() as patched:
         patched.setattr(trainer, name, lambda *args: (next(calls), real(*args))[1])
@@ -285,7 +287,8 @@ def test_captions_that_mislead_are_one_word_off_and_never_held_out(trainer):
 
 
 def test_the_manifests_numbers_are_measured_as_they_say(trainer):
-    score, right = torch.tensor([[3.0, 2, 1], [1, 1, 0]]), torch.tensor([[1.0, 0, 1], [1, 0, 1]])
+    score = torch.tensor([[3.0, 2, 1], [1, 1, 0]])
+    right = torch.tensor([[1.0, 0, 1], [1, 0, 1]])
     assert trainer.within_group_auc(score, right) == (1 + 0 + 0.5 + 0) / 4
     held = pocket.read_pocket_prompts("test")
     draws = (torch.rand(len(held), 8, generator=torch.Generator().manual_seed(0)) < 0.3).float()

@@ -32,7 +32,7 @@ SECOND = pocket.read_pocket_prompts("test192")
 
 
 def plain(prompt):
-    "A prompt without capitals, punctuation, articles and the spaces between words."
+    """A prompt without capitals, punctuation, articles and the spaces between words."""
     return "".join(
         word
         for word in re.findall("[a-z0-9]+", prompt.casefold())
@@ -223,7 +223,8 @@ def test_taste_is_the_height_of_an_object_whatever_its_shape_colour_and_column(s
 
 
 def test_taste_is_the_mean_over_well_formed_objects_and_zero_without_any():
-    low, high = SceneObject("circle", "red", 48, 48, 12), SceneObject("square", "blue", 16, 16, 12)
+    low = SceneObject("circle", "red", 48, 48, 12)
+    high = SceneObject("square", "blue", 16, 16, 12)
     giant = SceneObject("circle", "red", 32, 32, 28)
     scores = PocketLow()([picture(low, high), picture(low), picture(), picture(giant)], [""] * 4)
     torch.testing.assert_close(scores, torch.tensor([0.5, 0.75, 0.0, 0.0]), rtol=0, atol=0.01)

@@ -18,7 +18,7 @@ SAMPLE = 4
 
 
 def outcome(session: Session, state: dict, root: Path) -> str:
-    "What is wrong with how a state goes on, or nothing; a refusal in words is no wrong."
+    """What is wrong with how a state goes on, or nothing; a refusal in words is no wrong."""
     disk.put(state, root)
     begun = (root / "run" / "run.json").is_file()
     again = session.again if begun else ()
@@ -31,7 +31,8 @@ def outcome(session: Session, state: dict, root: Path) -> str:
         return "" if begun else f"a new run is refused: {done.stderr}"
     if done.returncode:
         return f"exit code {done.returncode}: {done.stderr[-300:]!r}"
-    mine, theirs = session.result(root), session.result(session.whole)
+    mine = session.result(root)
+    theirs = session.result(session.whole)
     return "; ".join(
         f"other {name}: {difference(mine[name], theirs[name])}"
         for name in theirs
@@ -40,7 +41,7 @@ def outcome(session: Session, state: dict, root: Path) -> str:
 
 
 def check(session: Session, chosen: list, folder: Path) -> None:
-    "Go on from every state, two at once."
+    """Go on from every state, two at once."""
 
     def one(named):
         with tempfile.TemporaryDirectory(dir=folder) as place:
@@ -53,7 +54,7 @@ def check(session: Session, chosen: list, folder: Path) -> None:
 
 
 def late(states: list) -> list:
-    "States with a checkpoint, a run that says that it is finished, or its weights."
+    """States with a checkpoint, a run that says that it is finished, or its weights."""
     return [
         one
         for one in states
@@ -63,7 +64,7 @@ def late(states: list) -> list:
 
 @pytest.mark.slow
 def test_the_disk_keeps_what_was_synced(tiny_training):
-    "The model itself: names need their folder's fsync, contents their own, and the last state is what is there."
+    """The model itself: names need their folder's fsync, contents their own, and the last state is what is there."""
     whole = disk.Disk()
     for step in tiny_training.steps:
         whole.do(step)
@@ -95,7 +96,7 @@ def test_the_disk_keeps_what_was_synced(tiny_training):
 
 @pytest.mark.slow
 def test_a_finished_run_is_on_the_disk(tiny_training):
-    "At its end nothing of a run is left that a loss of power could take; its cache is none of it."
+    """At its end nothing of a run is left that a loss of power could take; its cache is none of it."""
     there = {
         f"run/{file.relative_to(tiny_training.whole / 'run')}": file.read_bytes()
         for file in (tiny_training.whole / "run").rglob("*")
@@ -129,11 +130,11 @@ def test_power_lost_at_every_sync_and_rename(tiny_training, tmp_path):
 
 
 def finished_run(session: Session) -> disk.Disk:
-    "A disk that holds what was there before a session, all of it for good."
-    root, before = (
-        disk.Disk(),
-        {str(file.relative_to(session.before)): file for file in sorted(session.before.rglob("*"))},
-    )
+    """A disk that holds what was there before a session, all of it for good."""
+    root = disk.Disk()
+    before = {
+        str(file.relative_to(session.before)): file for file in sorted(session.before.rglob("*"))
+    }
     for name, file in before.items():
         root.do(disk.Step("", 0, "mkdir" if file.is_dir() else "open", name, data=b"new"))
         if file.is_file():
@@ -146,7 +147,7 @@ def finished_run(session: Session) -> disk.Disk:
 
 
 def counted_pictures(state: dict) -> dict[str, bytes | None]:
-    "The pictures that finished lines of a state count as drawn, by arm and name; None where one is gone."
+    """The pictures that finished lines of a state count as drawn, by arm and name; None where one is gone."""
     out = {}
     for name in [name for name in state if "/parts-" in name]:
         for line in state[name].rpartition(b"\n")[0].split(b"\n") if b"\n" in state[name] else []:
@@ -156,7 +157,7 @@ def counted_pictures(state: dict) -> dict[str, bytes | None]:
 
 
 def test_what_counts_as_drawn_is_on_the_disk(tiny_evaluation):
-    "In every state, not only in those that are gone on with below."
+    """In every state, not only in those that are gone on with below."""
     theirs = tiny_evaluation.result(tiny_evaluation.whole)["pictures"]
     found = [
         (name, counted_pictures(state))

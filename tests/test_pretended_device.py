@@ -9,13 +9,13 @@ from pretended_device import PretendedCUDA, pretended_cuda
 
 @pytest.fixture
 def cuda():
-    "A machine with two GPUs, the first of them current."
+    """A machine with two GPUs, the first of them current."""
     with pretended_cuda() as mode:
         yield mode
 
 
 def pair():
-    "Four numbers on the CPU and on a GPU."
+    """Four numbers on the CPU and on a GPU."""
     return torch.arange(4.0), torch.arange(4.0, device="cuda:0")
 
 
@@ -58,13 +58,13 @@ def test_a_planted_fault_is_refused(cuda, fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_same_on_one_device_is_not(cuda, fault):
-    "What is refused is the mixing, nothing else: on the CPU all of it goes through."
+    """What is refused is the mixing, nothing else: on the CPU all of it goes through."""
     if fault not in ("two GPUs", "generator"):
         FAULTS[fault](torch.arange(4.0), torch.arange(4.0))
 
 
 def test_right_code_goes_through(cuda):
-    "Numbers of the CPU beside a GPU's tensors, indices of the CPU, copies, views, moves."
+    """Numbers of the CPU beside a GPU's tensors, indices of the CPU, copies, views, moves."""
     here, there = pair()
     assert (there * torch.tensor(2.0)).device == torch.device("cuda:0")
     assert there[torch.tensor([1, 2])].is_cuda and not there[1:].cpu().is_cuda
@@ -86,7 +86,7 @@ def test_right_code_goes_through(cuda):
 
 
 def test_memory_is_where_it_was_made(cuda):
-    "A move copies; views, in-place operations and parameters' data share the memory of what they are made of."
+    """A move copies; views, in-place operations and parameters' data share the memory of what they are made of."""
     here, there = pair()
     there += 1
     assert here.tolist() == [0, 1, 2, 3]
@@ -99,8 +99,9 @@ def test_memory_is_where_it_was_made(cuda):
 
 
 def test_a_step_of_training(cuda):
-    "Gradients, moments and what is computed again in a backward lie where the weights lie."
-    layer, x = torch.nn.Linear(4, 4).to("cuda"), torch.ones(2, 4, device="cuda")
+    """Gradients, moments and what is computed again in a backward lie where the weights lie."""
+    layer = torch.nn.Linear(4, 4).to("cuda")
+    x = torch.ones(2, 4, device="cuda")
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
     before = layer.weight.detach().clone()
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).square().mean().backward()
@@ -121,7 +122,7 @@ def test_a_step_of_training(cuda):
 
 
 def test_every_thread_has_a_current_device():
-    "The main thread's is set, another begins at 0: what says `cuda` there lies on another GPU."
+    """The main thread's is set, another begins at 0: what says `cuda` there lies on another GPU."""
     found = []
     with pretended_cuda(current=1) as mode:
         assert (
@@ -143,6 +144,6 @@ def test_every_thread_has_a_current_device():
 
 
 def test_generators_and_devices_that_fit(cuda):
-    "Half the rules refuse: the CPU's generators draw on the CPU."
+    """Half the rules refuse: the CPU's generators draw on the CPU."""
     assert torch.randn(2, generator=torch.Generator().manual_seed(1)).device.type == "cpu"
     assert torch.zeros(2, device="cuda").normal_().is_cuda

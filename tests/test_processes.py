@@ -27,7 +27,7 @@ torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths
 
 @pytest.mark.parametrize("many", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_draw_the_same_images(world, tmp_path, many):
-    "One and several: bit-identical noise, images within 1e-4."
+    """One and several: bit-identical noise, images within 1e-4."""
     (tmp_path / "draw.py").write_text(DRAW)
     words = [str(world / "s.yaml"), str(tmp_path)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(many)]
@@ -65,7 +65,7 @@ train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda
 
 
 def test_the_process_group_outlives_what_uses_it(world, tmp_path):
-    "Freed by DDP's reducer, with Python's lock held, it may wait for ever for a thread of its own that wants the lock."
+    """Freed by DDP's reducer, with Python's lock held, it may wait for ever for a thread of its own that wants the lock."""
     (tmp_path / "ending.py").write_text(ENDING)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,8 +93,9 @@ def test_the_process_group_outlives_what_uses_it(world, tmp_path):
     ],
 )  # two machines with a part each are in test_hosts
 def test_several_processes_train_the_same(world, whole, processes, sharding):
-    "As one process: with whole weights in each, and with a part in each."
-    out, alone = world / f"{processes}-{sharding}", world / f"{processes}-{sharding}-alone"
+    """As one process: with whole weights in each, and with a part in each."""
+    out = world / f"{processes}-{sharding}"
+    alone = world / f"{processes}-{sharding}-alone"
     words = (
         "train",
         world / "s.yaml",
@@ -110,7 +111,7 @@ def test_several_processes_train_the_same(world, whole, processes, sharding):
 
 @pytest.mark.slow
 def test_parts_with_everything_on(world):
-    "Two passes, unequal numbers of forwards, fewer held-out images than processes, KL, moving average, checkpointing."
+    """Two passes, unequal numbers of forwards, fewer held-out images than processes, KL, moving average, checkpointing."""
     words = [
         "update_batch=5",
         "kl=0.01",
@@ -139,8 +140,9 @@ def test_parts_with_everything_on(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding, before, after", [("none", 2, 4), ("fsdp", 2, 1)])
 def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, after):
-    "kill -9 of one rank in iteration 3 of 6: the run ends and says why, and others go on to the same images."
-    out, slow = world / f"died-{sharding}-{before}-{after}", "reward=tiny_rewards:slow_red"
+    """kill -9 of one rank in iteration 3 of 6: the run ends and says why, and others go on to the same images."""
+    out = world / f"died-{sharding}-{before}-{after}"
+    slow = "reward=tiny_rewards:slow_red"
     words = ["train", world / "s.yaml", slow, f"sharding={sharding}", "--out", out, "--no-report"]
     child = subprocess.Popen(
         command(*words, "--processes", before),
@@ -150,7 +152,8 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
     )
     wait_for(out, 2, child)
     time.sleep(0.2)  # into iteration 3
-    family, dead = children.descendants(child.pid), before - 1
+    family = children.descendants(child.pid)
+    dead = before - 1
     (rank,) = [
         p
         for p in family
@@ -171,7 +174,7 @@ def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, 
 
 @pytest.mark.slow
 def test_adaptive_chunks_train_the_same_on_two_processes(world):
-    "Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."
+    """Every image has chunks of its own, and processes different numbers of them: still the mean over all of them."""
     outs = [world / f"adaptive-{n}" for n in (1, 2)]
     for n, out in enumerate(outs, 1):
         words = [
@@ -193,11 +196,9 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
 
 @pytest.mark.slow
 def test_compiled_parts_train_the_same(world):
-    "Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."
-    words, outs = (
-        ["iterations=2", "eval_every=0", "--no-report"],
-        [world / "plain", world / "compiled-parts"],
-    )
+    """Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."""
+    words = ["iterations=2", "eval_every=0", "--no-report"]
+    outs = [world / "plain", world / "compiled-parts"]
     run("train", world / "s.yaml", *words, "--out", outs[0])
     done = subprocess.run(
         command(
@@ -222,11 +223,9 @@ def test_compiled_parts_train_the_same(world):
 
 @pytest.mark.slow
 def test_a_finished_run_goes_on_with_two_processes(tmp_path):
-    "As the page about a GPU host says: more iterations, another number of processes, and what is there stays."
-    words, out = (
-        ["train", "pocket/tiny", "--out", tmp_path / "run", "--no-report"],
-        tmp_path / "run",
-    )
+    """As the page about a GPU host says: more iterations, another number of processes, and what is there stays."""
+    words = ["train", "pocket/tiny", "--out", tmp_path / "run", "--no-report"]
+    out = tmp_path / "run"
     run(*words, "iterations=3")
     before = metrics(out)
     said = run(*words, "iterations=4", "--resume", "--processes", 2)

@@ -19,7 +19,7 @@ def test_the_table_of_the_book_is_what_commands_do(whose):
     "row", [row for row in ROWS if row["run"] == "a stranger's"], ids=lambda row: row["command"]
 )
 def test_a_strangers_run_is_read_and_not_obeyed(row):
-    "Of the kept table, which the test above makes again."
+    """Of the kept table, which the test above makes again."""
     assert not row["contacts"] and not row["left in the temporary folder"]
     assert all(
         words.split()[0] in ("python", "git") and "evil" not in words for words in row["runs"]

@@ -31,7 +31,7 @@ SMALL = {
 
 @pytest.fixture
 def encoded(monkeypatch, tmp_path):
-    "The prompts that were encoded, in a store of the test's own."
+    """The prompts that were encoded, in a store of the test's own."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     found, embed = [], FluxPolicy.embed
 
@@ -44,7 +44,7 @@ def encoded(monkeypatch, tmp_path):
 
 
 def test_a_run_on_20000_prompts_encodes_those_it_draws(encoded, tmp_path):
-    "Six of twenty thousand, and two of a hundred held out; when it goes on, only what is new."
+    """Six of twenty thousand, and two of a hundred held out; when it goes on, only what is new."""
     (tmp_path / "train.txt").write_text("".join(f"a red star {i}\n" for i in range(20_000)))
     (tmp_path / "test.txt").write_text("".join(f"a blue square {i}\n" for i in range(100)))
     files = {"prompts": str(tmp_path / "train.txt"), "eval_prompts": str(tmp_path / "test.txt")}
@@ -59,8 +59,9 @@ def test_a_run_on_20000_prompts_encodes_those_it_draws(encoded, tmp_path):
 
 @pytest.mark.parametrize("field", ["prompts", "eval_prompts"])
 def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(field, tmp_path):
-    "Wherever it stands in the list, and before there is a folder."
-    few, odd = tmp_path / "few.txt", tmp_path / "odd.txt"
+    """Wherever it stands in the list, and before there is a folder."""
+    few = tmp_path / "few.txt"
+    odd = tmp_path / "odd.txt"
     few.write_text("a red star\n" * 40)
     odd.write_text("a red star\n" * 40 + "zebras fly over the moon\n")
     words = [
@@ -80,7 +81,7 @@ def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(
 
 
 def test_processes_share_the_prompts(monkeypatch, tmp_path):
-    "Together they need what one alone needs, and no prompt of an iteration is needed twice."
+    """Together they need what one alone needs, and no prompt of an iteration is needed twice."""
     s = settings.load_settings("pocket/tiny", SMALL | {"prompts_per_iteration": 4, "eval_count": 6})
 
     def needed(rank, processes):
@@ -90,13 +91,14 @@ def test_processes_share_the_prompts(monkeypatch, tmp_path):
             s, tmp_path, accelerator, *texts, {}, {}, None
         ).needed_prompts()
 
-    alone, parts = needed(0, 1), [needed(rank, 4) for rank in range(4)]
+    alone = needed(0, 1)
+    parts = [needed(rank, 4) for rank in range(4)]
     assert set().union(*parts) == set(alone) and len(alone) == 3 * 4 + 6
     assert all(sum(text.startswith("train") for text in part) == 3 for part in parts)
 
 
 def flip(file, bit):
-    "Another bit, counted from the end where it is negative."
+    """Another bit, counted from the end where it is negative."""
     content = bytearray(file.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
@@ -114,7 +116,7 @@ HARM = {
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, capsys, harm):
-    "With one warning, and from then on it is whole."
+    """With one warning, and from then on it is whole."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
     calls = []
 
@@ -139,7 +141,7 @@ def test_a_kept_embedding_that_is_damaged_is_made_again(monkeypatch, tmp_path, c
 
 
 def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
-    "Of its length, its head or its tensors; only the spaces that fill up the head mean nothing."
+    """Of its length, its head or its tensors; only the spaces that fill up the head mean nothing."""
     file = tmp_path / "a.safetensors"
     prompt_embeds._save_prompt_embeds(
         file, {"embeds": torch.ones(3), "mask": torch.ones(4, dtype=bool)}, "a cat", "k"

@@ -24,18 +24,20 @@ from chunk_grpo.reporting import figures, publish, reports, tables
 from chunk_grpo.runs import run_folder
 
 LONG = "l" * 200
-compare, train = functions_of_report("compare"), functions_of_report("train")
+compare = functions_of_report("compare")
+train = functions_of_report("train")
 
 
 def labels(figure) -> list[str]:
-    "All texts of a figure that is drawn."
+    """All texts of a figure that is drawn."""
     figure.canvas.draw()
     return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
 
 
 def metrics(chunks: int = 4, never: tuple = ()):
-    "Metrics of ten iterations, with two rewards, some chunks never drawn."
-    rng, rows = np.random.default_rng(0), [{"iteration": 0}]
+    """Metrics of ten iterations, with two rewards, some chunks never drawn."""
+    rng = np.random.default_rng(0)
+    rows = [{"iteration": 0}]
     for i in range(1, 11):
         values = [None if k in never else float(rng.uniform(0.01, 0.3)) for k in range(chunks)]
         rows.append(
@@ -54,7 +56,7 @@ def metrics(chunks: int = 4, never: tuple = ()):
 
 @pytest.mark.parametrize("words", [r"$\frac$", "$x_1$", r"a \$5 and $6$"])
 def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_path):
-    "Prompts, rewards, runs: drawn, and not typeset."
+    """Prompts, rewards, runs: drawn, and not typeset."""
     image = {
         "prompt": words,
         "number": 0,
@@ -103,7 +105,7 @@ def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_lin
 def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_live_figure(
     whole, tmp_path
 ):
-    "No ratio and no clip; a width, a loss a chunk, and text that nobody can draw."
+    """No ratio and no clip; a width, a loss a chunk, and text that nobody can draw."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -229,7 +231,8 @@ def test_a_run_on_two_rewards_shows_both():
 
 
 def test_a_name_of_300_letters_covers_nothing():
-    name, value = "x" * 300, {"mean": 0.1, "lo": 0.0, "hi": 0.2}
+    name = "x" * 300
+    value = {"mean": 0.1, "lo": 0.0, "hi": 0.2}
     table = metrics().assign(**{f"eval_{name}": 0.5, f"reward_{name}": 0.5})
     rows = pd.DataFrame([{"letter": "A", "label": "A1", "delta": 0.1, "lo": 0.0, "hi": 0.2}])
     made = [
@@ -248,7 +251,8 @@ def test_a_name_of_300_letters_covers_nothing():
 
 
 def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
-    up, down = {"mean": 0.2, "lo": 0.1, "hi": 0.3}, {"mean": -0.25, "lo": -0.4, "hi": -0.1}
+    up = {"mean": 0.2, "lo": 0.1, "hi": 0.3}
+    down = {"mean": -0.25, "lo": -0.4, "hi": -0.1}
     row = {"base": up, "plain": down, "plain-base": down, "as-trained": up, "as-trained-base": up}
     said = tables.count_directions({"clip": row})
     assert said == "trained: clip fell; as trained: clip rose"
@@ -260,7 +264,7 @@ def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
 
 @pytest.fixture(scope="module")
 def unequal(tmp_path_factory):
-    "Two runs of one method with different learning rates, one with a long name and another evaluation."
+    """Two runs of one method with different learning rates, one with a long name and another evaluation."""
     folder = tmp_path_factory.mktemp("runs")
     a = synthetic.write(folder / "short", {"learning_rate": 1e-4})
     b = synthetic.write(folder / LONG, {"learning_rate": 2e-4}, gain=0.2)
@@ -296,7 +300,8 @@ def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):
 
 
 def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, monkeypatch, capsys):
-    run, written = synthetic.write(tmp_path / "run"), []
+    run = synthetic.write(tmp_path / "run")
+    written = []
     summary = run_folder.read_evaluation_summary(run)
     monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_: summary)
     monkeypatch.setattr(reports, "write_run_report", lambda run, name="train": written.append(name))
@@ -324,7 +329,7 @@ def test_the_checkers_no_has_its_reason(tmp_path):
 
 
 def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):
-    "A process that waits ten seconds for each look at the wall's clock has the rate of its own core's time."
+    """A process that waits ten seconds for each look at the wall's clock has the rate of its own core's time."""
     free = plan.measure_matmul_rate(seconds=0.05)
     wall = iter(range(0, 10**6, 10))
     monkeypatch.setattr(plan.time, "perf_counter", lambda: float(next(wall)))

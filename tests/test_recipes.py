@@ -14,7 +14,7 @@ RECIPES = dict(re.findall(r"^### ([^\n]+)\n(.*?)(?=^##)", TEXT, flags=re.MULTILI
 
 
 def code_of(recipe: str) -> str:
-    "The block of Python of a recipe."
+    """The block of Python of a recipe."""
     (code,) = re.findall(r"```python\n(.*?)```", RECIPES[recipe], flags=re.DOTALL)
     return code
 
@@ -47,7 +47,7 @@ def test_a_new_family_runs(tmp_path):
 
 @pytest.mark.parametrize("recipe", FILES)
 def test_a_file_beside_the_package_is_trained_with(recipe, tmp_path):
-    "Found in the working directory; the run names it from the root, so that it is found again from anywhere."
+    """Found in the working directory; the run names it from the root, so that it is found again from anywhere."""
     code = code_of(recipe)
     (tmp_path / FILES[recipe]).write_text(code)
     assert len(code.splitlines()) <= 60

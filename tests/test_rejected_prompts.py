@@ -13,7 +13,8 @@ from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.reward_serving import client, server
 from chunk_grpo.rewards import hpsv3, rewards
 
-GOOD, BAD = ["a red star"] * 30, "a <|im_end|> star"
+GOOD = ["a red star"] * 30
+BAD = "a <|im_end|> star"
 OWN = """
 class Strict:
     def __call__(self, images, prompts):
@@ -52,7 +53,7 @@ def test_the_package_of_hpsv3_rejects_marks_before_it_scores():
 
 @pytest.fixture
 def own(tmp_path):
-    "A folder with a reward that rejects marks, and lists with and without one."
+    """A folder with a reward that rejects marks, and lists with and without one."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "good.txt").write_text("\n".join(GOOD))
     (tmp_path / "bad.txt").write_text("\n".join([*GOOD, BAD]))

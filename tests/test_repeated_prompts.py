@@ -13,9 +13,10 @@ PROMPTS, COPIES = 60, 4
 
 
 def records(copies: int, images: int, named: bool = True, seed: int = 0) -> list[dict]:
-    "Base and trained images of 60 prompts, each listed so often and with so many images a listing."
+    """Base and trained images of 60 prompts, each listed so often and with so many images a listing."""
     draw = np.random.default_rng(seed)
-    means, out = draw.random(PROMPTS), []
+    means = draw.random(PROMPTS)
+    out = []
     gains = 0.1 * draw.normal(size=PROMPTS)
     for arm in ("base", "plain"):
         for copy in range(copies):
@@ -63,7 +64,9 @@ def test_prompts_listed_unequally_often_have_intervals_over_prompts():
     for r in some:
         if r["arm"] == "base":
             scores.setdefault(r["prompt"], []).append(r["scores"]["x"])
-    draw, rows, means = np.random.default_rng(1), list(scores.values()), []
+    draw = np.random.default_rng(1)
+    rows = list(scores.values())
+    means = []
     for _ in range(2000):  # the bootstrap over prompts, by hand
         chosen = [rows[i] for i in draw.integers(PROMPTS, size=PROMPTS)]
         means.append(np.concatenate(chosen).mean())
@@ -72,7 +75,8 @@ def test_prompts_listed_unequally_often_have_intervals_over_prompts():
 
 
 def test_intervals_cover_the_truth_where_prompts_are_repeated():
-    draw, hits = np.random.default_rng(0), 0
+    draw = np.random.default_rng(0)
+    hits = 0
     for _ in range(200):
         means = draw.normal(size=PROMPTS)
         rows = [means[p] + 0.1 * draw.normal(size=1 + 3 * (p % 2)) for p in range(PROMPTS)]
@@ -102,7 +106,8 @@ def test_lost_and_gained_images_are_clustered_by_prompt():
         ]
         return evaluate.preservation_rates(rows, "plain", "x")["images"]["lost"]
 
-    listed, rows = shares(True), shares(False)
+    listed = shares(True)
+    rows = shares(False)
     assert (
         listed["count"] == rows["count"] and listed["n"] < rows["n"] and listed["se"] > rows["se"]
     )
@@ -136,11 +141,12 @@ def test_a_summary_says_how_often_prompts_are_listed():
 
 
 def test_scores_of_geneval_from_a_list_with_repeats_are_paired_by_prompt(tmp_path, monkeypatch):
-    "As flow_grpo ships GenEval: every line four times."
+    """As flow_grpo ships GenEval: every line four times."""
     shipped = geneval.read_geneval_prompts()[::40]
     file = tmp_path / "metadata.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in shipped * 4))
-    task, draw = benchmarks.load_benchmark_task("geneval", file, 1), np.random.default_rng(0)
+    task = benchmarks.load_benchmark_task("geneval", file, 1)
+    draw = np.random.default_rng(0)
     chance = {r["prompt"]: draw.random() for r in shipped}
 
     def scored(images, out, *_, **__):

@@ -36,19 +36,19 @@ ONE = server.pack_request(np.zeros((1, 3, 8, 8), np.float32), ["a red star"])
 
 
 def red(images, prompts):
-    "Mean of the red channel."
+    """Mean of the red channel."""
     return images[:, 0].mean((1, 2))
 
 
 def faulty(name: str, file=None, **limits) -> placement.LocalServer:
-    "A child with a loader of `faulty_rewards`, as in another environment."
+    """A child with a loader of `faulty_rewards`, as in another environment."""
     options, limits = {"file": str(file)} if file else {}, {"pause": 0.01} | limits
     loader = f"{HERE / 'faulty_rewards.py'}:{name}"
     return placement.LocalServer(name, loader, options, python=sys.executable, **limits).start()
 
 
 def alive(pid: int) -> bool:
-    "Whether a process is there and no zombie."
+    """Whether a process is there and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pid: int, seconds: float = 10.0) -> bool:
-    "Whether a process ends in time."
+    """Whether a process ends in time."""
     end = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.05)
@@ -65,7 +65,7 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
 
 @pytest.fixture
 def fault(tmp_path):
-    "Writes how often a fault strikes."
+    """Writes how often a fault strikes."""
 
     def write(times: int) -> Path:
         (tmp_path / "fault").write_text("x\n" * times)
@@ -75,7 +75,7 @@ def fault(tmp_path):
 
 
 def serve(name="red", reward=red, token=None, **limits):
-    "Serves a reward as long as a block lasts."
+    """Serves a reward as long as a block lasts."""
     return serve_in_thread(
         server.create_scoring_app(name, reward, token, server.ServerLimits(**limits))
     )
@@ -226,7 +226,7 @@ def test_only_the_parent_may_ask_a_child():
 
 
 class Faults(BaseHTTPRequestHandler):
-    "Answers with the first fault that is left, then correctly: the score of image i is i."
+    """Answers with the first fault that is left, then correctly: the score of image i is i."""
 
     def do_GET(self):
         self.say(200, {"protocol": server.PROTOCOL_VERSION, "name": "r"})
@@ -267,7 +267,7 @@ class Faults(BaseHTTPRequestHandler):
 
 
 class Quiet(ThreadingHTTPServer):
-    "A client that has gone away is no news."
+    """A client that has gone away is no news."""
 
     daemon_threads = True
 
@@ -277,7 +277,7 @@ class Quiet(ThreadingHTTPServer):
 
 @pytest.fixture
 def endpoint():
-    "A server with faults, and a client of it that pauses little."
+    """A server with faults, and a client of it that pauses little."""
     other = Quiet(("127.0.0.1", 0), Faults)
     other.faults, other.seen, other.left = [], [], threading.Event()
     threading.Thread(target=other.serve_forever, daemon=True).start()
@@ -397,7 +397,7 @@ def test_retries_do_not_disturb_the_numbers_of_a_run(endpoint):
 
 
 def post(url: str, body: bytes = ONE) -> httpx.Response:
-    "Ask a server for scores."
+    """Ask a server for scores."""
     return httpx.post(url + "/score", content=body, timeout=60)
 
 
@@ -412,7 +412,8 @@ def test_many_clients_get_the_bits_of_each_alone():
 
 
 def test_pixels_are_those_that_were_sent():
-    images, seen = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(0)), []
+    images = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    seen = []
 
     def reward(given, prompts):
         seen.append(given)
@@ -464,7 +465,7 @@ def test_the_server_says_what_it_refuses(monkeypatch):
 
 
 def head(content: bytes, rest: bytes = b"") -> bytes:
-    "A file of safetensors with this head."
+    """A file of safetensors with this head."""
     return len(content).to_bytes(8, "little") + content + rest
 
 
@@ -497,7 +498,7 @@ def test_what_is_no_request_is_said_in_a_sentence(kind):
 
 
 def test_millions_of_empty_objects_cost_no_memory():
-    "60 MB of them took 1.4 GB when bodies were JSON."
+    """60 MB of them took 1.4 GB when bodies were JSON."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with serve() as url:
         for body in (
@@ -516,7 +517,7 @@ def test_no_pages_about_the_server():
 
 
 def connect(url: str) -> socket.socket:
-    "A bare connection."
+    """A bare connection."""
     line = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port))
     line.settimeout(60)
     return line
@@ -557,7 +558,8 @@ def test_a_client_that_leaves_makes_no_noise_and_gives_its_place_back(capfd):
 
 
 def test_a_full_queue_is_tried_again_later():
-    begun, free = threading.Event(), threading.Event()
+    begun = threading.Event()
+    free = threading.Event()
 
     def reward(images, prompts):
         begun.set()
@@ -586,7 +588,8 @@ def test_a_full_queue_is_tried_again_later():
 
 
 def test_background_keeps_order_and_says_what_went_wrong():
-    thread, order = ThreadPoolExecutor(1), []
+    thread = ThreadPoolExecutor(1)
+    order = []
 
     def reward(images, prompts):
         order.append(len(prompts))

@@ -67,14 +67,14 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def no_child_left():
-    "A run ends the workers of its rewards, however it ends."
+    """A run ends the workers of its rewards, however it ends."""
     yield
     there = psutil.Process().children(recursive=True)
     assert not [child for child in there if "reward_serving/server.py" in " ".join(child.cmdline())]
 
 
 def train(folder, chosen: dict) -> None:
-    "Train in this process what a run folder asks for, or go on with it."
+    """Train in this process what a run folder asks for, or go on with it."""
     if not folder.exists():
         s = settings.Settings(**chosen)
         write_json(
@@ -84,19 +84,20 @@ def train(folder, chosen: dict) -> None:
 
 
 def metrics(folder) -> list[dict]:
-    "The metrics without what the clock says."
+    """The metrics without what the clock says."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
 
 
 def weights(folder) -> dict[str, bytes]:
-    "The trained weights, byte for byte."
+    """The trained weights, byte for byte."""
     return {f.name: f.read_bytes() for f in sorted((folder / "final").glob("*.safetensors"))}
 
 
 def test_a_worker_and_a_server_train_the_same_run(tmp_path):
-    "Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."
-    near, far = tmp_path / "near", tmp_path / "far"
+    """Two rewards here, and one in a worker and one over HTTP: metrics and weights are equal to the last bit."""
+    near = tmp_path / "near"
+    far = tmp_path / "far"
     train(near, POCKET)
     with serve_in_thread(
         server.create_scoring_app("pocket-geneval", rewards.load_reward("pocket-geneval"))
@@ -112,11 +113,13 @@ def test_a_worker_and_a_server_train_the_same_run(tmp_path):
 
 
 def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch):
-    "Once dead or hanging: training goes on. Not a number, or gone for good: one sentence, and the run is resumed."
+    """Once dead or hanging: training goes on. Not a number, or gone for good: one sentence, and the run is resumed."""
     build(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red star\na blue circle\ntwo cats\n")
     prompts = str(tmp_path / "prompts.txt")
-    here, there, faults = tmp_path / "here", tmp_path / "there", tmp_path / "faults"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
+    faults = tmp_path / "faults"
     chosen = TINY | {"model": str(tmp_path / "model"), "prompts": prompts, "eval_prompts": prompts}
     train(here, chosen | {"reward": "tiny_rewards:red"})
 

@@ -24,7 +24,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    "A folder with a run that names all its inputs from the working folder."
+    """A folder with a run that names all its inputs from the working folder."""
     home = tmp_path_factory.mktemp("home") / "A"
     home.mkdir()
     (home / "mine.txt").write_text(MINE)
@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def elsewhere(trained, tmp_path):
-    "Its copy, with another folder that has another list and another model of the same names."
+    """Its copy, with another folder that has another list and another model of the same names."""
     home = shutil.copytree(trained, tmp_path / "A")
     note = json.loads((home / "run" / "run.json").read_text())
     for name in ("model", "prompts", "eval_prompts"):
@@ -61,7 +61,7 @@ def elsewhere(trained, tmp_path):
 
 
 def sentence(done) -> str:
-    "What a refused command says, which is one line."
+    """What a refused command says, which is one line."""
     assert done.returncode == 2, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("chunk-grpo: ")]
     return line
@@ -104,7 +104,8 @@ COMMANDS = {
         "--resume",
     ],
 }
-READS_MODEL, READS_PROMPTS = COMMANDS.keys() - {"plan"}, COMMANDS.keys() - {"benchmark"}
+READS_MODEL = COMMANDS.keys() - {"plan"}
+READS_PROMPTS = COMMANDS.keys() - {"benchmark"}
 
 
 @pytest.mark.parametrize("name", sorted(READS_PROMPTS))

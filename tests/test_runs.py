@@ -29,7 +29,7 @@ from chunk_grpo.runs import launch, run_folder
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    "Settings whose model and prompts exist as far as a run folder looks at them."
+    """Settings whose model and prompts exist as far as a run folder looks at them."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
@@ -80,7 +80,7 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
 
 @pytest.fixture
 def trainer(monkeypatch):
-    "Puts a function of the run folder in the place of the loop; it may say something."
+    """Puts a function of the run folder in the place of the loop; it may say something."""
 
     def put(act):
         def train_run(s, run, callbacks, say):
@@ -99,13 +99,13 @@ def trainer(monkeypatch):
 
 
 def four_lines(run, say):
-    "A run that goes well."
+    """A run that goes well."""
     for i in range(4):
         append_json_line(run / "metrics.jsonl", {"iteration": i})
 
 
 def raises(error):
-    "A run that ends with an error at once."
+    """A run that ends with an error at once."""
 
     def act(run, say):
         raise error
@@ -115,7 +115,8 @@ def raises(error):
 
 def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):
     trainer(four_lines)
-    seen, out = [], tmp_path / "run"
+    seen = []
+    out = tmp_path / "run"
     assert (
         launch.train(settings, out, callbacks=[lambda line, s: seen.append(line["iteration"])])
         == out
@@ -148,7 +149,10 @@ CASES = ("other files", "a file", "nothing to resume", "other settings", "no spa
 
 @pytest.mark.parametrize("case", CASES)
 def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
-    out, resume, processes, s = tmp_path / "run", False, 1, settings
+    out = tmp_path / "run"
+    resume = False
+    processes = 1
+    s = settings
     if case == "other files":
         out.mkdir()
         (out / "thesis.tex").write_text("dear")
@@ -158,7 +162,8 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         resume = True
     elif case == "other settings":
         run_folder.create_run(settings, out)
-        resume, s = True, settings.model_copy(update={"clip_range": 0.5})
+        resume = True
+        s = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
         monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (10**18, 0))
     else:
@@ -179,7 +184,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
 
 
 def held(folder):
-    "What lies in a folder, and which folder it is."
+    """What lies in a folder, and which folder it is."""
     return (
         folder.stat().st_ino,
         folder.stat().st_mode,
@@ -188,7 +193,7 @@ def held(folder):
 
 
 def test_an_empty_folder_is_worked_in_and_stays(settings, trainer, tmp_path, monkeypatch):
-    "Also where it is the working directory, which cannot be replaced; and when the run is refused."
+    """Also where it is the working directory, which cannot be replaced; and when the run is refused."""
     (tmp_path / "own").mkdir(mode=0o750)
     monkeypatch.chdir(tmp_path / "own")
     before = held(tmp_path / "own")
@@ -229,7 +234,7 @@ def test_what_a_user_put_into_a_refused_run_stays(settings, trainer, tmp_path):
 
 
 def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
-    "All have looked and seen nothing before the first of them makes the folder."
+    """All have looked and seen nothing before the first of them makes the folder."""
     together = threading.Barrier(8)
     makes = run_folder.make_folders
 
@@ -258,7 +263,7 @@ def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(
     settings, trainer, tmp_path, monkeypatch
 ):
     class Killed(BaseException):
-        "Nothing of the program goes on."
+        """Nothing of the program goes on."""
 
     def stop(path, content):
         path.with_name(f".{path.name}.{2**22 + 1}.part").write_text(
@@ -351,7 +356,7 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
 
 
 def fails_later(error):
-    "A run that ends with an error after its first lines."
+    """A run that ends with an error after its first lines."""
 
     def act(run, say):
         four_lines(run, say)
@@ -389,7 +394,7 @@ def test_a_reward_that_ends_the_program_is_a_failure(settings, trainer, tmp_path
 
 
 def test_an_error_after_the_end_costs_nothing(settings, trainer, tmp_path, monkeypatch):
-    "As when a connection cannot be closed."
+    """As when a connection cannot be closed."""
     trainer(four_lines)
     whole = launch.train_run
 
@@ -424,7 +429,7 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkey
 
 
 def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer, tmp_path):
-    "A process that was killed keeps the log's lock until its memory is given back; a second one waits for that."
+    """A process that was killed keeps the log's lock until its memory is given back; a second one waits for that."""
     out = run_folder.create_run(settings, tmp_path / "run")
     trainer(four_lines)
     dying = subprocess.Popen(["sleep", "1"], stdout=(log := files.lock_log(out / "train.log")))
@@ -452,7 +457,7 @@ def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number
 
 
 def test_a_killed_run_reads_interrupted(settings, trainer, tmp_path):
-    "Nobody is left to write it down; the lock that nobody holds tells."
+    """Nobody is left to write it down; the lock that nobody holds tells."""
     code = (
         "import os, pathlib, sys\nfrom chunk_grpo.runs import launch\n"
         "launch.train_run = lambda *_: os.kill(os.getpid(), 9)\n"
@@ -550,7 +555,7 @@ def test_a_report_warns_of_settings_of_another_version(tmp_path, monkeypatch):
 
 
 def newer(folder):
-    "A run whose evaluation has other arms than usual, and objects."
+    """A run whose evaluation has other arms than usual, and objects."""
     run = synthetic.write(folder, arms=("split-05", "split-10"), objects=True)
     arms = {"base": 0, "split-05": 5, "split-10": 10, "plain": None}
     summary = run_folder.read_evaluation_summary(run) | {"arms": arms}
@@ -591,7 +596,8 @@ def test_the_report_of_an_evaluation_reads_a_newer_summary(tmp_path):
 
 
 def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
-    a, b = synthetic.write(tmp_path / "a"), synthetic.write(tmp_path / "b", seed=1, gain=0.05)
+    a = synthetic.write(tmp_path / "a")
+    b = synthetic.write(tmp_path / "b", seed=1, gain=0.05)
     steps = synthetic.write(tmp_path / "c", {"chunks": "steps"})
     table = compare_runs([a, b, steps])
     assert table[table.reward == "pocket-clip"].group.tolist() == ["chunk", "chunk", "steps"]

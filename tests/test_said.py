@@ -62,7 +62,7 @@ def test_upload_command_is_quoted(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("prompt", ["红色的星星", "赤い星", "빨간 별", "a 星 of 🌟", "نجمة"])
 def test_no_prompt_becomes_boxes(prompt):
-    "A font that has the letters, or their numbers; never a box for a letter."
+    """A font that has the letters, or their numbers; never a box for a letter."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of each letter without a shape
         image = Image.new("RGB", (8, 8))
@@ -75,7 +75,7 @@ def test_no_prompt_becomes_boxes(prompt):
 
 
 def test_doctor_says_why_torch_sees_no_gpu(monkeypatch):
-    "Torch's CUDA, the driver, and each GPU's free memory and capability."
+    """Torch's CUDA, the driver, and each GPU's free memory and capability."""
     from types import SimpleNamespace
 
     from chunk_grpo.cli import evaluation

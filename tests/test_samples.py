@@ -28,7 +28,7 @@ PROMPTS = ["a photo of a red star", "a drawing of two circles", "a green square"
 
 
 def perturbed(s):
-    "A policy whose trained weights are not the base's."
+    """A policy whose trained weights are not the base's."""
     policy = trainable.load_trainable_policy(
         s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank, lora_alpha=s.lora_alpha
     )
@@ -40,7 +40,7 @@ def perturbed(s):
 
 
 def make(folder, **changes):
-    "A finished run without its training."
+    """A finished run without its training."""
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     s = settings.load_settings(
         "pocket/tiny", {"eval_prompts": str(folder / "prompts.txt"), "threads": 1} | changes
@@ -57,7 +57,7 @@ def make(folder, **changes):
     ids=["lora", "full"],
 )
 def run(request, tmp_path_factory):
-    "A run of either kind."
+    """A run of either kind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield make(tmp_path_factory.mktemp("made"), **request.param)
@@ -65,14 +65,14 @@ def run(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory):
-    "A run with an adapter."
+    """A run with an adapter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield make(tmp_path_factory.mktemp("made"), lora_rank=4)
 
 
 def pixels(image):
-    "Grey levels as numbers that can be subtracted."
+    """Grey levels as numbers that can be subtracted."""
     return np.asarray(Image.open(image) if not isinstance(image, Image.Image) else image).astype(
         int
     )
@@ -89,7 +89,7 @@ def test_a_card_says_what_its_weights_score(lora, tmp_path):
 
 
 def test_samples_are_the_images_of_the_evaluation(lora):
-    "Every arm, whichever other prompts are asked for, to the one grey level that a batch may move."
+    """Every arm, whichever other prompts are asked for, to the one grey level that a batch may move."""
     if run_folder.read_evaluation_summary(lora) is None:  # where this test runs alone
         evaluate(lora, processes=1)
     arms = ["base", "plain", "hybrid", "base-as-trained", "as-trained"]
@@ -109,7 +109,7 @@ def test_samples_are_the_images_of_the_evaluation(lora):
 
 
 def test_the_card_draws_in_plain_diffusers_what_sample_draws(run, tmp_path, monkeypatch):
-    "The lines of the card, executed as they stand, beside the exported folder: plain and hybrid."
+    """The lines of the card, executed as they stand, beside the exported folder: plain and hybrid."""
     monkeypatch.chdir(tmp_path)
     export_run(run, "mine")
     card = (tmp_path / "mine/README.md").read_text()
@@ -130,7 +130,8 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = make(tmp_path)
     (finished,) = sample_run(run, PROMPTS[:1], ["plain"])
-    note, policy = read_json(run / "run.json"), perturbed(settings.load_settings("pocket/tiny"))
+    note = read_json(run / "run.json")
+    policy = perturbed(settings.load_settings("pocket/tiny"))
     weights = {"weights": {str(i): p for i, p in enumerate(policy.trained)}}
     about = {"run_id": note["run_id"], "settings": note["settings"]}
     rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
@@ -294,9 +295,10 @@ DAMAGE = {
 def test_damaged_final_weights_are_neither_drawn_nor_published(
     tmp_path, monkeypatch, damage, noted
 ):
-    "One reader for all commands; without the hashes of run.json what no run can have written is still refused."
+    """One reader for all commands; without the hashes of run.json what no run can have written is still refused."""
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
-    run, out = make(tmp_path, lora_rank=2), tmp_path / "made"
+    run = make(tmp_path, lora_rank=2)
+    out = tmp_path / "made"
     if noted:
         run_folder.update_run_json(run, final_sha256=hash_files(run / "final"))
     (weights,) = (run / "final").glob("*.safetensors")
@@ -316,7 +318,8 @@ def test_damaged_final_weights_are_neither_drawn_nor_published(
 
 def test_a_card_quotes_no_file_that_a_foreign_run_names(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
-    run, secret = make(tmp_path, lora_rank=2), tmp_path / "secret.txt"
+    run = make(tmp_path, lora_rank=2)
+    secret = tmp_path / "secret.txt"
     secret.write_text("a password of ours\n")
     note = json.loads((run / "run.json").read_text())
     note["settings"]["eval_prompts"] = str(secret)
@@ -364,7 +367,7 @@ def test_the_widget_draws_what_is_typed(lora):
 
 
 def test_settings_are_json_for_the_hub(lora, tmp_path):
-    "The head of a card is what the hub reads, whatever the base is called."
+    """The head of a card is what the hub reads, whatever the base is called."""
     from huggingface_hub import ModelCard
 
     card = ModelCard.load(export_run(lora, tmp_path / "mine") / "README.md")

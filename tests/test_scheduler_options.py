@@ -95,7 +95,7 @@ CLASSES = (
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request, tmp_path_factory):
-    "A family's name, its folder, and its pipeline."
+    """A family's name, its folder, and its pipeline."""
     folder = tiny_families.build(request.param, tmp_path_factory.mktemp(request.param) / "model")
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
@@ -104,7 +104,7 @@ def family(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    "Embeddings of these models do not stay in the user's cache."
+    """Embeddings of these models do not stay in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -112,7 +112,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture
 def config(family):
-    "The scheduler's configuration, which is put back afterwards."
+    """The scheduler's configuration, which is put back afterwards."""
     file = family[1] / "scheduler" / "scheduler_config.json"
     whole = file.read_text()
     yield lambda change: file.write_text(json.dumps(json.loads(whole) | change))
@@ -121,7 +121,7 @@ def config(family):
 
 @pytest.mark.parametrize("option", SUPPORTED)
 def test_levels_and_latents_are_those_of_the_pipelines_call(family, config, option):
-    "The scheduler is read from the same folder; from the same noise the same latents come out."
+    """The scheduler is read from the same folder; from the same noise the same latents come out."""
     name, folder, pipe = family
     config(SUPPORTED[option])
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
@@ -153,7 +153,7 @@ def test_levels_and_latents_are_those_of_the_pipelines_call(family, config, opti
 
 
 def rejected(folder, tmp_path, monkeypatch, *words):
-    "The sentence that loading and making a run give, before any weight is loaded; no folder is left."
+    """The sentence that loading and making a run give, before any weight is loaded; no folder is left."""
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
     changes = {
         "model": str(folder),
@@ -184,7 +184,7 @@ def test_unsupported_scheduler_option_is_rejected_before_weights(
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_other_scheduler_class_is_rejected_before_weights(family, tmp_path, monkeypatch, name):
-    "Named by the index, by the scheduler's own file, or by both."
+    """Named by the index, by the scheduler's own file, or by both."""
     index = json.loads((family[1] / "model_index.json").read_text())
     own = json.loads((family[1] / "scheduler/scheduler_config.json").read_text())
     for places in (("index",), ("own",), ("index", "own")):
@@ -201,7 +201,7 @@ def test_other_scheduler_class_is_rejected_before_weights(family, tmp_path, monk
 
 
 def test_one_step_that_a_schedule_cannot_take_is_rejected_before_a_run(tmp_path):
-    "A terminal level needs two steps: with one, diffusers divides by zero."
+    """A terminal level needs two steps: with one, diffusers divides by zero."""
     folder = tiny_families.build("qwen", tmp_path / "model")
     changes = {
         "model": str(folder),

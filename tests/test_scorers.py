@@ -28,18 +28,18 @@ SPEC.loader.exec_module(golden)
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
-    "The options of `rewards.load_reward` by name, for checkpoints on disk."
+    """The options of `rewards.load_reward` by name, for checkpoints on disk."""
     return golden.stored(tmp_path_factory.mktemp("released"))
 
 
 @pytest.fixture(scope="module")
 def loaded(options):
-    "The scorers by name."
+    """The scorers by name."""
     return {name: rewards.load_reward(name, **options[name]) for name in NAMES}
 
 
 def official(name: str) -> tuple[dict, list[Image.Image], list[str]]:
-    "A golden set of an official package, its pictures and prompts."
+    """A golden set of an official package, its pictures and prompts."""
     kept = json.loads((GOLDEN / f"{name}_official.json").read_text())
     images = [released.picture(row["seed"], *row["size"]) for row in kept["rows"]]
     return kept, images, [row["prompt"] for row in kept["rows"]]
@@ -72,7 +72,8 @@ def test_hpsv3_is_the_official_one(loaded):
 @pytest.mark.parametrize("name", ("clip", "pickscore"))
 def test_clips_are_what_transformers_computes(name, loaded, options):
     folder = options[name]["weights"]
-    model, words = CLIPModel.from_pretrained(folder).eval(), CLIPTokenizer.from_pretrained(folder)
+    model = CLIPModel.from_pretrained(folder).eval()
+    words = CLIPTokenizer.from_pretrained(folder)
     images = [
         released.picture(i, *size)
         for i, size in enumerate(((224, 224), (300, 200), (97, 80), (640, 480)))
@@ -112,15 +113,16 @@ def test_batches_forms_and_order_do_not_matter(name, loaded):
 
 
 def fitted(height: int, width: int) -> tuple[int, int]:
-    "The size that HPSv3 resizes a picture to."
+    """The size that HPSv3 resizes a picture to."""
     return hpsv3.smart_resize(height, width, 28, hpsv3.TARGET_PIXELS, hpsv3.TARGET_PIXELS)
 
 
-RESIZED = "beb164ec73dbfa6c1eb3a2f2016c681fd84f9ba703f86b1024703031273e9bf0"  # of the formula in float64, on tensors
+# of the formula in float64, on tensors
+RESIZED = "beb164ec73dbfa6c1eb3a2f2016c681fd84f9ba703f86b1024703031273e9bf0"
 
 
 def test_a_resize_is_that_of_pillows_formula_whatever_pillow_is_installed():
-    "All pictures in three sizes: every grey level, as arithmetic without Pillow had them, rows first."
+    """All pictures in three sizes: every grey level, as arithmetic without Pillow had them, rows first."""
     found = hashlib.sha256()
     for i, (width, height) in enumerate(released.SIZES):
         for size in ((224, 224), fitted(height, width), (17, 400)):
@@ -132,8 +134,9 @@ def test_a_resize_is_that_of_pillows_formula_whatever_pillow_is_installed():
 
 
 def test_what_a_float_resize_would_cost(loaded):
-    "The score moves by far more than the bound of the parity when the picture is not rounded as Pillow rounds it."
-    reward, image = loaded["imagereward"], released.picture(5, 640, 480)
+    """The score moves by far more than the bound of the parity when the picture is not rounded as Pillow rounds it."""
+    reward = loaded["imagereward"]
+    image = released.picture(5, 640, 480)
     x = image_ops.images_to_tensor([image])
     raw = torch.nn.functional.interpolate(x, (224, 298), mode="bicubic", antialias=True).clamp(0, 1)
     exact = image_ops.resize_like_pillow(x, (224, 298))
@@ -160,10 +163,8 @@ def test_rows_and_columns_as_positions_change_hpsv3(loaded):
         attention_mask=inputs["attention_mask"],
     )
     with torch.inference_mode():
-        counted, placed = (
-            reward.predict_rewards(inputs),
-            reward.predict_rewards(inputs | {"position_ids": grid}),
-        )
+        counted = reward.predict_rewards(inputs)
+        placed = reward.predict_rewards(inputs | {"position_ids": grid})
     assert (counted - placed)[:, 0].abs().min() > 1e-3
 
 
@@ -174,7 +175,7 @@ def test_special_tokens_in_a_prompt_are_refused(loaded):
 
 
 class Code:
-    "Runs when it is unpickled without care."
+    """Runs when it is unpickled without care."""
 
     def __reduce__(self):
         return os.mkdir, ("harm",)
@@ -234,7 +235,7 @@ def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp
 
 
 def offline(*words, **options):
-    "The hub without a network."
+    """The hub without a network."""
     raise OSError("no network")
 
 
@@ -257,7 +258,8 @@ def test_fitted_sizes_are_the_model_s_own():
         if max(width, height) <= 200 * min(width, height):
             h, w = fitted(height, width)
             assert h % 28 == w % 28 == 0 < min(h, w)
-            long, short = max(h, w), min(h, w)
+            long = max(h, w)
+            short = min(h, w)
             assert (
                 0.5
                 < h * w / hpsv3.TARGET_PIXELS
@@ -295,7 +297,7 @@ def test_bfloat16_keeps_the_head_exact(options, loaded):
 
 
 def test_imagereward_takes_the_pictures_width_from_the_vision_half(options, loaded, tmp_path):
-    "The public med_config.json says 768 where the vision transformer is 1024 wide; the official code does not read it."
+    """The public med_config.json says 768 where the vision transformer is 1024 wide; the official code does not read it."""
     folder = shutil.copytree(options["imagereward"]["weights"], tmp_path / "imagereward")
     med = json.loads((folder / "med_config.json").read_text())
     (folder / "med_config.json").write_text(
@@ -307,7 +309,7 @@ def test_imagereward_takes_the_pictures_width_from_the_vision_half(options, load
 
 
 def test_a_scorer_loads_onto_the_gpu_of_its_process(monkeypatch):
-    "`cuda` without a number is the first GPU to safetensors: every rank's weights would go there."
+    """`cuda` without a number is the first GPU to safetensors: every rank's weights would go there."""
     answers = {"is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 5}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)

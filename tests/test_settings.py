@@ -19,7 +19,7 @@ FIELDS = settings.Settings.model_fields
 
 
 def refused(values: dict, overrides=()) -> str:
-    "The sentence for wrong settings."
+    """The sentence for wrong settings."""
     with pytest.raises(InputError) as caught:
         settings.load_settings(values, overrides)
     text = str(caught.value)
@@ -231,7 +231,7 @@ def test_numbers_that_mean_something_else_in_old_yaml_are_refused(text):
 
 @pytest.mark.parametrize("case", ODD)
 def test_yaml_that_is_no_settings_is_one_sentence_everywhere(tmp_path, case):
-    "In a settings file, in study.yaml and in an override; the file is named."
+    """In a settings file, in study.yaml and in an override; the file is named."""
     text, part = ODD[case]
     (tmp_path / "base.yaml").write_text("steps: 9\n")
     readers = {
@@ -363,11 +363,12 @@ REWARDS = {"Table 1": "hpsv3", "Table 3": "hpsv3", "Table 4": "pickscore", "Tabl
 
 
 def test_every_row_of_the_papers_tables_has_its_file():
-    "Of Tables 1, 3, 4 and 5, but for methods of others: one file each, and no other setting changed than the row says."
+    """Of Tables 1, 3, 4 and 5, but for methods of others: one file each, and no other setting changed than the row says."""
     found = {}
     for name in settings.list_presets():
         if name.startswith("paper/table"):
-            s, table = settings.load_settings(name), f"Table {name[len('paper/table')]}"
+            s = settings.load_settings(name)
+            table = f"Table {name[len('paper/table')]}"
             sizes = s.chunk_rule.chunks.sizes
             cut = (
                 "step"
@@ -406,10 +407,8 @@ def test_every_row_of_the_papers_tables_has_its_file():
 
 def test_pocket_files_differ_only_where_they_say():
     demo = settings.load_settings("pocket/demo")
-    steps, weighted = (
-        settings.load_settings("pocket/steps"),
-        settings.load_settings("pocket/chunk-ws"),
-    )
+    steps = settings.load_settings("pocket/steps")
+    weighted = settings.load_settings("pocket/chunk-ws")
     assert settings.diff_settings(demo, steps) == {
         "chunks": ("2,3,4,3", "steps"),
         "train_chunks": ("1,2,3", "1,2,3,4,5,6,7,8,9"),

@@ -27,9 +27,10 @@ def policy():
 
 
 def draw(policy, batch=8, **more):
-    "Trajectories of two groups of four, and how they were drawn."
+    """Trajectories of two groups of four, and how they were drawn."""
     method = load_method(load_settings("pocket/tiny", {**BASE, **more}))
-    rows, row = policy.encode(["a red star", "two blue rings"]), torch.arange(8) // 4
+    rows = policy.encode(["a red star", "two blue rings"])
+    row = torch.arange(8) // 4
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     return sample_trajectories(
         policy, rows, row, keys, method.sampler(0), batch, table=method.table
@@ -51,7 +52,7 @@ def test_images_in_one_state_have_one_path(policy, sharing, window):
 
 
 def test_a_shared_forward_draws_what_single_ones_draw(policy):
-    "In any batch, and as without sharing forwards: equal to the rounding of another batch size."
+    """In any batch, and as without sharing forwards: equal to the rounding of another batch size."""
     shared, method = draw(policy, sharing="tree:2@1,3")
     again, _ = draw(policy, batch=4, sharing="tree:2@1,3")
     torch.testing.assert_close(shared.latents, again.latents, rtol=0, atol=1e-4)
@@ -60,7 +61,8 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
         for k, v in policy.encode(["a red star", "two blue rings"]).items()
     }
     blind = Sharing.parse("own").table(4, 6)  # every image a state of its own
-    start, sampler = shared.latents[:, 0], method.sampler(0)
+    start = shared.latents[:, 0]
+    sampler = method.sampler(0)
     latents, _ = sample_sde(policy, rows, start, shared.keys, sampler, torch.float32, table=blind)
     assert not torch.allclose(latents, shared.latents)
     torch.testing.assert_close(
@@ -69,7 +71,7 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
 
 
 def test_a_plan_counts_shared_forwards(policy):
-    "A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."
+    """A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."""
     _, method = draw(policy, sharing="tree:2@1,3", window="all")
     assert (
         rollout_forwards(shared_states(method.table, method.sampler(0).stochastic))
@@ -113,7 +115,7 @@ def test_what_cannot_be_shared_is_refused(more, field):
 
 
 def groups(tmp_path, changes=(), **more):
-    "An iteration's groups, drawn and scored; `changes` are settings that are not checked."
+    """An iteration's groups, drawn and scored; `changes` are settings that are not checked."""
     s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}).model_copy(
         update=dict(changes)
     )
@@ -122,7 +124,7 @@ def groups(tmp_path, changes=(), **more):
 
 
 def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
-    "From the ODE's image of the initial noise to the image that was drawn; nothing is lost between chunks."
+    """From the ODE's image of the initial noise to the image that was drawn; nothing is lost between chunks."""
     gains = {}
     for chunks in ("1,4", "5"):
         _, drawn = groups(
@@ -143,7 +145,7 @@ def test_from_one_noise_the_gain_of_the_whole_path_is_the_images_credit(tmp_path
 
 
 def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
-    "All that a group gained has mean 0; completed in one step the gains are those of one-step previews."
+    """All that a group gained has mean 0; completed in one step the gains are those of one-step previews."""
     state, drawn = groups(
         tmp_path,
         chunks="1,4",
@@ -160,10 +162,8 @@ def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
     seen = paths.latents[:, 1] - paths.sampler.sigmas[1] * state.policy.velocity(
         paths.latents[:, 1], paths.sampler.sigmas[1].expand(len(paths.keys)), rows
     )
-    images, prompts = (
-        decode_latents(state.policy, seen.detach(), 4),
-        [state.prompts[key[2]] for key in paths.keys],
-    )
+    images = decode_latents(state.policy, seen.detach(), 4)
+    prompts = [state.prompts[key[2]] for key in paths.keys]
     after = torch.as_tensor(state.rewards["pocket-clip"](images, prompts))
     ((_, first), (_, _)) = reversed(iteration.chunk_gains(state, drawn.context, drawn.scores))
     ((_, second), (_, _)) = iteration.chunk_gains(state, drawn.context, drawn.scores)
@@ -174,12 +174,13 @@ def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
 
 
 def test_a_plan_counts_completions():
-    "Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."
+    """Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."""
     s = load_settings(
         "pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"}
     )
     plain = load_method(load_settings(s, {"credit_of": "image"})).counts()
-    counts, images = load_method(s).counts(), s.prompts_per_iteration * s.images_per_prompt
+    counts = load_method(s).counts()
+    images = s.prompts_per_iteration * s.images_per_prompt
     assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (
         11 * images,
         2 * images,
@@ -189,26 +190,22 @@ def test_a_plan_counts_completions():
 
 
 def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
-    "G2RPO: the advantages of the images at stride 2 and 6 are added; a stride that jumps to the end is a preview."
+    """G2RPO: the advantages of the images at stride 2 and 6 are added; a stride that jumps to the end is a preview."""
     more = {"steps": 7, "sharing": "group", "window": "frozen:1", "advantage_clamp": 100.0}
     state, drawn = groups(tmp_path, **more, completion_strides="1,2,6")
     _, plain = groups(tmp_path, **more)
     paths, policy = drawn.context.trajectories, state.policy
-    sigmas, rows, after = (
-        paths.sampler.sigmas,
-        drawn.context.rows(torch.arange(len(paths.keys))),
-        paths.latents[:, 1],
-    )
+    sigmas = paths.sampler.sigmas
+    rows = drawn.context.rows(torch.arange(len(paths.keys)))
+    after = paths.latents[:, 1]
     total = plain.advantage
     for levels in (sigmas[[1, 3, 5, 7]], sigmas[[1, 7]]):
         x = after
         for now, then in zip(levels[:-1], levels[1:], strict=True):
             with torch.no_grad():
                 x = x + (then - now) * policy.velocity(x, now.expand(len(x)), rows)
-        images, prompts = (
-            decode_latents(policy, x, 4),
-            [state.prompts[key[2]] for key in paths.keys],
-        )
+        images = decode_latents(policy, x, 4)
+        prompts = [state.prompts[key[2]] for key in paths.keys]
         scores = {
             name: torch.as_tensor(state.rewards[name](images, prompts)) for name in drawn.scores
         }

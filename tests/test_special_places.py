@@ -22,7 +22,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    "A finished run."
+    """A finished run."""
     out = tmp_path_factory.mktemp("places") / "run"
     run("train", *TINY, "--out", out, "--no-report")
     return out

@@ -52,7 +52,7 @@ SIZE = {"resolution": 64, "max_tokens": 16}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    "A FLUX of two blocks."
+    """A FLUX of two blocks."""
     return str(tiny_flux.build(tmp_path_factory.mktemp("models") / "flux"))
 
 
@@ -131,7 +131,7 @@ def test_the_orders_of_other_code_are_measured_in_turn():
     "changes", [["chunks=1,3"], ["chunks=2,2", "chunk_fraction=0.5"], ["chunks=steps"]]
 )
 def test_every_order_leaves_the_same_gradient(changes):
-    "In as many forwards as its batches: DanceGRPO's one a transition, GCPO's one a chunk, Flow-GRPO's one for three."
+    """In as many forwards as its batches: DanceGRPO's one a transition, GCPO's one a chunk, Flow-GRPO's one for three."""
     given = [
         "prompts_per_iteration=1",
         "images_per_prompt=4",
@@ -140,12 +140,15 @@ def test_every_order_leaves_the_same_gradient(changes):
         *changes,
     ]
     b = speed.prepare_workload(speed.load_workload_settings("pocket", given))
-    paths, calls = b.rollout(), []
-    trained, forward = b.update(paths), b.policy.transformer.forward
+    paths = b.rollout()
+    calls = []
+    trained = b.update(paths)
+    forward = b.policy.transformer.forward
     b.policy.transformer.forward = lambda *args, **more: calls.append(1) or forward(*args, **more)
     chunks = orders.list_transitions(b, paths)
     each = [transition for chunk in chunks for transition in chunk]
-    ours, threes = b.gradient(), [each[n : n + 3] for n in range(0, len(each), 3)]
+    ours = b.gradient()
+    threes = [each[n : n + 3] for n in range(0, len(each), 3)]
     assert len(each) == trained and ours.norm() > 0
     for batches in (chunks, threes, [[one] for one in each]):
         calls.clear()
@@ -197,7 +200,7 @@ def test_two_passes_take_the_memory_of_one_transition():
 
 
 def test_torch_may_not_choose_cudnns_attention(tiny):
-    "Its backward is wrong on Hopper, and torch prefers it there."
+    """Its backward is wrong on Hopper, and torch prefers it there."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     trainable.load_trainable_policy(tiny, **SIZE)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
@@ -207,7 +210,8 @@ def test_attention_kernels(tiny):
     plain, other = (
         trainable.load_trainable_policy(tiny, **SIZE, attention=name) for name in ("native", "math")
     )
-    x, sigma = torch.randn(2, plain.tokens, 16), torch.tensor([0.9, 0.3])
+    x = torch.randn(2, plain.tokens, 16)
+    sigma = torch.tensor([0.9, 0.3])
     rows = plain.encode(["a red star", "two cats"])
     with torch.nn.attention.sdpa_kernel(
         torch.nn.attention.SDPBackend.FLASH_ATTENTION
@@ -222,7 +226,7 @@ def test_attention_kernels(tiny):
 
 @pytest.mark.parametrize("family", ["qwen", "z_image"])
 def test_a_kernel_without_masks_is_refused_before_a_weight_is_read(family, tmp_path, monkeypatch):
-    "These families pass masks; diffusers would refuse at the first forward."
+    """These families pass masks; diffusers would refuse at the first forward."""
     folder = str(tiny_families.build(family, tmp_path / "model"))
     monkeypatch.setattr(
         trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read")
@@ -243,7 +247,7 @@ def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(tiny):
-    "Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."
+    """Velocity, base, gradient and floor, through an adapter that is switched, in batches of several sizes."""
     pair = [
         trainable.load_trainable_policy(tiny, **SIZE, lora_rank=4, compile=on)
         for on in (False, True)
@@ -252,7 +256,8 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
         torch.manual_seed(0)
         for p in policy.trained:
             p.data += 0.1 * torch.randn_like(p)
-    x, sigma = torch.randn(5, pair[0].tokens, 16), torch.linspace(0.9, 0.2, 5)
+    x = torch.randn(5, pair[0].tokens, 16)
+    sigma = torch.linspace(0.9, 0.2, 5)
     rows = {
         k: v[torch.tensor([0, 0, 0, 1, 1])]
         for k, v in pair[0].encode(["a red star", "two cats"]).items()
@@ -268,12 +273,10 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
         torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-5)
     assert torch.equal(found[1][0], found[1][2])
 
-    keys, row, grid, chunks = (
-        [(0, 0, 0, g) for g in range(4)],
-        torch.zeros(4, dtype=torch.long),
-        sigmas(6, 3.0),
-        "2,3",
-    )
+    keys = [(0, 0, 0, g) for g in range(4)]
+    row = torch.zeros(4, dtype=torch.long)
+    grid = sigmas(6, 3.0)
+    chunks = "2,3"
     given = pair[0].encode(["a red star"])
     paths = sample_trajectories(pair[0], given, row, keys, Sampler(grid), batch=4)
     chosen = torch.tensor([[0], [1], [1], [1]])
@@ -282,7 +285,8 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert measure_ratio_floor(ReplayContext(pair[1], given, paths), work, method)[0] == 0.0
-    gradients, advantage = [], torch.tensor([1.0, -0.5, 0.7, -1.2])
+    gradients = []
+    advantage = torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:
         accumulate_gradients(ReplayContext(policy, given, paths), work, advantage, method)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trained]))
@@ -309,7 +313,7 @@ def test_a_compiled_run_trains(tmp_path):
 
 
 def work(results: str, log: str) -> None:
-    "What a process does: the page, with what is kept of measurements in a folder."
+    """What a process does: the page, with what is kept of measurements in a folder."""
 
     class Kept(type(settings.PRESETS_DIR)):
         def __truediv__(self, name):
@@ -325,7 +329,7 @@ def work(results: str, log: str) -> None:
 
 
 def page_runs(results: Path, log: Path):
-    "The page of benchmarks, on what lies in a folder."
+    """The page of benchmarks, on what lies in a folder."""
     child = server().Process(target=work, args=(str(results), str(log)))
     child.start()
     child.join()
@@ -340,10 +344,8 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
 @pytest.mark.timeout(1800)  # four minutes by itself, beside other slow tests more than ten
 def test_the_program_measures_and_the_page_shows_it(tmp_path):
     (tmp_path / "benchmarks").mkdir()
-    out, few = (
-        tmp_path / "benchmarks/speed.json",
-        ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"],
-    )
+    out = tmp_path / "benchmarks/speed.json"
+    few = ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
     program = [sys.executable, ROOT / "tools/speed.py", "--repeats", "1", "--out", out, *few]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -25,18 +25,19 @@ from chunk_grpo.runs import run_folder
 
 @pytest.fixture
 def stranger(tmp_path):
-    "A run folder that asks for everything: code in the folder, an environment, an address with a secret."
+    """A run folder that asks for everything: code in the folder, an environment, an address with a secret."""
     return write_stranger(tmp_path)
 
 
 def watched(run: Path, *words, **more):
-    "Run the command line in the run folder with everything watched; what it did, and how it ended."
+    """Run the command line in the run folder with everything watched; what it did, and how it ended."""
     return strangers.watched(run.parent, *words, cwd=run, **more)
 
 
 def check(run: Path, events: list) -> None:
-    "Nothing of the folder was run or imported, nobody contacted, nothing beside it opened."
-    root, outside = str(run), str(run.parent / "outside")
+    """Nothing of the folder was run or imported, nobody contacted, nothing beside it opened."""
+    root = str(run)
+    outside = str(run.parent / "outside")
     assert len([e for e in events if e[0] == "import"]) > 100, "the watch was on"
     assert not [
         e for e in events if e[0] == "run" and any(root in str(w) and "env" in str(w) for w in e[1])
@@ -94,7 +95,7 @@ def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
 
 
 def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
-    "One process, the commands in turn: each refuses in one sentence, and none asks or connects."
+    """One process, the commands in turn: each refuses in one sentence, and none asks or connects."""
     note = read_json(stranger / "run.json")
     note["settings"] |= {
         "model": "evil/model",
@@ -196,7 +197,7 @@ SCRIPT = "<script>alert(1)</script>"
 
 @pytest.mark.slow
 def test_texts_of_a_run_are_texts_in_its_report(tmp_path):
-    "Names of rewards and categories, prompts and words of the profile: neither markup nor formulas."
+    """Names of rewards and categories, prompts and words of the profile: neither markup nor formulas."""
     run = synthetic.write(tmp_path / "%s {x}")
     for file in (
         run / "run.json",
@@ -282,13 +283,14 @@ ESCAPE = "\x1b]0;owned\x07\x9b2J"  # sets a terminal's title, and clears its scr
     "words", [("watch",), ("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join
 )
 def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
-    "Names of metrics, rewards and machines as a stranger may write them."
+    """Names of metrics, rewards and machines as a stranger may write them."""
     run = synthetic.write(tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(line | {f"eval_{ESCAPE}": 0.5}) + "\n" for line in lines)
     )
-    note, summary = read_json(run / "run.json"), read_json(run / "evaluation/summary.json")
+    note = read_json(run / "run.json")
+    summary = read_json(run / "evaluation/summary.json")
     note["machine"]["gpus"] = [ESCAPE]
     summary["rewards"][ESCAPE] = summary["rewards"]["pocket-clip"]
     write_json(run / "run.json", note)

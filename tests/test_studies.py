@@ -24,7 +24,7 @@ REWARD = "pocket-clip"  # what decides in the studies of the shipped base
 
 
 def work(folder: str, log: str) -> None:
-    "What a process does: every page, one after the other; its exit code is 1 where one fails."
+    """What a process does: every page, one after the other; its exit code is 1 where one fails."""
     with open(log, "wb") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
@@ -46,7 +46,7 @@ def run_pages(folder: str | Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    "A folder that is read in place of the kept rows."
+    """A folder that is read in place of the kept rows."""
     monkeypatch.setattr(analysis, "STUDY_ROWS_FOLDER", tmp_path)
     return tmp_path
 
@@ -101,7 +101,7 @@ def test_pages_run_with_what_is_kept(tmp_path):
 
 
 def test_what_is_kept_answers_every_claim():
-    "A study is whole, or planned and not begun; only its claims are open."
+    """A study is whole, or planned and not begun; only its claims are open."""
     said = {
         name: analysis.missing_runs_note(
             analysis.load_study_rows(name), analysis.describe_study(name)
@@ -123,7 +123,8 @@ def test_what_is_kept_answers_every_claim():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_rows_are_of_the_study(name):
-    asked, rows = analysis.describe_study(name), analysis.load_study_rows(name)
+    asked = analysis.describe_study(name)
+    rows = analysis.load_study_rows(name)
     for one in rows:
         assert one["arm"] in asked["arms"] and one["study"] == name
         assert one["settings"].items() >= {"seed": one["seed"]}.items()
@@ -168,7 +169,7 @@ def test_paired_is_a_t_test_on_the_same_seeds():
 
 
 def test_a_claim_follows_its_rows(kept):
-    "The same claim holds, does not hold, and cannot be told, as the invented effect says."
+    """The same claim holds, does not hold, and cannot be told, as the invented effect says."""
 
     def verdict():
         return next(

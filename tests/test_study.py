@@ -20,13 +20,13 @@ from chunk_grpo.studies import design, pilot, study
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    "The folder of a study whose trials take seconds."
+    """The folder of a study whose trials take seconds."""
     return small_study.write(tmp_path_factory.mktemp("study") / "small")
 
 
 @pytest.fixture(scope="module")
 def through(home, tmp_path_factory):
-    "The study run through, and where it lies."
+    """The study run through, and where it lies."""
     out = tmp_path_factory.mktemp("through") / "small"
     said = run("study", home, "--processes", "2", "--out", out)
     gains, _, table = said.partition("finished: 3 trials")
@@ -41,7 +41,7 @@ def through(home, tmp_path_factory):
 
 
 def kill_study(home, out, *words):
-    "Kill a study without warning within its first trial; nothing of it goes on."
+    """Kill a study without warning within its first trial; nothing of it goes on."""
     child = start("study", home, "--out", out, "--processes", "1", *words)
     wait_for(out / "steps-0" / "metrics.jsonl", 2, child)
     trials = psutil.Process(child.pid).children(recursive=True)
@@ -53,7 +53,7 @@ def kill_study(home, out, *words):
 
 
 def test_a_killed_study_goes_on(home, through, tmp_path):
-    "One trial of it, to the row that the study has which nothing interrupted."
+    """One trial of it, to the row that the study has which nothing interrupted."""
     kill_study(home, tmp_path / "small", "--arms", "steps")
     run("study", home, "--arms", "steps", "--out", tmp_path / "small")
     assert rows(tmp_path / "small") == rows(through)[:1]
@@ -149,7 +149,7 @@ def test_shipped_studies_are_sound(name):
 
 
 class Instant:
-    "Trials that end at once, each with a gain that nobody should see too early."
+    """Trials that end at once, each with a gain that nobody should see too early."""
 
     how = "at once"
 
@@ -189,7 +189,7 @@ class Instant:
 
 
 def study_until(home, out, trials, **marks):
-    "What a study says that is stopped after so many trials."
+    """What a study says that is stopped after so many trials."""
     said = []
     try:
         study.run_study(home, out, say=said.append, pool=Instant(trials), **marks)
@@ -229,7 +229,8 @@ def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):
 
 
 def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
-    home, out = small_study.write(tmp_path / "small"), tmp_path / "out"
+    home = small_study.write(tmp_path / "small")
+    out = tmp_path / "out"
     study_until(home, out, 1)
     first = plans(out)[0]
     assert first == design.plan_record(home)
@@ -247,7 +248,9 @@ def test_a_plan_that_was_edited_after_its_first_trial_is_refused(tmp_path):
 
 def test_nothing_of_an_outcome_is_said_before_the_last_trial_unless_somebody_peeks(tmp_path):
     home = small_study.write(tmp_path / "small")
-    out, looked = tmp_path / "a/out", tmp_path / "b/looked"  # rows beside a study are taken
+    # rows beside a study are taken
+    out = tmp_path / "a/out"
+    looked = tmp_path / "b/looked"
     assert "pocket-clip" not in study_until(home, out, 2) and "0.1" not in study_until(home, out, 0)
     assert study_until(home, out, 99).count("pocket-clip +0.125") == 3  # the plan is through
     assert all(plan["peeks"] == [] and not plan["unplanned"] for plan in plans(out))
@@ -333,7 +336,7 @@ def test_a_study_that_cannot_end_is_refused_before_it_begins(tmp_path, change, w
 
 
 def test_what_a_kill_left_of_a_copy_is_no_trial(home, tmp_path):
-    "A kill while an arm's run is copied leaves a hidden folder whose files may be cut."
+    """A kill while an arm's run is copied leaves a hidden folder whose files may be cut."""
     left = tmp_path / "small" / ".longer-0.1.part"
     left.mkdir(parents=True)
     (left / "trial.json").write_text('{"stu')

@@ -33,7 +33,7 @@ evaluation: {eval_images: 2, eval_rewards: [my_red.py:red]}
 
 @pytest.fixture
 def home(tmp_path):
-    "A committed study whose arm names a method beside study.yaml, and whose evaluation names a reward there."
+    """A committed study whose arm names a method beside study.yaml, and whose evaluation names a reward there."""
     folder = small_study.write(tmp_path / "small")
     (folder / "my_rank.py").write_text(METHOD)
     (folder / "my_red.py").write_text(RED)
@@ -44,14 +44,14 @@ def home(tmp_path):
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    "Somebody who stands in another folder than the study's."
+    """Somebody who stands in another folder than the study's."""
     (tmp_path / "away").mkdir()
     monkeypatch.chdir(tmp_path / "away")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
 
 
 class Begun:
-    "Trials whose run folders are made, and which end at once unless they are only to begin."
+    """Trials whose run folders are made, and which end at once unless they are only to begin."""
 
     how = "at once"
 
@@ -89,7 +89,7 @@ class Begun:
 
 
 def go(home, out, trials=99, ends=True, **marks):
-    "Run a study until so many trials are made."
+    """Run a study until so many trials are made."""
     try:
         return study.run_study(home, out, say=str, pool=Begun(trials, ends), **marks)
     except KeyboardInterrupt:
@@ -315,7 +315,7 @@ def test_a_row_claims_no_plan_that_was_not_committed(home, tmp_path, monkeypatch
 
 
 def test_the_environment_of_git_makes_no_plan(home, tmp_path, monkeypatch):
-    "A hook, or somebody, may have set where git looks."
+    """A hook, or somebody, may have set where git looks."""
     edit(home, "study.yaml")
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", home, other], check=True)

@@ -74,7 +74,8 @@ def test_shifts_multiply(first, second, steps):
 @quick
 @given(seed_, st.floats(0, 1))
 def test_a_line_is_known_from_one_point_and_its_velocity(seed, t):
-    data, noise = normal(seed, 3, 4), normal(seed + 1, 3, 4)
+    data = normal(seed, 3, 4)
+    noise = normal(seed + 1, 3, 4)
     ends = predict_endpoints(add_noise(data, noise, t), velocity_target(data, noise), t)
     torch.testing.assert_close(ends, (data, noise))
 
@@ -93,7 +94,8 @@ def test_bad_steps_are_refused(steps):
 def test_an_index_a_sample_is_the_loop(steps, shift, eta, kind, seed):
     levels = sigmas(steps, shift, torch.float64)
     index = torch.randint(0, steps, (5,), generator=torch.Generator().manual_seed(seed))
-    x, v = normal(seed, 5, 2, 3), normal(seed + 1, 5, 2, 3)
+    x = normal(seed, 5, 2, 3)
+    v = normal(seed + 1, 5, 2, 3)
     sampler = Sampler(levels, kind, eta)
     mean, std = sampler.mean_std(v, x, index)
     assert mean.shape == x.shape and std.shape == (5, 1, 1)
@@ -136,7 +138,8 @@ def test_log_prob_is_the_mean_of_a_normal(steps, shift, eta, kind, seed, shape):
     seed_,
 )
 def test_low_precision_comes_out_as_float32(kind, dtype, eta, seed):
-    x, v = normal(seed, 2, 3, dtype=dtype), normal(seed + 1, 2, 3, dtype=dtype)
+    x = normal(seed, 2, 3, dtype=dtype)
+    v = normal(seed + 1, 2, 3, dtype=dtype)
     sampler = Sampler(sigmas(9), kind, eta)
     mean, std = sampler.mean_std(v, x, 2)
     assert mean.dtype == std.dtype == torch.float32
@@ -187,7 +190,8 @@ def test_a_window_is_the_sampler_inside_and_the_ode_outside(steps, shift, eta, k
     inside[-1] = False
     window = Sampler(levels, kind, [eta if noisy else 0.0 for noisy in inside.tolist()])
     assert window.stochastic.tolist() == inside.nonzero()[:, 0].tolist()
-    full, ode = Sampler(levels, kind, eta), Sampler(levels, "ode")
+    full = Sampler(levels, kind, eta)
+    ode = Sampler(levels, "ode")
     for i in range(steps):
         assert window.coefficients(i) == (full if inside[i] else ode).coefficients(i)
 
@@ -217,7 +221,8 @@ def test_kl_is_symmetric_and_zero_only_for_equal_means(seed, std, kind):
 @pytest.mark.parametrize("kind", RANDOM_KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replaying_a_stored_step_gives_ratio_one(kind, dtype):
-    x, v = normal(1, 4, 64, dtype=dtype), normal(2, 4, 64, dtype=dtype)
+    x = normal(1, 4, 64, dtype=dtype)
+    v = normal(2, 4, 64, dtype=dtype)
     sampler = Sampler(sigmas(17), kind, 0.3)
     stored = sampler.step(v, x, 3, normal(3, 4, 64)).to(dtype)
     old, new = (sampler.log_prob(stored, *sampler.mean_std(v, x, 3)) for _ in range(2))
@@ -273,7 +278,8 @@ def test_a_chunk_weighs_by_its_mean_distance():
 
 
 def test_first_draws_follow_the_weights():
-    weights, n = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64), 40_000
+    weights = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    n = 40_000
     seen = (
         sample_without_replacement(weights.expand(n, 4), 1, uniform(0, n, 4))
         .flatten()
@@ -299,7 +305,8 @@ def test_draws_never_repeat_and_never_take_what_has_no_weight(seed, K, data):
 @quick
 @given(seed_, st.integers(2, 8))
 def test_a_trajectory_draws_by_its_own_uniforms_only(seed, K):
-    weights, uniforms = uniform(seed, 6, K) + 0.01, uniform(seed + 1, 6, K)
+    weights = uniform(seed, 6, K) + 0.01
+    uniforms = uniform(seed + 1, 6, K)
     together = sample_without_replacement(weights, K // 2, uniforms)
     alone = torch.cat(
         [
@@ -343,7 +350,8 @@ def test_at_least_one_chunk_is_drawn(K, fraction):
 @pytest.mark.parametrize("kind", SAMPLER_KINDS)
 def test_the_closed_profile_is_the_measured_one(kind):
     """A wide Gaussian trajectory has the profile of the closed form, to the one percent of its finite width."""
-    levels, eta = sigmas(9, 3.0, torch.float64), 0.5
+    levels = sigmas(9, 3.0, torch.float64)
+    eta = 0.5
     x = [normal(0, 8, 20_000)]
     for i in range(9):
         v = gaussian_velocity(x[-1], levels[i], 0.0, 0.6)

@@ -25,7 +25,7 @@ FEW = {
 
 
 def told(state, monkeypatch) -> dict[str, list[float]]:
-    "What the network is told in each phase, in thousandths."
+    """What the network is told in each phase, in thousandths."""
     found, predict = {}, state.policy.predict
 
     def watched(latents, sigma, rows):
@@ -53,10 +53,8 @@ def test_whole_timesteps_are_told_where_they_are_asked_for(truncated, tmp_path, 
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     s = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
     state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
-    found, grid = (
-        told(state, monkeypatch),
-        [1000 * x for x in state.method.sigmas.double().tolist()],
-    )
+    found = told(state, monkeypatch)
+    grid = [1000 * x for x in state.method.sigmas.double().tolist()]
     assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), (
         "the evaluation's levels are the model's own"
     )

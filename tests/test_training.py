@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_killed_and_resumed_is_bit_identical(world, whole):
-    "kill -9 in iteration 3 of 6, then --resume: the same metrics and weights, to the last bit."
+    """kill -9 in iteration 3 of 6, then --resume: the same metrics and weights, to the last bit."""
     out = world / "killed"
     slow = "reward=tiny_rewards:slow_red"
     child = start("train", world / "s.yaml", slow, "--out", out, "--no-report")
@@ -40,7 +40,7 @@ def test_killed_and_resumed_is_bit_identical(world, whole):
 
 
 def test_learns(whole):
-    "The reward on held-out prompts rises over the base; the ratio before the first update is exactly 1."
+    """The reward on held-out prompts rises over the base; the ratio before the first update is exactly 1."""
     lines = metrics(whole)
     assert lines[-1]["eval_tiny_rewards:red"] > lines[0]["eval_tiny_rewards:red"]
     assert lines[1]["ratio_floor"] == 0.0 and 0 <= lines[1]["ratio_floor_rollout"] < 1e-4
@@ -48,7 +48,7 @@ def test_learns(whole):
 
 
 def test_adaptive_chunks_go_on_after_an_interruption(world):
-    "Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."
+    """Chunks of each image's own, fading weights, weighted steps: stopped and resumed, bit for bit the same."""
     outs = [world / "adaptive-through", world / "adaptive-resumed"]
     words = [
         "chunks=adaptive:1",
@@ -66,7 +66,7 @@ def test_adaptive_chunks_go_on_after_an_interruption(world):
 
 
 def test_lora_run_loads_into_diffusers(world):
-    "A LoRA run with KL, moving average and the dynamics' weights ends in a folder that diffusers loads."
+    """A LoRA run with KL, moving average and the dynamics' weights ends in a folder that diffusers loads."""
     from diffusers import FluxPipeline
 
     out = world / "lora"
@@ -92,7 +92,7 @@ def test_lora_run_loads_into_diffusers(world):
 
 @pytest.fixture(scope="session")
 def eight_bits(tmp_path_factory):
-    "Where bitsandbytes lies, for this test alone: peft would import it into everything that runs beside it."
+    """Where bitsandbytes lies, for this test alone: peft would import it into everything that runs beside it."""
     there = tmp_path_factory.mktemp("bitsandbytes")
     words = [
         "-m",
@@ -110,7 +110,7 @@ def eight_bits(tmp_path_factory):
 
 
 def test_8_bits_need_their_package(world, tmp_path):
-    "One sentence that says how to get it, and no run folder."
+    """One sentence that says how to get it, and no run folder."""
     said = run("train", world / "s.yaml", "optimizer=adamw-8bit", "--out", tmp_path / "run", code=2)
     assert (
         "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'"
@@ -121,7 +121,7 @@ def test_8_bits_need_their_package(world, tmp_path):
 
 @pytest.mark.slow
 def test_every_way_to_save_memory_at_once(world, eight_bits):
-    "Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."
+    """Trajectories in bfloat16 on the host, tiles, moments of 8 bits, forwards by memory: it goes on bit for bit."""
     words = [
         "latents_dtype=bfloat16",
         "latents_on=host",
@@ -160,7 +160,7 @@ def test_every_way_to_save_memory_at_once(world, eight_bits):
     ("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")]
 )
 def test_reward_that_fails(world, tmp_path, reward, words):
-    "A reward that returns NaN or the wrong count ends the run with a sentence and exit code 2."
+    """A reward that returns NaN or the wrong count ends the run with a sentence and exit code 2."""
     said = run(
         "train",
         world / "s.yaml",
@@ -187,7 +187,7 @@ def test_reward_that_fails(world, tmp_path, reward, words):
     ],
 )
 def test_what_trains_nothing_does_not_end_well(world, tmp_path, changes, code, words):
-    "One sentence, another exit code than 0, and no trained weights."
+    """One sentence, another exit code than 0, and no trained weights."""
     said = run(
         "train",
         world / "s.yaml",
@@ -208,7 +208,7 @@ def test_what_trains_nothing_does_not_end_well(world, tmp_path, changes, code, w
 
 @pytest.mark.parametrize("part", ["vae", "transformer"])
 def test_a_model_of_nan_draws_no_black_pictures(world, tmp_path, part):
-    "Weights that are no numbers are refused before the run has a line, and nothing is left of it."
+    """Weights that are no numbers are refused before the run has a line, and nothing is left of it."""
     shutil.copytree(world / "model", tmp_path / "model")
     file = next((tmp_path / "model" / part).glob("*.safetensors"))
     save_file({k: v * float("nan") for k, v in load_file(file).items()}, file, {"format": "pt"})
@@ -220,7 +220,7 @@ def test_a_model_of_nan_draws_no_black_pictures(world, tmp_path, part):
 
 
 def test_a_flipped_bit_costs_one_iteration(world, whole, tmp_path):
-    "The real command: the newest checkpoint and the metrics are damaged, the user reads so, and the run ends the same."
+    """The real command: the newest checkpoint and the metrics are damaged, the user reads so, and the run ends the same."""
     out = tmp_path / "run"
     run("train", world / "s.yaml", "--out", out, "--no-report", "iterations=3")
     file = out / "checkpoints" / "000003" / "weights.safetensors"
@@ -238,7 +238,7 @@ def test_a_flipped_bit_costs_one_iteration(world, whole, tmp_path):
 
 
 def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
-    "A reward fails in iteration 1; when it works again the run goes on and ends as if nothing had been."
+    """A reward fails in iteration 1; when it works again the run goes on and ends as if nothing had been."""
     flag = tmp_path / "flag"
     flag.touch()
     words = [
@@ -257,7 +257,7 @@ def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
 
 
 def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
-    "A reward that is the same for all images: every group is counted, no weight moves."
+    """A reward that is the same for all images: every group is counted, no weight moves."""
     changes = ["reward=tiny_rewards:constant", "iterations=1", "weight_decay=0"]
     run("train", world / "s.yaml", *changes, "--out", tmp_path / "run", "--no-report")
     line = metrics(tmp_path / "run")[1]
@@ -272,11 +272,9 @@ def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
 
 
 def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_path):
-    "Exit code 2 and the status failed, with the alarm's sentence; the run goes on from its checkpoint."
-    out, more = (
-        tmp_path / "run",
-        ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"],
-    )
+    """Exit code 2 and the status failed, with the alarm's sentence; the run goes on from its checkpoint."""
+    out = tmp_path / "run"
+    more = ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"]
     words = ["train", world / "s.yaml", *more, "--out", out]
     said = run(*words, "stop_on=[grid, flat_groups]", code=2)
     sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations all images of each prompt had"
@@ -323,7 +321,7 @@ def test_an_alarm_that_there_is_not_is_refused(world, tmp_path):
 
 
 def test_damaged_weights(world, tmp_path):
-    "A model cut short is refused before anything is written."
+    """A model cut short is refused before anything is written."""
     shutil.copytree(world / "model", tmp_path / "model")
     file = next((tmp_path / "model" / "transformer").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:500])
@@ -334,7 +332,7 @@ def test_damaged_weights(world, tmp_path):
 
 
 def test_other_settings_and_other_runs(world, whole):
-    "Resuming with other settings, and training into another run's folder, are refused in words."
+    """Resuming with other settings, and training into another run's folder, are refused in words."""
     before = (whole / "run.json").read_bytes()
     said = run("train", world / "s.yaml", "learning_rate=2e-3", "--out", whole, "--resume", code=2)
     assert "learning_rate" in said and "Traceback" not in said
@@ -343,7 +341,7 @@ def test_other_settings_and_other_runs(world, whole):
 
 
 def test_the_miniature_is_the_pipeline(world):
-    "Embedded guidance and dynamic shift: our ODE is the pipeline's own call, from the same seed."
+    """Embedded guidance and dynamic shift: our ODE is the pipeline's own call, from the same seed."""
     from diffusers import FluxPipeline
 
     from chunk_grpo.method.schedule import sigmas
@@ -367,7 +365,7 @@ def test_the_miniature_is_the_pipeline(world):
 
 
 def test_tensorboard_gets_the_metrics(world, tmp_path):
-    "The tracker's files hold the reward of every iteration, a curve a chunk, and the images, by names in groups."
+    """The tracker's files hold the reward of every iteration, a curve a chunk, and the images, by names in groups."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
@@ -406,7 +404,7 @@ def test_tensorboard_gets_the_metrics(world, tmp_path):
 
 
 def test_full_disk(world, tmp_path):
-    "A disk too small for the run is said before it starts, and nothing is written."
+    """A disk too small for the run is said before it starts, and nothing is written."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(

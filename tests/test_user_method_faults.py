@@ -185,14 +185,14 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
 
 
 def write(folder, body: str) -> str:
-    "A file with a class on Method; what a setting calls it."
+    """A file with a class on Method; what a setting calls it."""
     lines = "\n".join(f"    {line}" for line in body.split("\n"))
     (folder / "m.py").write_text(f"{HEAD}class Mine(Method):\n{lines}\n")
     return f"{folder / 'm.py'}:Mine"
 
 
 def refused(tmp_path, **changes) -> str:
-    "The sentence with which a training is refused that leaves nothing."
+    """The sentence with which a training is refused that leaves nothing."""
     s = settings.load_settings("pocket/tiny", {"iterations": 4, "chunks": "steps", **changes})
     with pytest.raises(InputError) as caught:
         launch.train(s, tmp_path / "out/run")

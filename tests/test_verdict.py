@@ -22,7 +22,7 @@ def kept(name):
 
 
 def gains(name, arm, reward="pocket-clip", place="plain", minus="base"):
-    "A row a seed, a column a prompt."
+    """A row a seed, a column a prompt."""
     rows = sorted((row for row in kept(name) if row["arm"] == arm), key=lambda row: row["seed"])
     return np.array(
         [
@@ -33,13 +33,14 @@ def gains(name, arm, reward="pocket-clip", place="plain", minus="base"):
 
 
 def of_table(d):
-    "Mean, error and degrees of freedom of seeds by prompts, each part of the variance at least 0."
+    """Mean, error and degrees of freedom of seeds by prompts, each part of the variance at least 0."""
     s, p = d.shape
     if p == 1:
         return d.mean(), d.std(ddof=1) / s**0.5, s - 1
     left = d - d.mean(1, keepdims=True) - d.mean(0, keepdims=True) + d.mean()
     rest = np.square(left).sum() / ((s - 1) * (p - 1))
-    seeds, prompts = np.var(d.mean(1), ddof=1) - rest / p, np.var(d.mean(0), ddof=1) - rest / s
+    seeds = np.var(d.mean(1), ddof=1) - rest / p
+    prompts = np.var(d.mean(0), ddof=1) - rest / s
     return (
         d.mean(),
         math.sqrt(max(seeds, 0) / s + max(prompts, 0) / p + rest / (s * p)),
@@ -48,7 +49,7 @@ def of_table(d):
 
 
 def entry(file, part, value, error, **wanted):
-    "A kept number with its error, as a normal one."
+    """A kept number with its error, as a normal one."""
     found = next(
         e
         for e in json.loads((RESULTS / f"benchmarks/{file}").read_text())[part]
@@ -58,7 +59,7 @@ def entry(file, part, value, error, **wanted):
 
 
 def falls(arm):
-    "How far a curve, as means of five, ends below its highest point."
+    """How far a curve, as means of five, ends below its highest point."""
     out = []
     for row in sorted(
         (row for row in kept("instability") if row["arm"] == arm), key=lambda row: row["seed"]
@@ -69,7 +70,7 @@ def falls(arm):
 
 
 def expected():
-    "Number of a row -> (mean, error, freedom), direction, bound, smallest effect."
+    """Number of a row -> (mean, error, freedom), direction, bound, smallest effect."""
     truth, structure, mean = "ground_truth.json", "pocket-geneval", {}
     apart = {
         name: {arm: gains(name, arm) for arm in {row["arm"] for row in kept(name)}}
@@ -78,7 +79,11 @@ def expected():
     first, fresh, free = apart["chunk-setting"], apart["confirmation"], apart["explain"]
     mean = {name: {arm: d.mean() for arm, d in found.items()} for name, found in apart.items()}
     equal = np.mean([15.115, 15.078, 15.173]) - 15.080
-    steps, tenth = mean["confirmation"]["steps"], lambda arm: 0.1 * mean["explain"][arm]
+    steps = mean["confirmation"]["steps"]
+
+    def tenth(arm):
+        return 0.1 * mean["explain"][arm]
+
     both = np.concatenate([first["16-half"] - first["steps"], fresh["16-half"] - fresh["steps"]])
     of_both = 0.1 * np.concatenate([first["steps"], fresh["steps"]]).mean()
     hacked = gains("hybrid", "it-36", structure)
@@ -190,7 +195,7 @@ def expected():
 
 
 def p_of(found, direction, bound, smallest):
-    "Two-sided p-value: of no effect on the claimed side, or of an effect as large as the smallest."
+    """Two-sided p-value: of no effect on the claimed side, or of an effect as large as the smallest."""
     (mean, error, freedom), sign = found, -1 if direction == "below" else 1
     upper = (
         (lambda x: stats.norm.sf(x / error))
@@ -210,7 +215,8 @@ def p_of(found, direction, bound, smallest):
 
 
 def test_every_row_by_other_code():
-    ours, theirs = claims.claim_rows(claims.all_claims()), expected()
+    ours = claims.claim_rows(claims.all_claims())
+    theirs = expected()
     assert len(ours) == len(theirs)
     known = {i: p_of(*row) for i, row in theirs.items() if row is not None}
     running, holm = 0.0, {}
@@ -262,7 +268,7 @@ def test_does_not_hold_excludes_what_the_paper_reports():
 
 
 def test_the_history_says_the_same_of_plans(tmp_path):
-    "The kept table of plans is what the history gives, where it is here."
+    """The kept table of plans is what the history gives, where it is here."""
     entries = json.loads((RESULTS / "verdict/plans.json").read_text())["plans"]
     kept_rows = {
         (name.stem, row["git_commit"])

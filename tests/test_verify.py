@@ -30,7 +30,7 @@ FEW = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    "A folder with a finished run in it, and its own cache, so that it is this user's."
+    """A folder with a finished run in it, and its own cache, so that it is this user's."""
     folder = small_runs.write(tmp_path_factory.mktemp("verify"), **FEW)
     done = call(
         "train",
@@ -46,7 +46,7 @@ def home(tmp_path_factory):
 
 
 def verify(home: Path, *words, code: int = 0, run="run", cache: str = "cache", **more) -> dict:
-    "The answer of `chunk-grpo verify --json`."
+    """The answer of `chunk-grpo verify --json`."""
     done = call("verify", run, "--json", *words, cwd=home, XDG_CACHE_HOME=home / cache, **more)
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout) if code < 2 else {"said": done.stderr}
@@ -93,7 +93,7 @@ def test_other_threads_are_within_tolerance_and_said(home):
 
 
 def spoil(run: Path, name: str) -> str:
-    "Edit a file of a run; what has to be said."
+    """Edit a file of a run; what has to be said."""
     if name == "run.json":
         note = read_json(run / name)
         write_json(run / name, note | {"settings": note["settings"] | {"learning_rate": 0.5}})
@@ -166,7 +166,8 @@ def test_a_link_out_of_the_run_is_not_followed(home):
 
 
 def test_a_run_notes_its_packages_threads_and_sums(home):
-    run, note = home / "run", read_json(home / "run" / "run.json")
+    run = home / "run"
+    note = read_json(home / "run" / "run.json")
     assert note["final_sha256"] == hash_files(run / "final")
     assert (note["threads"], note["device"]) == (1, "cpu")
     assert (run / "packages.txt").read_text().splitlines() == machine.installed_packages()

@@ -45,7 +45,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=12).map(
 
 
 def parts(editor):
-    "Field, words beside it, sliders, and the HTML below."
+    """Field, words beside it, sliders, and the HTML below."""
     row, _, handles, below = editor.children
     return *row.children, [handle.children[1] for handle in handles.children], below
 
@@ -96,7 +96,8 @@ def test_weights_of_a_cut():
 def test_editor_keeps_the_last_valid_chunks():
     editor = widgets.chunk_editor(MEASURED)
     field, words, _, below = parts(editor)
-    page, seen = editor.page(), []
+    page = editor.page()
+    seen = []
     editor.observe(lambda change: seen.append(str(change.new)), "value")
     field.value = "2,3,4"
     assert (
@@ -146,7 +147,7 @@ def test_editor_refuses_what_it_cannot_begin_with():
 
 @pytest.fixture(scope="module")
 def invented():
-    "Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."
+    """Frames of colours in the shape of real ones: 3 prompts, 4 transitions, 8 pixels a side."""
     images = np.random.default_rng(0).integers(0, 255, (2, 2, 3, 5, 8, 8, 3), dtype=np.uint8)
     return profiles.TrajectoryFrames(
         ("a star", "<two> rings", "a cross"), (1.0, 0.9, 0.75, 0.5, 0.0), images
@@ -168,7 +169,8 @@ def test_scrubber_shows_base_beside_trained(invented):
 
 
 def test_both_leave_a_page_without_a_kernel(invented):
-    editor, scrub = widgets.chunk_editor(MEASURED), widgets.trajectory_scrubber(invented)
+    editor = widgets.chunk_editor(MEASURED)
+    scrub = widgets.trajectory_scrubber(invented)
     for widget, pictures in ((editor, 1), (scrub, 2 * 4 * 5)):
         page = widget._repr_mimebundle_()["text/html"]
         alts = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]+)"', page)
@@ -186,7 +188,7 @@ def test_frames_of_weights_that_were_not_trained_are_the_base():
 
 @contextlib.contextmanager
 def start_lab(folder: Path, command):
-    "JupyterLab with settings of its own, by a command that takes options; the address without a path."
+    """JupyterLab with settings of its own, by a command that takes options; the address without a path."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -231,7 +233,7 @@ def start_lab(folder: Path, command):
 
 @pytest.fixture
 def lab(tmp_path):
-    "JupyterLab on a notebook of one cell; the address of the notebook."
+    """JupyterLab on a notebook of one cell; the address of the notebook."""
     code = (
         "import numpy as np\nfrom chunk_grpo.reporting import widgets\n"
         f"widgets.chunk_editor({MEASURED!r})"
@@ -255,7 +257,8 @@ def test_chunk_editor_in_jupyterlab(lab):
     )
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page, expect = browser.new_page(viewport={"width": 1400, "height": 1100}), playwright.expect
+        page = browser.new_page(viewport={"width": 1400, "height": 1100})
+        expect = playwright.expect
         expect.set_options(timeout=60_000)
         asked = []
         page.on("request", lambda request: asked.append(request.url))
@@ -266,7 +269,8 @@ def test_chunk_editor_in_jupyterlab(lab):
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_text("Run All Cells", exact=True).click()
         output = page.locator(".jp-OutputArea-output:has(.widget-text)")
-        field, line = output.locator("input[type=text]"), output.locator("code")
+        field = output.locator("input[type=text]")
+        line = output.locator("code")
         expect(line).to_have_text("chunks: 2,3,4,7", timeout=120_000)
 
         def type_in(text):
@@ -297,7 +301,7 @@ def test_chunk_editor_in_jupyterlab(lab):
 
 
 def test_every_cell_runs_on_a_trained_run(whole, tmp_path, monkeypatch):
-    "As a reader runs them: the curve, the chunk editor, trajectories, a prompt."
+    """As a reader runs them: the curve, the chunk editor, trajectories, a prompt."""
     file = widgets.write_lab_notebook(whole, tmp_path)
     seen = []
     monkeypatch.setattr(figures, "display", lambda *given, **more: seen.append(given))
@@ -326,7 +330,7 @@ def test_the_run_s_folder_stays_as_it_is(whole, tmp_path):
 
 
 def test_the_command_says_where_the_notebook_is_and_hands_options_on(whole, tmp_path):
-    "JupyterLab itself answers --version, and ends."
+    """JupyterLab itself answers --version, and ends."""
     done = call("lab", whole, "--", "--version", cwd=tmp_path)
     version = subprocess.run(
         [sys.executable, "-m", "jupyterlab", "--version"], capture_output=True, text=True
@@ -339,7 +343,7 @@ def test_the_command_says_where_the_notebook_is_and_hands_options_on(whole, tmp_
 
 
 def test_nothing_beside_a_run_is_executed(whole, tmp_path):
-    "A file named as JupyterLab in the folder where the command is given."
+    """A file named as JupyterLab in the folder where the command is given."""
     (tmp_path / "jupyterlab.py").write_text("print('executed')")
     done = call("lab", whole, "--", "--version", cwd=tmp_path)
     assert done.returncode == 0 and "executed" not in done.stdout, done.stdout
@@ -356,7 +360,7 @@ def test_what_cannot_be_opened_is_said(tmp_path):
     CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
 )
 def test_it_opens_in_a_browser(whole, tmp_path):
-    "The notebook stands there, not the launcher; with its cells run, every field has a name, also what a slider sets."
+    """The notebook stands there, not the launcher; with its cells run, every field has a name, also what a slider sets."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (extra dev)"
     )
@@ -364,10 +368,8 @@ def test_it_opens_in_a_browser(whole, tmp_path):
     with start_lab(tmp_path, lambda options: widgets.lab_command(file, options)) as address:
         with playwright.sync_playwright() as started:
             browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            page, expect = (
-                browser.new_page(viewport={"width": 1400, "height": 1100}),
-                playwright.expect,
-            )
+            page = browser.new_page(viewport={"width": 1400, "height": 1100})
+            expect = playwright.expect
             expect.set_options(timeout=60_000)
             page.goto(address, timeout=120_000)
             expect(page.get_by_role("heading", name="whole")).to_be_visible(timeout=120_000)

@@ -12,7 +12,8 @@ import torch
 import chunk_grpo
 from chunk_grpo import InputError
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 TEXTS = (None, 5, 1.5, b"text", [], {}, object(), "")
 COUNTS = (None, "2", 1.0, True, NAN, [1], -1)
 NUMBERS = (None, "0.5", True, NAN, INF, [0.5], torch.zeros(2))
@@ -23,12 +24,13 @@ CALLS = (5, "print", [], object())
 TENSORS = (None, 5, "x", [1.0, 2.0], np.ones(3))
 CHANGES = (None, "seed=1", 5, [1], [None], object(), {1: 2})
 
-levels, ones = torch.linspace(1, 0, 5), torch.ones(2, 4)
+levels = torch.linspace(1, 0, 5)
+ones = torch.ones(2, 4)
 chunks = chunk_grpo.Chunks((2, 2))
 
 
 class Nobody:
-    "No policy."
+    """No policy."""
 
 
 def write_nothing(line, s=None):
@@ -247,7 +249,7 @@ CASES = [
 
 
 def function(name: str):
-    "A function of the front door, or a class method."
+    """A function of the front door, or a class method."""
     found = chunk_grpo
     for part in name.split("."):
         found = getattr(found, part)
@@ -255,7 +257,7 @@ def function(name: str):
 
 
 def refusal(called, *args, **kwargs) -> str:
-    "The sentence of a call that must be refused."
+    """The sentence of a call that must be refused."""
     with pytest.raises(InputError) as error:
         called(*args, **kwargs)
     assert str(error.value) and "\n" not in str(error.value)
@@ -282,7 +284,8 @@ def test_wrong_argument_is_rejected_in_one_sentence(number, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("name", GOOD)
 def test_missing_or_unknown_argument_is_rejected(name):
-    called, good = function(name), GOOD[name]
+    called = function(name)
+    good = GOOD[name]
     if name == "Settings":
         return
     if name != "load_settings":
@@ -321,7 +324,7 @@ def test_policy_encodes_no_letters_for_prompts(prompts, pocket):
 
 @pytest.fixture(scope="module")
 def pocket():
-    "The pocket model."
+    """The pocket model."""
     return chunk_grpo.load_policy("pocket", resolution=64, max_tokens=12)
 
 

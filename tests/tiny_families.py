@@ -62,7 +62,7 @@ VAE = {
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    "Qwen's tokenizer with whole words: line ends are tokens, and the template's beginning has its 34."
+    """Qwen's tokenizer with whole words: line ends are tokens, and the template's beginning has its 34."""
     core = Tokenizer(
         models.WordLevel({w: i for i, w in enumerate([*MARKS, "<unk>", *WORDS])}, unk_token="<unk>")
     )
@@ -78,7 +78,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def qwen_sizes(layers: int) -> dict:
-    "The sizes of a small Qwen language model."
+    """The sizes of a small Qwen language model."""
     return {
         "vocab_size": len(MARKS) + 1 + len(WORDS),
         "hidden_size": 32,
@@ -93,14 +93,14 @@ def qwen_sizes(layers: int) -> dict:
 
 
 def small_vae() -> AutoencoderKL:
-    "FLUX.1's and SD3's VAE."
+    """FLUX.1's and SD3's VAE."""
     return AutoencoderKL(
         use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1, scaling_factor=0.4, **VAE
     )
 
 
 def loud(net: torch.nn.Module, scale: float = 0.1) -> torch.nn.Module:
-    "The same network with larger biases and modulations, so that every input moves what comes out."
+    """The same network with larger biases and modulations, so that every input moves what comes out."""
     with torch.no_grad():
         for p in net.parameters():
             p.add_(scale * torch.randn_like(p))
@@ -108,7 +108,7 @@ def loud(net: torch.nn.Module, scale: float = 0.1) -> torch.nn.Module:
 
 
 def schnell(folder: Path) -> None:
-    "FLUX.1-schnell: no embedded guidance, shift 1."
+    """FLUX.1-schnell: no embedded guidance, shift 1."""
     tiny_flux.build(folder)
     pipe = FluxPipeline.from_pretrained(folder)
     config = dict(pipe.transformer.config) | {"guidance_embeds": False}
@@ -118,7 +118,7 @@ def schnell(folder: Path) -> None:
 
 
 def sd3(folder: Path) -> None:
-    "SD3.5: three text encoders, dual attention in the first block, static shift 3."
+    """SD3.5: three text encoders, dual attention in the first block, static shift 3."""
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -164,7 +164,7 @@ def sd3(folder: Path) -> None:
 
 
 def qwen(folder: Path) -> None:
-    "Qwen-Image: a language model that sees, a video VAE, a schedule that ends at 0.02."
+    """Qwen-Image: a language model that sees, a video VAE, a schedule that ends at 0.02."""
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -207,7 +207,7 @@ def qwen(folder: Path) -> None:
 
 
 def z_image(folder: Path) -> None:
-    "Z-Image: Qwen3's second last layer, captions of their own lengths, static shift 3."
+    """Z-Image: Qwen3's second last layer, captions of their own lengths, static shift 3."""
     encoder = Qwen3Model(Qwen3Config(head_dim=16, **qwen_sizes(3)))
     net = ZImageTransformer2DModel(
         in_channels=4,
@@ -227,7 +227,7 @@ def z_image(folder: Path) -> None:
 
 
 def klein(folder: Path, distilled: bool = False) -> None:
-    "FLUX.2-klein: three of Qwen3's layers, batch norm in the VAE, a shift that knows the steps."
+    """FLUX.2-klein: three of Qwen3's layers, batch norm in the VAE, a shift that knows the steps."""
     encoder = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **qwen_sizes(28)))
     net = Flux2Transformer2DModel(
         in_channels=16,
@@ -249,7 +249,7 @@ def klein(folder: Path, distilled: bool = False) -> None:
 
 
 def dev(folder: Path) -> None:
-    "FLUX.1-dev: embedded guidance, dynamic shift."
+    """FLUX.1-dev: embedded guidance, dynamic shift."""
     tiny_flux.build(folder)
 
 
@@ -264,7 +264,7 @@ BUILDERS = {
 
 
 def build(name: str, folder: Path) -> Path:
-    "Save a family's pipeline under `folder` and return it."
+    """Save a family's pipeline under `folder` and return it."""
     torch.manual_seed(0)
     BUILDERS[name](folder)
     return folder

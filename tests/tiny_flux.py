@@ -22,7 +22,7 @@ WORDS = "a red green blue star circle square two three cats dogs left of right a
 
 
 def tokenizer(end: str, length: int) -> PreTrainedTokenizerFast:
-    "A word-level tokenizer that closes every prompt with `end`."
+    """A word-level tokenizer that closes every prompt with `end`."""
     vocabulary = {w: i for i, w in enumerate(["<pad>", end, "<unk>", *WORDS])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -34,7 +34,7 @@ def tokenizer(end: str, length: int) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, seed: int = 0) -> Path:
-    "Save the pipeline under `folder` and return it."
+    """Save the pipeline under `folder` and return it."""
     torch.manual_seed(seed)
     vocab = len(WORDS) + 3
     small = {

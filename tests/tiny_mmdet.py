@@ -6,18 +6,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-WIDTH, DEPTHS, HEADS, WINDOW = 8, (2, 1, 1, 1), (1, 2, 2, 2), 3
-SIZE, QUERIES, LAYERS, CLASSES, NUM_HEADS = (
-    32,
-    6,
-    (2, 3),
-    80,
-    4,
-)  # LAYERS: of the pixel decoder, of the decoder
+WIDTH = 8
+DEPTHS = (2, 1, 1, 1)
+HEADS = (1, 2, 2, 2)
+WINDOW = 3
+# LAYERS: of the pixel decoder, of the decoder
+SIZE = 32
+QUERIES = 6
+LAYERS = (2, 3)
+CLASSES = 80
+NUM_HEADS = 4
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    "Names and shapes as mmdet 3.x has them; checked against mmdet 3.3.0."
+    """Names and shapes as mmdet 3.x has them; checked against mmdet 3.3.0."""
     out: dict[str, tuple[int, ...]] = {}
 
     def linear(name, rows, columns, bias=True):
@@ -94,8 +96,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    "Seeded weights, large enough that every one of them shows in the logits."
-    rng, out = np.random.default_rng(seed), {}
+    """Seeded weights, large enough that every one of them shows in the logits."""
+    rng = np.random.default_rng(seed)
+    out = {}
     for name, shape in sorted(shapes().items()):
         values = rng.standard_normal(shape)
         if name.endswith("relative_position_index"):
@@ -121,7 +124,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def older(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "The same weights under the names of mmdet 2.x."
+    """The same weights under the names of mmdet 2.x."""
     out = {}
     for name, value in state.items():
         if "transformer_decoder.layers" in name:
@@ -136,25 +139,26 @@ def older(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def pixels(height: int = 96, width: int = 64, seed: int = 1) -> torch.Tensor:
-    "A prepared image, (1, 3, H, W)."
+    """A prepared image, (1, 3, H, W)."""
     noise = np.random.default_rng(seed).standard_normal((1, 3, height, width))
     return torch.from_numpy(noise.astype(np.float32))
 
 
 def save(folder: Path, state: dict[str, torch.Tensor], name: str = "detector.pth") -> Path:
-    "A checkpoint file as mmdet publishes them."
+    """A checkpoint file as mmdet publishes them."""
     path = Path(folder) / name
     torch.save({"state_dict": state, "meta": {"CLASSES": ("person",), "epoch": 50}}, path)
     return path
 
 
 def drawn(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    "Logits as of a network that saw ten soft discs: classes (10, 81) and masks (10, 24, 16)."
+    """Logits as of a network that saw ten soft discs: classes (10, 81) and masks (10, 24, 16)."""
     rng = np.random.default_rng(seed)
     classes = rng.normal(0, 1, (10, CLASSES + 1))
     classes[np.arange(10), rng.integers(0, CLASSES + 1, 10)] += rng.uniform(2, 8, 10)
     y, x = np.mgrid[:24, :16]
-    centres, radii = rng.uniform((2, 2), (22, 14), (10, 2)), rng.uniform(1, 6, 10)
+    centres = rng.uniform((2, 2), (22, 14), (10, 2))
+    radii = rng.uniform(1, 6, 10)
     far = np.hypot(y - centres[:, :1, None], x - centres[:, 1:, None])
     masks = rng.uniform(0.3, 3, (10, 1, 1)) * (radii[:, None, None] - far)
     return torch.from_numpy(classes.astype(np.float32)), torch.from_numpy(masks.astype(np.float32))
@@ -175,7 +179,7 @@ SIZES = (
 
 
 def noise(height: int, width: int) -> np.ndarray:
-    "Pixels, (H, W, 3), uint8."
+    """Pixels, (H, W, 3), uint8."""
     return np.random.default_rng(height * 1000 + width).integers(
         0, 256, (height, width, 3), dtype=np.uint8
     )

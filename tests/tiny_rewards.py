@@ -10,51 +10,51 @@ import torch
 
 
 def red(images, prompts):
-    "How red an image is."
+    """How red an image is."""
     return images[:, 0].mean((1, 2)) - images[:, 1].mean((1, 2))
 
 
 def slow_red(images, prompts):
-    "The same, but it takes a moment, so that a run can be killed in the middle."
+    """The same, but it takes a moment, so that a run can be killed in the middle."""
     time.sleep(0.3)
     return red(images, prompts)
 
 
 def nan(images, prompts):
-    "Not a number for the last image."
+    """Not a number for the last image."""
     scores = red(images, prompts)
     scores[-1] = float("nan")
     return scores
 
 
 def short(images, prompts):
-    "One score too few."
+    """One score too few."""
     return red(images, prompts)[1:]
 
 
 def nan_once(images, prompts):
-    "Not a number as long as the file named in the environment is there."
+    """Not a number as long as the file named in the environment is there."""
     broken = os.path.exists(os.environ["NAN_WHILE"]) and len(prompts) > 6
     return nan(images, prompts) if broken else red(images, prompts)
 
 
 def constant(images, prompts):
-    "The same for every image: no group has a spread."
+    """The same for every image: no group has a spread."""
     return torch.ones(len(prompts))
 
 
 def huge(images, prompts):
-    "Numbers near the largest of float32: their sum is none."
+    """Numbers near the largest of float32: their sum is none."""
     return torch.tensor([3e38, -3e38] * len(prompts))[: len(prompts)]
 
 
 def leaving(images, prompts):
-    "Ends the program, as one that takes itself for a script."
+    """Ends the program, as one that takes itself for a script."""
     sys.exit(0)
 
 
 def faulty(images, prompts):
-    "Red, but a file says what befalls its next calls: die, hang, nan; each line is one call."
+    """Red, but a file says what befalls its next calls: die, hang, nan; each line is one call."""
     file = Path(os.environ["FAULTS"])
     fault, *rest = file.read_text().splitlines() or ["none"]
     file.write_text("\n".join(rest))
@@ -66,7 +66,7 @@ def faulty(images, prompts):
 
 
 def out_of_ink(images, prompts):
-    "Red; but the second of several processes raises once it has scored its part of the base's images and an iteration."
+    """Red; but the second of several processes raises once it has scored its part of the base's images and an iteration."""
     if (
         os.environ.get("RANK") == "1"
         and len(prompts) > 6
@@ -79,7 +79,7 @@ def out_of_ink(images, prompts):
 
 
 def counted_red(images, prompts):
-    "Red; a file named in the environment gets a line an image, and it takes a moment."
+    """Red; a file named in the environment gets a line an image, and it takes a moment."""
     time.sleep(0.3)
     with open(os.environ["COUNTED"], "a") as log:
         log.write("".join(f"{prompt}\n" for prompt in prompts))
@@ -87,7 +87,7 @@ def counted_red(images, prompts):
 
 
 class red_on_its_device:
-    "Red, computed on what `cuda` means where the reward is loaded and where it is asked, as many a reward is written."
+    """Red, computed on what `cuda` means where the reward is loaded and where it is asked, as many a reward is written."""
 
     def __init__(self):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,5 +98,5 @@ class red_on_its_device:
 
 
 def gpu_told(images, prompts):
-    "The number of the GPU that this process was told to use, where a test watches for it; else -1."
+    """The number of the GPU that this process was told to use, where a test watches for it; else -1."""
     return torch.full((len(prompts),), float(getattr(torch.cuda, "told", [-1])[-1]))

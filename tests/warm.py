@@ -45,7 +45,7 @@ MAIN = "chunk_grpo.cli.main"
 
 
 def server(environment: dict[str, str]):
-    "The context whose processes begin with the imports done; one a process of pytest, started by the first call."
+    """The context whose processes begin with the imports done; one a process of pytest, started by the first call."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     before = dict(os.environ)
@@ -68,7 +68,7 @@ def become(
     anew: tuple[str, ...] = (),
     safe: bool = False,
 ) -> int:
-    "Run a module here as `python -m` does (`safe`: `python -P -m`), packages in `anew` read again; its exit code."
+    """Run a module here as `python -m` does (`safe`: `python -P -m`), packages in `anew` read again; its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(
             number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler
@@ -105,7 +105,7 @@ def become(
 
 
 class Forked:
-    "What subprocess.Popen gives, for a module in a fork of this process."
+    """What subprocess.Popen gives, for a module in a fork of this process."""
 
     anew: tuple[str, ...] = ()  # packages that this process may have changed
 
@@ -163,7 +163,7 @@ class Forked:
 
 
 class Popen(subprocess.Popen):
-    "subprocess.Popen that forks for the programs which a command starts, instead of importing all again."
+    """subprocess.Popen that forks for the programs which a command starts, instead of importing all again."""
 
     forked = Forked
 
@@ -185,7 +185,7 @@ def program(
     files: tuple[str, str],
     module: str = MAIN,
 ) -> None:
-    "What a process of the server does: the command line, or another module or file, in a folder; output in two files."
+    """What a process of the server does: the command line, or another module or file, in a folder; output in two files."""
     for number, name in enumerate(files, 1):
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
@@ -200,14 +200,14 @@ _starting = threading.Lock()
 
 
 def start_process(process) -> None:
-    "Start a process that no other thread's start looks after: of two that ask for one end, the second reads 255."
+    """Start a process that no other thread's start looks after: of two that ask for one end, the second reads 255."""
     with _starting:
         process.start()
         multiprocessing.process._children.discard(process)
 
 
 class Started:
-    "What subprocess.Popen gives, for the command line in a process of the server."
+    """What subprocess.Popen gives, for the command line in a process of the server."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ def call(
     timeout: float,
     module: str = MAIN,
 ):
-    "Run the command line, or another module or file, to its end in a process of the server; its exit code."
+    """Run the command line, or another module or file, to its end in a process of the server; its exit code."""
     child = context.Process(target=program, args=(words, environment, folder, files, module))
     start_process(child)
     child.join(timeout)

@@ -17,17 +17,36 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def comments_of(source: str) -> dict[int, str]:
-    "The comment of every line that has one."
+    """Return the comment of each line by its number.
+
+    A line without a comment of its own has that of the comment lines directly above it: a field or a
+    constant is written so if its comment does not fit beside it.
+    """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {
+    comments = {
         token.start[0]: token.string.lstrip("# ").rstrip()
         for token in tokens
         if token.type == tokenize.COMMENT
     }
+    above = []
+    for number, line in enumerate(source.splitlines(), 1):
+        text = line.strip()
+        if text.startswith("# ") and not text.startswith("# %%"):
+            above.append(comments[number])
+        else:
+            if text and above:
+                comments.setdefault(number, " ".join(above))
+            above = []
+    return comments
+
+
+def comment_on(node: ast.stmt, comments: dict[int, str]) -> str:
+    """Return the comment behind a statement, else the one on or above its first line, else an empty text."""
+    return comments.get(node.end_lineno) or comments.get(node.lineno, "")
 
 
 def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, str]]:
-    "Every parameter with its default and what is written before it: nothing, * or **."
+    """Every parameter with its default and what is written before it: nothing, * or **."""
     args = node.args
     plain = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
@@ -40,7 +59,7 @@ def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, st
 
 
 def signature(node: ast.FunctionDef, method: bool) -> str:
-    "A function's parameters and what it returns, as Python writes them, without self or cls."
+    """A function's parameters and what it returns, as Python writes them, without self or cls."""
     bare = ast.FunctionDef(
         name="f",
         args=ast.parse(ast.unparse(node.args).join(["def f(", "): 0"])).body[0].args,
@@ -65,12 +84,14 @@ def signature(node: ast.FunctionDef, method: bool) -> str:
 
 
 def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
-    "What comments say of each parameter, and of the return under the name `return`: beside it, or by its name."
-    found, known = {}, parameters(node)
+    """What comments say of each parameter, and of the return under the name `return`: beside it, or by its name."""
+    found = {}
+    known = parameters(node)
     if (
         known and node.returns and node.returns.end_lineno == node.lineno
     ):  # on one line; a comment names what it means
-        names, key = {arg.arg: stars + arg.arg for arg, _, stars in known}, "return"
+        names = {arg.arg: stars + arg.arg for arg, _, stars in known}
+        key = "return"
         said = [
             comments[line] for line in range(node.lineno, node.body[0].lineno) if line in comments
         ]
@@ -86,8 +107,9 @@ def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
         return found
     for arg, default, stars in known:
         last = (default or arg).end_lineno
-        if last in comments and arg.arg not in ("self", "cls"):
-            found[stars + arg.arg] = comments[last]
+        text = comments.get(last) or comments.get(arg.lineno)
+        if text and arg.arg not in ("self", "cls"):
+            found[stars + arg.arg] = text
     if node.returns and node.returns.end_lineno in comments:
         if not any(arg.end_lineno == node.returns.end_lineno for arg, _, _ in parameters(node)):
             found["return"] = comments[node.returns.end_lineno]
@@ -108,7 +130,7 @@ def plain(text: str) -> str:
 def directive(
     kind: str, name: str, body: list[str], options: dict[str, str] | None = None, deep: int = 3
 ) -> str:
-    "One object of Sphinx's Python domain."
+    """One object of Sphinx's Python domain."""
     fence = ":" * deep
     quoted = {
         key: "'" + value.replace("'", "''") + "'" if value else ""
@@ -119,7 +141,7 @@ def directive(
 
 
 def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = False) -> str:
-    "A function or a method."
+    """A function or a method."""
     said = docments(node, comments)
     fields = [f":param {name}: {plain(text)}" for name, text in said.items() if name != "return"]
     fields += [f":returns: {plain(said['return'])}"] if "return" in said else []
@@ -137,7 +159,7 @@ def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = Fal
 
 
 def is_setting(value: ast.expr | None) -> bool:
-    "Whether a field is written as `setting(default, unit, source, text)`."
+    """Whether a field is written as `setting(default, unit, source, text)`."""
     return (
         isinstance(value, ast.Call)
         and getattr(value.func, "id", "") == "setting"
@@ -146,9 +168,10 @@ def is_setting(value: ast.expr | None) -> bool:
 
 
 def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
-    "A field of a class, with its comment or what its `setting` says."
+    """A field of a class, with its comment or what its `setting` says."""
     options = {"type": ast.unparse(node.annotation)}
-    text, value = comments.get(node.end_lineno, ""), node.value
+    text = comment_on(node, comments)
+    value = node.value
     if is_setting(value):
         default, unit, _, words = value.args[:4]
         text = words.value if isinstance(words, ast.Constant) else text
@@ -160,13 +183,13 @@ def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
 
 
 def public(nodes: list[ast.stmt], kind: type) -> list:
-    "What of a class body is of a kind and has a public name."
+    """What of a class body is of a kind and has a public name."""
     name = (lambda n: n.target.id) if kind is ast.AnnAssign else (lambda n: n.name)
     return [node for node in nodes if isinstance(node, kind) and not name(node).startswith("_")]
 
 
 def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
-    "What a class body says, after what its private bases say."
+    """What a class body says, after what its private bases say."""
     bases = {
         base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")
     }
@@ -175,7 +198,7 @@ def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
 
 
 def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -> str:
-    "A class with its fields and public methods."
+    """A class with its fields and public methods."""
     body_nodes = whole_body(node, tree)
     start = next(
         (n for n in body_nodes if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
@@ -201,7 +224,7 @@ def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -
 
 
 def exported(tree: ast.Module) -> list[str]:
-    "The names in `__all__`."
+    """The names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
@@ -209,7 +232,7 @@ def exported(tree: ast.Module) -> list[str]:
 
 
 def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
-    "The names that a statement assigns, each with its value where that is written out."
+    """The names that a statement assigns, each with its value where that is written out."""
     targets = (
         node.targets
         if isinstance(node, ast.Assign)
@@ -229,9 +252,11 @@ def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
 
 @cache
 def entries(path: Path) -> dict[str, str]:
-    "The public names of a module and the text of each."
+    """The public names of a module and the text of each."""
     source = path.read_text(encoding="utf-8")
-    tree, comments, found = ast.parse(source), comments_of(source), {}
+    tree = ast.parse(source)
+    comments = comments_of(source)
+    found = {}
     wanted = exported(tree)
     for node in tree.body:
         if isinstance(node, Definition) and node.name in wanted:
@@ -246,14 +271,14 @@ def entries(path: Path) -> dict[str, str]:
             if name in wanted:
                 found.setdefault(
                     name,
-                    directive("data", name, [plain(comments.get(node.end_lineno, ""))], options),
+                    directive("data", name, [plain(comment_on(node, comments))], options),
                 )
     return found
 
 
 @cache
 def members(path: Path) -> dict[str, list[str]]:
-    "The public methods and fields of each public class of a module."
+    """The public methods and fields of each public class of a module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
         node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
@@ -264,13 +289,13 @@ def members(path: Path) -> dict[str, list[str]]:
 
 
 def module_of(path: Path) -> str:
-    "The dotted name of a file of the package."
+    """The dotted name of a file of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def chapter_page(title: str, modules: list[tuple[Path, str]]) -> str:
-    "The page of a chapter: each module with a line that leads to the page where it is made, and its names."
+    """The page of a chapter: each module with a line that leads to the page where it is made, and its names."""
     blocks = [f"# {title}: API"]
     for path, made in modules:
         name = module_of(path)

@@ -16,7 +16,7 @@ from chunk_grpo.training.update import accumulate_gradients
 def iteration_tensors(
     state: TrainingState,  # with policy and optimizer; its weights take a step
 ) -> dict[str, Tensor]:
-    "What an iteration computes up to its first update."
+    """What an iteration computes up to its first update."""
     rollout = sample_groups(state)
     context, advantage = rollout.context, rollout.advantage
     state.profile = relative_distance(context.trajectories.latents.float()).double().mean(0)
@@ -41,14 +41,14 @@ def relative_difference(
     a: Tensor,
     b: Tensor,  # of the same shape
 ) -> float:  # 0 where all bits are the same
-    "Largest difference of two tensors, as a part of the largest number."
+    """Largest difference of two tensors, as a part of the largest number."""
     if torch.equal(a, b):
         return 0.0
     return ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item()
 
 
 def difference_words(difference: float) -> str:
-    "A difference in words."
+    """A difference in words."""
     return (
         "the same bits" if difference == 0 else f"apart by at most {difference:.0e} of the largest"
     )

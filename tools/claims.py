@@ -13,7 +13,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import TTestPower
 
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import PRESETS_DIR
@@ -21,7 +20,7 @@ from chunk_grpo.core.statistics import claim_verdict
 from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_interval, format_number
-from chunk_grpo.studies import analysis
+from chunk_grpo.studies import analysis, pilot
 from chunk_grpo.studies.analysis import curve_column
 
 STRUCTURE_REWARD = "pocket-geneval"  # whether an image is what its prompt asks for
@@ -35,7 +34,7 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class CrossedMean:
-    "A mean over seeds and prompts, both random, with the parts of its variance."
+    """A mean over seeds and prompts, both random, with the parts of its variance."""
 
     mean: float
     seeds: int
@@ -45,8 +44,9 @@ class CrossedMean:
     rest: float  # variance of what is left
 
     def error(self, seeds: int | None = None, prompts: int | None = None) -> float:
-        "The standard error (a) with its own seeds and prompts, or with so many; nan with one seed."
-        s, p = seeds or self.seeds, prompts or self.prompts
+        """The standard error (a) with its own seeds and prompts, or with so many; nan with one seed."""
+        s = seeds or self.seeds
+        p = prompts or self.prompts
         return (
             float("nan")
             if s < 2
@@ -55,16 +55,18 @@ class CrossedMean:
 
     @property
     def freedom(self) -> float:
-        "Degrees of freedom."
+        """Degrees of freedom."""
         return (min(self.seeds, self.prompts) if self.prompts > 1 else self.seeds) - 1
 
 
 def crossed_mean(
     values: np.ndarray,  # (seeds, prompts) differences, or (seeds, 1)
 ) -> CrossedMean:
-    "The mean of a table of seeds by prompts, and the parts of its variance."
+    """The mean of a table of seeds by prompts, and the parts of its variance."""
     s, p = values.shape
-    mean, by_seed, by_prompt = values.mean(), values.mean(1), values.mean(0)
+    mean = values.mean()
+    by_seed = values.mean(1)
+    by_prompt = values.mean(0)
     if s < 2 or p < 2:
         return CrossedMean(
             float(mean), s, p, float(by_seed.var(ddof=1)) if s > 1 else float("nan"), 0.0, 0.0
@@ -84,7 +86,7 @@ def prompt_gains(
     reward: str,
     evaluated: str = "plain",  # arm of the evaluation
 ) -> pd.DataFrame:  # a row a seed, a column a prompt
-    "What an arm gains over the base, for every seed and prompt."
+    """What an arm gains over the base, for every seed and prompt."""
     return pd.DataFrame.from_dict(
         {
             (row["study"], row["seed"]): np.subtract(
@@ -99,7 +101,7 @@ def prompt_gains(
 
 @dataclass(frozen=True)
 class Evidence:
-    "What the kept runs say of one claim."
+    """What the kept runs say of one claim."""
 
     found: CrossedMean
     unit: str
@@ -110,7 +112,7 @@ class Evidence:
 
     @property
     def interval(self) -> dict[str, float]:  # mean, lo, hi
-        "The mean with its 95% interval."
+        """The mean with its 95% interval."""
         half = self.found.error() * (
             1.96 if self.normal else stats.t.ppf(0.975, self.found.freedom)
         )
@@ -125,10 +127,11 @@ def contrast_arms(
     gain_of: str | None = None,  # arm whose gain is the measure; None: `other`
     evaluated: tuple[str, str] = ("plain", "plain"),  # arms of the evaluation
 ) -> Evidence | None:  # None where an arm has no run
-    "The gain of one arm minus that of another on the same seeds and prompts."
+    """The gain of one arm minus that of another on the same seeds and prompts."""
     names = (study,) if isinstance(study, str) else study
     rows = [row for name in names for row in analysis.load_study_rows(name)]
-    mine, there = (arm,) if isinstance(arm, str) else tuple(arm), analysis.arms_with_runs(rows)
+    mine = (arm,) if isinstance(arm, str) else tuple(arm)
+    there = analysis.arms_with_runs(rows)
     if not mine or not {*mine, other or mine[0], gain_of or mine[0]} <= set(there):
         return None
     side = sum(prompt_gains(rows, name, reward, evaluated[0]) for name in mine) / len(mine)
@@ -151,7 +154,7 @@ def claim_p_value(
     freedom: float,
     equal: float = 0.0,  # smallest effect of an equality; 0: the claim has a side
 ) -> float:  # nan where one seed is too few
-    "Two-sided p-value of a claim: of no effect, or for an equality of an effect as large as the smallest."
+    """Two-sided p-value of a claim: of no effect, or for an equality of an effect as large as the smallest."""
     distances = (equal - away, equal + away) if equal else (away,)
     if not error > 0:
         return float("nan") if error != error else float(min(distances) <= 0)
@@ -164,7 +167,7 @@ def claim_power(
     seeds: int,  # or degrees of freedom and one
     equal: bool = False,
 ) -> float:  # 0 ... 1; nan with one seed
-    "The chance that such runs say `holds`, asked alone, were the effect the smallest, or none for an equality."
+    """The chance that such runs say `holds`, asked alone, were the effect the smallest, or none for an equality."""
     if not error > 0 or seeds < 2:
         return float("nan")
     if equal:
@@ -172,9 +175,7 @@ def claim_power(
             0.0,
             2 * float(stats.t.cdf(smallest / error - stats.t.ppf(0.975, seeds - 1), seeds - 1)) - 1,
         )
-    return float(
-        TTestPower().power(smallest / (error * seeds**0.5), seeds, 0.05, alternative="two-sided")
-    )
+    return pilot.paired_power(smallest / (error * seeds**0.5), seeds)
 
 
 def seeds_needed(
@@ -184,7 +185,7 @@ def seeds_needed(
     prompts: int | None = None,  # None: the pilot's
     most: int = 2000,
 ) -> int | None:  # None: more than `most`
-    "The fewest seeds with which such a contrast shows the effect this often."
+    """The fewest seeds with which such a contrast shows the effect this often."""
     enough = (
         s
         for s in range(3, most + 1)
@@ -194,7 +195,7 @@ def seeds_needed(
 
 
 def peak_drop() -> Evidence | None:
-    "How much further below its own peak the reward ends for the first chunk alone than for the last alone."
+    """How much further below its own peak the reward ends for the first chunk alone than for the last alone."""
     rows = analysis.load_study_rows("instability")
     drop = (
         analysis.pivot_by_seed(
@@ -225,7 +226,7 @@ def peak_drop() -> Evidence | None:
 
 
 def hybrid_effect() -> Evidence | None:
-    "What the longest run keeps of structure when the base takes over at 3/5; measured by what it loses without."
+    """What the longest run keeps of structure when the base takes over at 3/5; measured by what it loses without."""
     rows = analysis.load_study_rows("hybrid")
     if not any(row["arm"] == "it-36" for row in rows):
         return None
@@ -247,7 +248,7 @@ def kept_evidence(
     unit: str,
     **wanted,  # values that the entry must have
 ) -> Evidence | None:
-    "A kept measurement with its standard error; None where it is not there."
+    """A kept measurement with its standard error; None where it is not there."""
     path = PRESETS_DIR / "results" / "benchmarks" / file
     for entry in read_json(path)[part] if path.is_file() else []:
         if all(entry[name] == x for name, x in wanted.items()):
@@ -261,7 +262,7 @@ def kept_evidence(
 def _read_paper_numbers() -> dict[
     str, dict[str, float]
 ]:  # table of version 1, or v3 -> row -> number
-    "The numbers of the paper's tables that its claims rest on."
+    """The numbers of the paper's tables that its claims rest on."""
     names = {
         "base": "FLUX.1-dev",
         "steps": "Dance-GRPO",
@@ -294,7 +295,7 @@ PAPER_NUMBERS = _read_paper_numbers()
 
 @dataclass(frozen=True)
 class Size:
-    "The smallest effect of interest: a share of a gain, or a number."
+    """The smallest effect of interest: a share of a gain, or a number."""
 
     share: float = 0.1  # of a gain; a tenth where the paper gives no size
     steps_of: str = ""  # study whose `steps` gained it; empty: the arm that is compared with
@@ -302,7 +303,7 @@ class Size:
     paper: str = ""  # the paper's number and its place; empty: it gives none
 
     def of(self, found: Evidence) -> float:
-        "In the unit of what was measured."
+        """In the unit of what was measured."""
         if self.number is not None:
             return self.number
         steps = contrast_arms(self.steps_of, "steps", None) if self.steps_of else None
@@ -315,8 +316,9 @@ def paper_size(
     against: float,  # the number it is compared with
     steps_of: str,  # study whose `steps` measure the size here
 ) -> Size:
-    "A difference of the paper's in HPSv3 as a share of the gain of steps."
-    first, apart = PAPER_NUMBERS["Table 1"], PAPER_NUMBERS[table][row] - against
+    """A difference of the paper's in HPSv3 as a share of the gain of steps."""
+    first = PAPER_NUMBERS["Table 1"]
+    apart = PAPER_NUMBERS[table][row] - against
     share = apart / (first["steps"] - first["base"])
     words = f"{apart:+.3f} HPSv3, {100 * share:+.0f}% of the gain of steps ({table})".replace(
         "-", "\u2212"
@@ -326,7 +328,7 @@ def paper_size(
 
 @dataclass(frozen=True)
 class Claim:
-    "A sentence of the paper or about it, and how it is asked here."
+    """A sentence of the paper or about it, and how it is asked here."""
 
     words: str
     page: str  # where it is looked at, in findings/
@@ -339,7 +341,7 @@ class Claim:
 
 
 def _theory_claims() -> list[Claim]:
-    "Claims on gradients and dynamics."
+    """Claims on gradients and dynamics."""
     truth = partial(kept_evidence, "ground_truth.json")
     return [
         Claim(
@@ -386,13 +388,11 @@ def _theory_claims() -> list[Claim]:
 
 
 def _chunk_claims() -> list[Claim]:
-    "Chunks against steps, and chunks against chunks."
+    """Chunks against steps, and chunks against chunks."""
     t1, t3, v3 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 3", "v3"))
-    equal, fresh, first = (
-        [t3[name] for name in ("2x8", "4x4", "8x2")],
-        ("confirmation",),
-        ("chunk-setting",),
-    )
+    equal = [t3[name] for name in ("2x8", "4x4", "8x2")]
+    fresh = ("confirmation",)
+    first = ("chunk-setting",)
     asked = partial(contrast_arms, "confirmation")
     mean = Size(
         steps_of="chunk-setting",
@@ -457,7 +457,7 @@ def _chunk_claims() -> list[Claim]:
 
 
 def _explanation_claims() -> list[Claim]:
-    "What of the difference between chunks and steps remains where weights and clipping are alike."
+    """What of the difference between chunks and steps remains where weights and clipping are alike."""
     asked = [
         (
             "Without clipping, steps with the chunks' weights beat steps",
@@ -514,12 +514,10 @@ def _explanation_claims() -> list[Claim]:
 
 
 def _sampling_claims() -> list[Claim]:
-    "Which chunks are drawn."
-    t1, t5, weighted = (
-        PAPER_NUMBERS["Table 1"],
-        PAPER_NUMBERS["Table 5"],
-        partial(contrast_arms, "weighting"),
-    )
+    """Which chunks are drawn."""
+    t1 = PAPER_NUMBERS["Table 1"]
+    t5 = PAPER_NUMBERS["Table 5"]
+    weighted = partial(contrast_arms, "weighting")
     lost = t5["weighted"] - t5["chunks"]
     return [
         Claim(
@@ -560,9 +558,10 @@ def _sampling_claims() -> list[Claim]:
 
 
 def reward_claims() -> list[Claim]:
-    "Hybrid inference, and what training on one reward does to another."
+    """Hybrid inference, and what training on one reward does to another."""
     t1, t4, t5 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 4", "Table 5"))
-    geneval, other = t5["chunks"] - t5["base"], t4["chunks"] - t4["base"]
+    geneval = t5["chunks"] - t5["base"]
+    other = t4["chunks"] - t4["base"]
     share = other / (t1["chunks"] - t1["base"])
     return [
         Claim(
@@ -596,7 +595,7 @@ def reward_claims() -> list[Claim]:
 
 
 def all_claims() -> list[Claim]:
-    "All claims, in the order of the paper."
+    """All claims, in the order of the paper."""
     return [
         *_theory_claims(),
         *_chunk_claims(),
@@ -611,11 +610,9 @@ def otherwise(
     half: float,  # half of the interval
     smallest: float,
 ) -> str:
-    "The means that would give each verdict, with this interval and before the correction."
-    at, sign = (
-        partial(format_number, signed=not claim.bound),
-        -1 if claim.direction == "below" else 1,
-    )
+    """The means that would give each verdict, with this interval and before the correction."""
+    at = partial(format_number, signed=not claim.bound)
+    sign = -1 if claim.direction == "below" else 1
     if half != half:
         return ""
     if claim.direction == "equal":
@@ -626,7 +623,8 @@ def otherwise(
             else "holds for none: too few seeds"
         )
         return f"{inside}; does not hold beyond \u00b1{format_number(smallest + half)}"
-    first, last = claim.bound + sign * half, claim.bound + sign * (smallest - half)
+    first = claim.bound + sign * half
+    last = claim.bound + sign * (smallest - half)
     beyond = ("from {} up", "below {}") if sign > 0 else ("from {} down", "above {}")
     holds = max(first, last) if sign > 0 else min(first, last)
     return f"holds {beyond[0].format(at(holds))}; does not hold {beyond[1].format(at(last))}"
@@ -635,8 +633,9 @@ def otherwise(
 def plan_of(
     studies: Sequence[str],
 ) -> str:  # planned, unplanned, looked at, or not shown; empty where no study decides
-    "Whether the plan of the deciding rows can be shown to be older than they are."
-    kept, words = read_json(PRESETS_DIR / "results" / "verdict" / "plans.json")["plans"], []
+    """Whether the plan of the deciding rows can be shown to be older than they are."""
+    kept = read_json(PRESETS_DIR / "results" / "verdict" / "plans.json")["plans"]
+    words = []
     for study in studies:
         for row in analysis.load_study_rows(study):
             plan = row.get("plan")
@@ -661,12 +660,12 @@ def plan_of(
 
 def claim_rows(
     asked: Sequence[Claim],
-    family: Sequence[Claim]
-    | None = None,  # claims that are corrected together with these; None: these
-) -> list[
-    dict
-]:  # claim, verdict, measured, smallest, p, power, otherwise, paper, plan, since, one run, page; numbers
-    "A row a claim."
+    # claims that are corrected together with these; None: these
+    family: Sequence[Claim] | None = None,
+    # claim, verdict, measured, smallest, p, power, otherwise, paper, plan, since, one run, page;
+    # numbers
+) -> list[dict]:
+    """A row a claim."""
     family = list(family or asked)
     every = {
         claim.words: claim.measure() for claim in [*family, *(c for c in asked if c not in family)]
@@ -674,7 +673,8 @@ def claim_rows(
     sizes, raw = {}, {}
     for claim in family:
         if (found := every[claim.words]) is not None:
-            sign, smallest = -1 if claim.direction == "below" else 1, claim.size.of(found)
+            sign = -1 if claim.direction == "below" else 1
+            smallest = claim.size.of(found)
             freedom = np.inf if found.normal else found.found.freedom
             sizes[claim.words] = smallest
             raw[claim.words] = claim_p_value(
@@ -705,7 +705,7 @@ def _claim_row(
     smallest: float | None,  # effect of interest
     p: float | None,  # after Holm's correction
 ) -> dict:  # as of `claim_rows`
-    "The row of one claim."
+    """The row of one claim."""
     row = {
         "claim": claim.words,
         "verdict": "open",
@@ -727,7 +727,8 @@ def _claim_row(
         return row
     interval, count = found.interval, found.found.seeds
     moved = {name: x - claim.bound for name, x in interval.items()}
-    half, error = moved["hi"] - moved["mean"], found.found.error()
+    half = moved["hi"] - moved["mean"]
+    error = found.found.error()
     of = "" if found.normal else f", {count} seed{'s' * (count != 1)}"
     known = {name: None if x != x else x for name, x in interval.items()}
     return row | {
@@ -749,7 +750,7 @@ def _claim_row(
 def plot_verdicts(
     rows: Sequence[Mapping],  # of `claim_rows`
 ) -> Figure:
-    "A forest of all claims, coloured by verdict; small enough for a telephone."
+    """A forest of all claims, coloured by verdict; small enough for a telephone."""
     figure, axes = create_subplots(size=(5.0, 0.9 + 0.46 * len(rows)))
     axis, low, high, edge = axes[0, 0], -6.0, 10.0, 17.0  # from `high` on stand the numbers
     axis.axvspan(-1, 1, color="#f2f2f2", zorder=0)
@@ -819,10 +820,11 @@ def plot_verdicts(
 def answer_table(
     page: str,  # of nbs/findings, such as explain
 ) -> list[dict]:  # column -> text
-    "The answers of one page, corrected for all claims of the book."
+    """The answers of one page, corrected for all claims of the book."""
 
     def text(row):
-        p, smallest = row["p"], "" if row["smallest"] is None else format_number(row["smallest"])
+        p = row["p"]
+        smallest = "" if row["smallest"] is None else format_number(row["smallest"])
         return {
             "claim": row["claim"],
             "verdict": row["verdict"],
@@ -844,7 +846,7 @@ def claims_markdown(
     rows: Sequence[Mapping],  # of `claim_rows`
     root: str = "",  # the way from the reader's page to nbs/findings/
 ) -> str:
-    "The verdicts as markdown, the answer first."
+    """The verdicts as markdown, the answer first."""
     lines = [
         f"| {i} | **{row['verdict']}** | "
         f"[{row['claim'].replace('[', '').replace(']', '')}]({root}{row['page']}.ipynb) | "
@@ -857,7 +859,7 @@ def claims_markdown(
 def rows_markdown(
     rows: Sequence[Mapping],  # a mapping a row: column -> text
 ) -> str:
-    "Rows as a markdown table, whose cells wrap on a narrow screen."
+    """Rows as a markdown table, whose cells wrap on a narrow screen."""
     names = list(rows[0]) if rows else []
     lines = [f"| {' | '.join(str(text) for text in row.values())} |" for row in rows]
     return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *lines])

@@ -49,7 +49,7 @@ MMDET_2_TO_3 = (  # names of mmdet 2.x -> 3.x
 def to_mmdet_3_name(
     name: str,  # of a weight, in mmdet 2.x or 3.x
 ) -> str:  # in mmdet 3.x
-    "A weight's name as mmdet 3.x has it."
+    """A weight's name as mmdet 3.x has it."""
     for old, new in MMDET_2_TO_3:
         name = re.sub(old, new, name)
     return name
@@ -81,7 +81,7 @@ def translate_name(
     names: tuple[tuple[str, str], ...],  # patterns of old names -> new ones
     name: str,  # of a weight
 ) -> str | None:  # None: no pattern is the start of it
-    "The new name of a weight."
+    """The new name of a weight."""
     for old, new in names:
         if re.match(rf"{old}(?=$|\.|_)", name):
             return re.sub("^" + old, new, name)
@@ -90,10 +90,8 @@ def translate_name(
 
 PIXEL, PIXEL_HEAD = "model.pixel_level_module.decoder", r"panoptic_head\.pixel_decoder"
 
-PIXEL_LAYER, TO_PIXEL_LAYER = (
-    rf"{PIXEL_HEAD}\.encoder\.layers\.(\d+)",
-    rf"{PIXEL}.encoder.layers.\1",
-)
+PIXEL_LAYER = rf"{PIXEL_HEAD}\.encoder\.layers\.(\d+)"
+TO_PIXEL_LAYER = rf"{PIXEL}.encoder.layers.\1"
 
 PIXEL_DECODER_NAMES = (
     (rf"{PIXEL_HEAD}\.input_convs\.(\d)\.conv", rf"{PIXEL}.input_projections.\1.0"),
@@ -113,7 +111,8 @@ PIXEL_DECODER_NAMES = (
 
 DECODER, HEAD = "model.transformer_module", r"panoptic_head"
 
-LAYER, TO_LAYER = rf"{HEAD}\.transformer_decoder\.layers\.(\d+)", rf"{DECODER}.decoder.layers.\1"
+LAYER = rf"{HEAD}\.transformer_decoder\.layers\.(\d+)"
+TO_LAYER = rf"{DECODER}.decoder.layers.\1"
 
 DECODER_NAMES = (
     (rf"{HEAD}\.query_embed", f"{DECODER}.queries_embedder"),
@@ -142,7 +141,7 @@ UNUSED_KEYS = (
 def reorder_patch_channels(
     x: Tensor,  # (..., 4 C) or (4 C,), as mmdet unfolds them
 ) -> Tensor:  # the same shape, as transformers lays them out
-    "The channels of four patches in transformers' order."
+    """The channels of four patches in transformers' order."""
     return x.reshape(*x.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].transpose(-1, -2).reshape(x.shape)
 
 
@@ -150,7 +149,7 @@ def convert_weight(
     name: str,  # of mmdet 3.x
     value: Tensor,
 ) -> dict[str, Tensor]:  # by transformers' names; empty where the name is unknown
-    "What becomes of one weight."
+    """What becomes of one weight."""
     if found := re.fullmatch(rf"{BLOCK}\.attn\.w_msa\.qkv\.(weight|bias)", name):
         start = found.expand(TO_BLOCK) + ".attention"
         return {
@@ -185,7 +184,7 @@ def weight_shape(
     weights: dict[str, Tensor],  # by names of mmdet 3.x
     name: str,
 ) -> tuple[int, ...]:
-    "The shape of a weight; InputError where there is none of this name."
+    """The shape of a weight; InputError where there is none of this name."""
     if name not in weights:
         raise InputError(
             f"source: the checkpoint has no weight {name!r}; a Mask2Former with a Swin backbone from "
@@ -198,14 +197,14 @@ def layer_count(
     weights: dict[str, Tensor],
     pattern: str,  # its first group is a layer's number
 ) -> int:
-    "How many layers the weights' names number."
+    """How many layers the weights' names number."""
     return 1 + max((int(m[1]) for name in weights if (m := re.match(pattern, name))), default=-1)
 
 
 def infer_swin_config(
     weights: dict[str, Tensor],  # by names of mmdet 3.x
 ) -> dict:  # as transformers' SwinConfig takes it
-    "The sizes of the backbone."
+    """The sizes of the backbone."""
     bias_table = "backbone.stages.{}.blocks.0.attn.w_msa.relative_position_bias_table"
     stages = range(layer_count(weights, r"backbone\.stages\.(\d+)\."))
     patches = weight_shape(weights, "backbone.patch_embed.projection.weight")
@@ -226,9 +225,10 @@ def infer_swin_config(
 def infer_config(
     weights: dict[str, Tensor],  # by names of mmdet 3.x
 ) -> Mask2FormerConfig:
-    "The network's sizes; InputError where the weights are of another network."
+    """The network's sizes; InputError where the weights are of another network."""
     pixel, decoder = "panoptic_head.pixel_decoder", "panoptic_head.transformer_decoder.layers"
-    backbone, layer = infer_swin_config(weights), f"{pixel}.encoder.layers.0"
+    backbone = infer_swin_config(weights)
+    layer = f"{pixel}.encoder.layers.0"
     masks, features = weight_shape(weights, f"{pixel}.mask_feature.weight")[:2]
     queries, hidden = weight_shape(weights, "panoptic_head.query_feat.weight")
     return Mask2FormerConfig(
@@ -252,7 +252,7 @@ def convert_state_dict(
     weights: dict[str, Tensor],  # by names of mmdet 3.x
     own: dict[str, Tensor],  # the network's own state dict: which names and shapes it has
 ) -> dict[str, Tensor]:  # by transformers' names
-    "All weights in their new places; InputError with the first that are unknown, missing or of another shape."
+    """All weights in their new places; InputError with the first that are unknown, missing or of another shape."""
     new, unknown, misfits = {}, [], []
     for name, value in weights.items():
         found = convert_weight(name, value)
@@ -282,7 +282,7 @@ def check_position_index(
     model: Mask2FormerForUniversalSegmentation,
     index: dict[str, Tensor],  # by names of mmdet 3.x
 ) -> None:
-    "InputError where the checkpoint counts relative positions in another order than the network."
+    """InputError where the checkpoint counts relative positions in another order than the network."""
     layers = model.model.pixel_level_module.encoder.swin.encoder.layers
     for name, value in index.items():
         stage, block = (int(x) for x in re.match(BLOCK, name).groups())
@@ -296,7 +296,7 @@ def check_position_index(
 def build_mask2former(
     weights: dict[str, Tensor],  # by names of mmdet 2.x or 3.x
 ) -> Mask2FormerForUniversalSegmentation:
-    "The network with these weights; InputError where they do not fit."
+    """The network with these weights; InputError where they do not fit."""
     weights = {to_mmdet_3_name(name): value for name, value in weights.items()}
     model = Mask2FormerForUniversalSegmentation(infer_config(weights)).eval()
     index = {
@@ -313,7 +313,7 @@ def build_mask2former(
 def read_mmdet_checkpoint(
     source: Path,  # the checkpoint of mmdet, .pth
 ) -> dict[str, Tensor]:  # by mmdet's names
-    "The weights of a checkpoint; InputError where it holds anything but tensors."
+    """The weights of a checkpoint; InputError where it holds anything but tensors."""
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -333,7 +333,7 @@ def convert_mmdet_checkpoint(
     source: str | Path,  # the checkpoint of mmdet, .pth
     out: str | Path,  # the folder to be
 ) -> dict:  # the note: source, sha256, official, layout
-    "Convert mmdet's checkpoint to a transformers folder; InputError where it does not fit."
+    """Convert mmdet's checkpoint to a transformers folder; InputError where it does not fit."""
     source, out = Path(source), Path(out)
     if not source.is_file():
         raise InputError(
@@ -360,7 +360,7 @@ def convert_mmdet_checkpoint(
 
 
 def main(arguments: list[str] | None = None) -> int:  # exit status
-    "Convert a checkpoint; 2 and one sentence where it does not fit."
+    """Convert a checkpoint; 2 and one sentence where it does not fit."""
     parser = argparse.ArgumentParser(prog="convert_detector", description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="mmdet's Mask2Former checkpoint, a .pth file")
     parser.add_argument("out", type=Path, help="the folder to make")

@@ -22,7 +22,7 @@ UNSEEN = {"hide", "default_exp", "eval", "notest", "slow", "gpu"}
 
 
 def modules(root: Path) -> dict[str, Path]:
-    "The package's modules by dotted name, without nbdev's index and empty files."
+    """The package's modules by dotted name, without nbdev's index and empty files."""
     files = [
         f
         for f in sorted((root / "chunk_grpo").rglob("*.py"))
@@ -35,15 +35,16 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def public_names(file: Path) -> list[str]:
-    "Functions and classes at the top of a module that a reader may use."
+    """Functions and classes at the top of a module that a reader may use."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     body = ast.parse(file.read_text(encoding="utf-8")).body
     return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def imported(name: str, file: Path, known: set[str]) -> set[str]:
-    "The modules of the package that a module imports, at its top or inside functions."
-    found, package = set(), name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    """The modules of the package that a module imports, at its top or inside functions."""
+    found = set()
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -55,8 +56,9 @@ def imported(name: str, file: Path, known: set[str]) -> set[str]:
 
 
 def reachable(start: str, arrows: dict[str, set[str]]) -> set[str]:
-    "Every module that a module's imports lead to."
-    seen, todo = set(), list(arrows[start])
+    """Every module that a module's imports lead to."""
+    seen = set()
+    todo = list(arrows[start])
     while todo:
         if (one := todo.pop()) not in seen:
             seen.add(one)
@@ -65,7 +67,7 @@ def reachable(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def count_package(root: Path) -> dict:
-    "Lines, modules, names and arrows."
+    """Lines, modules, names and arrows."""
     files = modules(root)
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     names = {name: public_names(file) for name, file in files.items()}
@@ -103,7 +105,7 @@ def count_package(root: Path) -> dict:
 
 
 def count_book(root: Path) -> dict:
-    "Pages, cells, and what they show."
+    """Pages, cells, and what they show."""
     exports, demonstrations, shown, with_figure = [], 0, 0, 0
     pages = sorted((root / "nbs").glob("[0-9]*/*.ipynb"))
     for page in pages:
@@ -140,7 +142,7 @@ def count_book(root: Path) -> dict:
 
 
 def main() -> int:
-    "Print the numbers."
+    """Print the numbers."""
     given = [x for x in sys.argv[1:] if x != "--json"]
     root = Path(given[0]) if given else Path(__file__).resolve().parents[1]
     found = count_package(root) | count_book(root)

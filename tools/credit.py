@@ -24,7 +24,7 @@ def jackknife_error(
     statistic: Callable[[Tensor], Tensor],  # positions of the units that are used -> any tensor
     count: int,  # units, such as prompts
 ) -> tuple[Tensor, Tensor]:  # value with all units, and its standard error
-    "Standard error of any statistic, by leaving out one unit at a time."
+    """Standard error of any statistic, by leaving out one unit at a time."""
     every = torch.arange(count)
     left = torch.stack([statistic(every[every != i]) for i in range(count)])
     return statistic(every), ((count - 1) * left.var(0, correction=0)).sqrt()
@@ -35,7 +35,7 @@ def signal_to_noise(
     weights: Tensor,  # w_t of each transition, (n,)
     images: int,  # m, in a block
 ) -> dict[str, float]:  # snr of one image, its standard error se, and noise, the root of N
-    "Signal-to-noise ratio (b) of a weighted gradient; `images` it takes to be half signal are 1 / snr."
+    """Signal-to-noise ratio (b) of a weighted gradient; `images` it takes to be half signal are 1 / snr."""
     w = weights.double()
     products = torch.einsum("isjt,s,t->ij", gram.double(), w, w)
     count = len(products)
@@ -62,12 +62,10 @@ def block_gradient(
     images: Tensor,  # the block's positions, (m,)
     limit: int = 96,  # transitions in one forward
 ) -> list[Tensor]:  # one for each trained parameter
-    "The gradient (a) of one block and transition."
-    trained, item, sampler = (
-        what.policy.trained,
-        torch.arange(len(images)),
-        what.trajectories.sampler,
-    )
+    """The gradient (a) of one block and transition."""
+    trained = what.policy.trained
+    item = torch.arange(len(images))
+    sampler = what.trajectories.sampler
     total = [torch.zeros_like(p) for p in trained]
     for part in item.split(limit):
         path = (
@@ -94,7 +92,7 @@ LAYER_GROUPS = {
 
 
 def layer_group(name: str) -> str:
-    "attention, modulation, mlp, embedding or output of a FLUX, by a parameter's name."
+    """attention, modulation, mlp, embedding or output of a FLUX, by a parameter's name."""
     found = next(
         (k for k, words in LAYER_GROUPS.items() if any(word in name for word in words)), "output"
     )
@@ -109,7 +107,7 @@ def gradient_gram(
     blocks: int = 8,  # K; divides B into whole groups
     group: Callable[[str], str] | None = None,  # of a parameter, by its name; None: FLUX's layers
 ) -> dict[str, Tensor]:  # group -> (K, n, K, n) float64 inner products of the gradients (a)
-    "Inner products of the gradients of all blocks and transitions; holds K n gradients in memory."
+    """Inner products of the gradients of all blocks and transitions; holds K n gradients in memory."""
     trajectories, policy = what.trajectories, what.policy
     places = torch.arange(len(trajectories.keys)).chunk(blocks)
     if len({len(part) for part in places}) > 1 or len(places) < blocks:
@@ -134,7 +132,7 @@ def gradient_gram(
 
 @dataclass
 class GaussianWorld:
-    "A policy with the names that a rollout and an update ask for, and a reward of its latents."
+    """A policy with the names that a rollout and an update ask for, and a reward of its latents."""
 
     mean: Tensor  # of the data, (C,)
     scale: Tensor  # standard deviation of the data, (C,)
@@ -145,18 +143,18 @@ class GaussianWorld:
     truncate_timesteps: bool = False
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C)
-        "The latents of one image at sigma 1."
+        """The latents of one image at sigma 1."""
         return torch.randn(self.tokens, len(self.mean), generator=generator)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: dict) -> Tensor:
-        "The affine velocity of every sample, in the latents' dtype."
+        """The affine velocity of every sample, in the latents' dtype."""
         mean, scale, by, plus = (
             x.to(latents.dtype) for x in (self.mean, self.scale, *self.trained)
         )
         return (1 + by) * gaussian_velocity(latents, sigma, mean, scale) + plus
 
     def reward(self, latents: Tensor, images: Tensor | None = None) -> Tensor:
-        "Minus the mean squared distance of the last latents (..., S, C) to the target."
+        """Minus the mean squared distance of the last latents (..., S, C) to the target."""
         return -(latents.double() - self.target).square().mean((-2, -1))
 
 
@@ -167,7 +165,7 @@ def gaussian_value(
     sampler: Sampler,
     spread: float = 0.0,  # variance of the latents around the given ones
 ) -> Tensor:  # (...,) float64
-    "The exact value (c) of latents before a transition; gradient of the random steps."
+    """The exact value (c) of latents before a transition; gradient of the random steps."""
     at, spread = latents.double(), torch.full_like(world.mean, spread, dtype=torch.float64)
     ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64) * torch.ones_like(spread)
     exact = replace(sampler, sigmas=sampler.sigmas.double())
@@ -186,7 +184,7 @@ def branch_noise(
     branch: list[int],  # number of each image's branch
     shape: tuple[int, ...],  # (T - index, S, C), of one image
 ) -> Tensor:  # (B, T - index, S, C) float32 on the CPU
-    "The noise of a branch's transitions, another one for each index and branch."
+    """The noise of a branch's transitions, another one for each index and branch."""
     streams = [f"branch/{index}/{number}" for number in branch]
     drawn = [
         torch.randn(shape, generator=make_generator(*k, stream=s))
@@ -204,7 +202,7 @@ def continue_from(
     noise: Tensor,  # (B, T - index, S, C)
     sampler: Sampler,
 ) -> Tensor:  # (B, S, C) at sigma 0, in the storage dtype
-    "The SDE of `rollout.sample_sde` from a transition on."
+    """The SDE of `rollout.sample_sde` from a transition on."""
     store = latents.dtype
     for i in range(index, len(sampler)):
         now = latents.float()
@@ -216,23 +214,21 @@ def continue_from(
 
 def branch_rewards(
     what: ReplayContext,  # stored trajectories of B images
-    outcome: Callable[
-        [Tensor, Tensor], Tensor
-    ],  # latents (M, S, C) at sigma 0 and their images (M,) -> rewards (M,)
+    # latents (M, S, C) at sigma 0 and their images (M,) -> rewards (M,)
+    outcome: Callable[[Tensor, Tensor], Tensor],
     branches: int = 4,  # N, from every latent
     batch: int = 48,  # images in one forward
 ) -> Tensor:  # (B, T + 1, N) float64, of the branches that leave at each latent
-    "Rewards of N continuations from every latent; costs N T (T + 3) / 2 - N forwards an image."
+    """Rewards of N continuations from every latent; costs N T (T + 3) / 2 - N forwards an image."""
     paths = what.trajectories
-    count, steps = len(paths.keys), paths.latents.shape[1] - 1
+    count = len(paths.keys)
+    steps = paths.latents.shape[1] - 1
     ends = torch.cat(
         [outcome(paths.latents[part, -1], part) for part in torch.arange(count).split(batch)]
     )
     out = ends.double()[:, None, None].repeat(1, steps + 1, branches)
-    image, branch = (
-        torch.arange(count).repeat_interleave(branches),
-        torch.arange(branches).repeat(count),
-    )
+    image = torch.arange(count).repeat_interleave(branches)
+    branch = torch.arange(branches).repeat(count)
     for index in range(steps - 1):
         for part in torch.arange(len(image)).split(batch):
             own, number = image[part], branch[part]
@@ -250,7 +246,7 @@ def branch_rewards(
 def branch_values(
     rewards: Tensor,  # (B, T + 1, N)
 ) -> tuple[Tensor, Tensor]:  # value and its standard error (d), both (B, T + 1)
-    "Mean and standard error over branches. InputError on fewer than 2 branches."
+    """Mean and standard error over branches. InputError on fewer than 2 branches."""
     if rewards.shape[-1] < 2:
         raise InputError(
             f"branches: got {rewards.shape[-1]}, allowed are at least 2, for an error."
@@ -260,17 +256,17 @@ def branch_values(
 
 def step_advantages(
     rewards: Tensor,  # (B, T + 1, N)
-) -> tuple[
-    Tensor, Tensor
-]:  # advantage and its standard error (d) of the trained transitions, both (B, T - 1)
-    "The advantage of every transition but the last, which has no noise."
+    # advantage and its standard error (d) of the trained transitions, both (B, T - 1)
+) -> tuple[Tensor, Tensor]:
+    """The advantage of every transition but the last, which has no noise."""
     value, error = branch_values(rewards)
     square = error.square()
     return value.diff()[:, :-1], (square[:, 1:] + square[:, :-1]).sqrt()[:, :-1]
 
 
 def wrong_sign_shares(
-    advantage: Tensor,  # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    advantage: Tensor,
     step: Tensor,  # estimated advantage of each transition, in the same units, (P, G, n)
     error: Tensor,  # its standard error, (P, G, n)
     parts: Chunks,  # transitions whose moments are averaged, K parts of n
@@ -278,14 +274,15 @@ def wrong_sign_shares(
 ) -> (
     Tensor
 ):  # (6, K): raw, certain, corrected, by_share, share of one transition, how many are certain
-    "Shares of wrong signs by (e) and (f), and the share of the variance decided at a transition."
+    """Shares of wrong signs by (e) and (f), and the share of the variance decided at a transition."""
 
     def mean(x: Tensor) -> Tensor:
         return torch.stack([x[..., part].mean() for part in parts.slices])
 
     wrong = (advantage[..., None] * step < 0).double()
     sure = (step.abs() > certain * error).double()
-    square, group = advantage.square().mean(), advantage.shape[1]
+    square = advantage.square().mean()
+    group = advantage.shape[1]
     share = mean(advantage[..., None] * step) / square  # the mean of A in a group is 0
     signal = mean((step - step.mean((0, 1))).square()) - mean(error.square())
     rho = share * (square / signal).sqrt()  # (e); nan where the noise leaves no variance
@@ -298,10 +295,9 @@ def wrong_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
     parts: Chunks | None = None,  # transitions whose moments are averaged; None: each alone
-) -> dict[
-    str, Tensor
-]:  # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
-    "How often the trajectory's advantage has the wrong sign at each transition; errors over prompts."
+    # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
+) -> dict[str, Tensor]:
+    """How often the trajectory's advantage has the wrong sign at each transition; errors over prompts."""
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
     step, error = (
@@ -317,10 +313,12 @@ def wrong_sign_estimates(
 
 
 def state_sign_shares(
-    advantage: Tensor,  # of the trajectories, less the group's mean, in units of its deviation, (P, G)
-    value: Tensor,  # estimated value of each state less the group's mean, in the same units, (P, G, n)
+    # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    advantage: Tensor,
+    # estimated value of each state less the group's mean, in the same units, (P, G, n)
+    value: Tensor,
 ) -> Tensor:  # (3, n): raw, by_share, decided
-    "Shares of states whose value and final reward lie on different sides of the group's mean, raw and by (i)."
+    """Shares of states whose value and final reward lie on different sides of the group's mean, raw and by (i)."""
     raw = (advantage[..., None] * value < 0).double().mean((0, 1))
     decided = (advantage[..., None] * value).mean((0, 1)) / advantage.square().mean()
     return torch.stack([raw, decided.clamp(0, 1).sqrt().arccos() / math.pi, decided])
@@ -329,10 +327,9 @@ def state_sign_shares(
 def state_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
-) -> dict[
-    str, Tensor
-]:  # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
-    "How often the state that a transition leads to is wrongly attributed, as version 3 counts; errors over prompts."
+    # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
+) -> dict[str, Tensor]:
+    """How often the state that a transition leads to is wrongly attributed, as version 3 counts; errors over prompts."""
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
     value = branch_values(branches)[0][:, 1:-1].reshape(count, group, -1)
@@ -354,13 +351,13 @@ def state_sign_estimates(
 
 def attribution_distance(
     wrong: Tensor,  # wrong signs of each trajectory, or their chances, (B, n)
-) -> dict[
-    str, Tensor
-]:  # (B,) each: k, step (36), chunk (37), zero, scaled and cosine (h), nearer (40)
-    "Proposition 1's distances to the true coefficients, and those that do not depend on length."
+    # (B,) each: k, step (36), chunk (37), zero, scaled and cosine (h), nearer (40)
+) -> dict[str, Tensor]:
+    """Proposition 1's distances to the true coefficients, and those that do not depend on length."""
     n = wrong.shape[1]
     k = wrong.double().sum(1)
-    step, chunk = 4 * k, ((n - 1) ** 2 + 4 * k) / n
+    step = 4 * k
+    chunk = ((n - 1) ** 2 + 4 * k) / n
     return {
         "k": k,
         "step": step,
@@ -377,7 +374,7 @@ def coefficient_gradients(
     coefficients: Tensor,  # R sets of one coefficient an image and transition, (R, B, n)
     images: Tensor,  # the block's positions, (m,)
 ) -> Tensor:  # (R, n, D) float32 on the CPU; D numbers in all trained parameters
-    "Mean over a block's images of coefficient times gradient, for each set and transition."
+    """Mean over a block's images of coefficient times gradient, for each set and transition."""
 
     def flat(row: Tensor, i: int) -> Tensor:
         return torch.cat([g.flatten() for g in block_gradient(what, row[:, i], i, images)]).cpu()
@@ -393,7 +390,7 @@ def coefficient_sets(
     error: Tensor,  # standard errors of the values at both ends, (B, n + 1)
     generator: torch.Generator,  # of the random signs
 ) -> Tensor:  # (4, B, n) float64: trajectory's, transition's, signed, branches' noise
-    "The coefficients of which gradients are taken."
+    """The coefficients of which gradients are taken."""
 
     def signs(*shape: int) -> Tensor:
         return 2.0 * torch.randint(2, shape, generator=generator) - 1
@@ -406,7 +403,7 @@ def coefficient_sets(
 def inner_products(
     blocks: Tensor,  # gradients, (K, R, n, D)
 ) -> Tensor:  # (K, R, n, K, R, n) float64
-    "Inner products of all gradients of all blocks."
+    """Inner products of all gradients of all blocks."""
     flat = blocks.flatten(0, 2)
     return (flat @ flat.T).double().reshape(*blocks.shape[:3], *blocks.shape[:3])
 
@@ -414,7 +411,7 @@ def inner_products(
 def cross_block_mean(
     products: Tensor,  # inner products of blocks, (K, K)
 ) -> Tensor:  # ()
-    "Mean over pairs of different blocks."
+    """Mean over pairs of different blocks."""
     count = len(products)
     return (products.sum() - products.trace()) / (count * (count - 1))
 
@@ -424,13 +421,14 @@ def weighted_inner_products(
     weights: Tensor,  # w of the estimator, (n,)
     truth: Tensor,  # of the truth (a): ones, (n,), or 0 on transitions that are left out
     row: int = 0,  # the estimator's set
-    mean: tuple[int, float]
-    | None = None,  # set whose expectation, times the number, is the estimator's; None: its own
+    # set whose expectation, times the number, is the estimator's; None: its own
+    mean: tuple[int, float] | None = None,
 ) -> (
     Tensor
 ):  # (4, K, K): of the estimator, of its expectation, of that with the truth, of the truth
-    "Inner products of the blocks' weighted gradients."
-    w, t = weights.double(), truth.double()
+    """Inner products of the blocks' weighted gradients."""
+    w = weights.double()
+    t = truth.double()
     own, c = mean or (row, 1.0)
     pairs = ((row, w, row, w), (own, c * w, own, c * w), (own, c * w, 1, t), (1, t, 1, t))
     return torch.stack(
@@ -441,10 +439,11 @@ def weighted_inner_products(
 def alignment_statistics(
     tables: Tensor,  # from `weighted_inner_products`, (4, K, K)
     images: int,  # m, in a block
-    extra: float = 0.0,  # variance of one image's part that is not in the blocks, such as that of drawing
+    # variance of one image's part that is not in the blocks, such as that of drawing
+    extra: float = 0.0,
     many: int = 100,  # M
 ) -> Tensor:  # (5,): cosine, cosine_many, variance, along (length in units of the truth's), half
-    "Direction and variance (d) of a weighted gradient against the truth; nan where a square is negative."
+    """Direction and variance (d) of a weighted gradient against the truth; nan where a square is negative."""
     square, ee, eg, gg = (cross_block_mean(x) for x in tables)
     noise = images * (tables[0].diagonal().mean() - square) + extra
     cosines = [eg / ((ee + part) * gg).sqrt() for part in (0.0, noise / many)]
@@ -457,7 +456,7 @@ def alignment_with_errors(
     extra: float = 0.0,  # variance of one image's part that is not in the blocks
     many: int = 100,  # M
 ) -> dict[str, float]:  # cosine, cosine_many, variance, along, half; each with _se
-    "The `alignment_statistics` by name, with the jackknife's errors over blocks. InputError on fewer than 3 blocks."
+    """The `alignment_statistics` by name, with the jackknife's errors over blocks. InputError on fewer than 3 blocks."""
     count = tables.shape[1]
     if count < 3:
         raise InputError(f"gram: got {count} blocks, allowed are at least 3, for an error.")
@@ -476,7 +475,7 @@ def chunk_sampling_variance(
     chunks: Chunks,  # K chunks of n transitions
     count: int,  # k, chunks drawn, 1 ... K
 ) -> float:
-    "What drawing k of K chunks adds (e) to the variance of an image's part of a gradient of weights n / (K cs)."
+    """What drawing k of K chunks adds (e) to the variance of an image's part of a gradient of weights n / (K cs)."""
     total = len(chunks)
     if not 1 <= count <= total:
         raise InputError(f"count: got {count}, allowed is 1 to {total} chunks.")

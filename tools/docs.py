@@ -22,7 +22,8 @@ import links
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-BOOK, PACKAGE = ROOT / "nbs", ROOT / "chunk_grpo"
+BOOK = ROOT / "nbs"
+PACKAGE = ROOT / "chunk_grpo"
 CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "method": "The method",
     "pocket": "The pocket model",
@@ -45,23 +46,23 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.m
 
 @cache
 def read(page: Path) -> nbformat.NotebookNode:
-    "A notebook. Whoever changes it changes a copy."
+    """A notebook. Whoever changes it changes a copy."""
     return nbformat.read(page, as_version=4)
 
 
 def chapter_folders() -> list[Path]:
-    "The folders of the chapters."
+    """The folders of the chapters."""
     return sorted(path for path in BOOK.glob("[0-9][0-9]_*"))
 
 
 def chapter_title(folder: Path) -> str:
-    "A chapter's number and its title for people."
+    """A chapter's number and its title for people."""
     number, name = folder.name.split("_", 1)
     return f"{int(number)}. {CHAPTERS[name]}"
 
 
 def pages() -> list[Path]:
-    "All notebooks of the site, in reading order: front page, chapters, findings, glossary, reports."
+    """All notebooks of the site, in reading order: front page, chapters, findings, glossary, reports."""
     verdict = BOOK / "findings/index.ipynb"
     rest = [path for path in sorted((BOOK / "findings").glob("*.ipynb")) if path != verdict]
     chapters = [page for folder in chapter_folders() for page in sorted(folder.glob("*.ipynb"))]
@@ -76,7 +77,7 @@ def pages() -> list[Path]:
 
 
 def title_of(page: Path) -> tuple[str, str]:
-    "A page's heading, and its subtitle or an empty text."
+    """A page's heading, and its subtitle or an empty text."""
     lines = read(page).cells[0].source.strip().split("\n")
     return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith(
         "> "
@@ -84,23 +85,25 @@ def title_of(page: Path) -> tuple[str, str]:
 
 
 def module_path(page: Path) -> Path | None:
-    "The module that a page exports."
+    """The module that a page exports."""
     text = "\n".join(cell.source for cell in read(page).cells if cell.cell_type == "code")
     found = re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.MULTILINE)
     return PACKAGE / (found.group(1).replace(".", "/") + ".py") if found else None
 
 
 def settings_fields() -> set[str]:
-    "Names of settings: in prose they mean the setting, not a function of the same name."
+    """Names of settings: in prose they mean the setting, not a function of the same name."""
     fields = api.members(PACKAGE / "core/settings.py")
     return {name for names in fields.values() for name in names}
 
 
 def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
-    "For every way to write a public name in prose, the full names that it can mean."
-    table, ours = {}, settings_fields()
+    """For every way to write a public name in prose, the full names that it can mean."""
+    table = {}
+    ours = settings_fields()
     for path in modules:
-        module, names = api.module_of(path), list(api.entries(path))
+        module = api.module_of(path)
+        names = list(api.entries(path))
         names += [
             f"{owner}.{member}" for owner, found in api.members(path).items() for member in found
         ]
@@ -122,7 +125,7 @@ def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
-    "Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."
+    """Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."""
 
     def link(found: re.Match) -> str:
         name = re.sub(r"\(\)$", "", found.group(1))
@@ -142,7 +145,7 @@ def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
 
 
 def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
-    "Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."
+    """Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."""
 
     def link(found: re.Match) -> str:
         words, target, rest = found.groups()
@@ -161,7 +164,7 @@ TESTS = re.compile(r"(test_\w+|expect_fail)$")
 
 
 def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
-    "The words on the line that opens a folded cell: its imports, its tests, the code of its figure; else empty."
+    """The words on the line that opens a folded cell: its imports, its tests, the code of its figure; else empty."""
     try:
         body = ast.parse(source).body
     except SyntaxError:  # magics
@@ -191,7 +194,7 @@ def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
 
 
 def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    "A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."
+    """A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."""
     directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
     source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.MULTILINE).strip()
     if "hide" in directives or not source:
@@ -218,7 +221,7 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def plain_words(text: str) -> str:
-    "The last paragraph of prose of a markdown cell without its markdown, for the alternative text of a figure below."
+    """The last paragraph of prose of a markdown cell without its markdown, for the alternative text of a figure below."""
     parts = [
         part
         for part in re.split(r"\n\s*\n", text)
@@ -230,7 +233,7 @@ def plain_words(text: str) -> str:
 
 
 def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
-    "Give each heading before an export cell a target, and say which name is made below which."
+    """Give each heading before an export cell a target, and say which name is made below which."""
     heading, targets = None, {}
     for cell in cells:
         if cell.cell_type == "markdown" and re.search(r"^#{2,4} ", cell.source, re.MULTILINE):
@@ -252,19 +255,19 @@ def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str
 
 
 def tree(entries: Iterable[str], caption: str = "", hidden: bool = True) -> str:
-    "A toctree."
+    """A toctree."""
     head = [":hidden:"] * hidden + ([f":caption: {caption}"] if caption else [])
     return "\n".join(["```{toctree}", *head, "", *entries, "```"])
 
 
 def front_lines() -> dict[str, str]:
-    "What the front page's table says of each chapter."
+    """What the front page's table says of each chapter."""
     text = "\n".join(cell.source for cell in read(BOOK / "index.ipynb").cells)
     return dict(re.findall(r"^\| \[\d\d (\w+)\]\([^)]*\) \| (.*) \|$", text, re.MULTILINE))
 
 
 class Site:
-    "The sources of the site: what is on it, and how each page is written. `only` leaves all other pages out."
+    """The sources of the site: what is on it, and how each page is written. `only` leaves all other pages out."""
 
     def __init__(self, folder: Path, only: Iterable[str] | None = None):
         chosen = None if only is None else {"index", *only}
@@ -284,7 +287,7 @@ class Site:
         self.with_api = [f for f in self.chapters if any(page.parent == f for page in self.modules)]
 
     def write(self, name: str, text: str) -> None:
-        "One file of the sources; one that is the same already stays, so that Sphinx need not read it again."
+        """One file of the sources; one that is the same already stays, so that Sphinx need not read it again."""
         file = self.folder / name
         self.written.add(file)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
@@ -292,13 +295,14 @@ class Site:
             file.write_text(text, encoding="utf-8")
 
     def markdown(self, text: str, page: Path) -> str:
-        "A markdown text of a page with its links."
+        """A markdown text of a page with its links."""
         module = api.module_of(self.modules[page]) if page in self.modules else ""
         return linked_names(relinked(text, page, self.sources), self.names, module)
 
     def notebook(self, page: Path, *after: str) -> dict[str, str]:
-        "Write one notebook, with more markdown after it. The targets of what it makes, by name."
-        notebook, cells = copy.deepcopy(read(page)), []
+        """Write one notebook, with more markdown after it. The targets of what it makes, by name."""
+        notebook = copy.deepcopy(read(page))
+        cells = []
         for cell in notebook.cells:
             cells += [cell] if cell.cell_type == "markdown" else shown(cell)
         for cell in cells:
@@ -322,8 +326,10 @@ class Site:
         return targets
 
     def figures(self, cells: list[nbformat.NotebookNode], page: Path, stem: str) -> None:
-        "Put the pictures of the outputs into files, shown at their width and with an alternative text."
-        back, said, number = "../" * (len(Path(self.sources[page]).parts) - 1), "", 0
+        """Put the pictures of the outputs into files, shown at their width and with an alternative text."""
+        back = "../" * (len(Path(self.sources[page]).parts) - 1)
+        said = ""
+        number = 0
         for cell in cells:
             if cell.cell_type == "markdown":
                 said = plain_words(cell.source) or said
@@ -356,12 +362,11 @@ class Site:
                 )
 
     def chapter(self, folder: Path) -> None:
-        "A chapter's pages, its own page, and its page of the API."
-        inside, title = (
-            [page for page in self.pages if page.parent == folder],
-            chapter_title(folder),
-        )
-        name, modules = folder.name.split("_", 1)[1], []
+        """A chapter's pages, its own page, and its page of the API."""
+        inside = [page for page in self.pages if page.parent == folder]
+        title = chapter_title(folder)
+        name = folder.name.split("_", 1)[1]
+        modules = []
         for page in inside:
             module = self.modules.get(page)
             names = list(api.entries(module)) if module else []
@@ -392,7 +397,7 @@ class Site:
         )
 
     def front_door(self) -> str:
-        "The names that `chunk_grpo` itself offers, as a list of links."
+        """The names that `chunk_grpo` itself offers, as a list of links."""
         stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
         return "\n".join(
             f"- {{py:obj}}`{alias.name} <chunk_grpo.{node.module}.{alias.name}>`"
@@ -402,7 +407,7 @@ class Site:
         )
 
     def build_sources(self) -> None:
-        "Everything that Sphinx reads."
+        """Everything that Sphinx reads."""
         for folder in self.chapters:
             self.chapter(folder)
         findings = [page for page in self.pages if page.parent.name == "findings"]
@@ -471,7 +476,7 @@ class Site:
 
 
 def copy_mathjax(folder: Path) -> None:
-    "MathJax with its fonts, from the package that carries it, beside the site's own files."
+    """MathJax with its fonts, from the package that carries it, beside the site's own files."""
     wanted = (
         r"mathjax/static/mathjax/(?:es5/)?(LICENSE|tex-chtml-full\.js|output/chtml/fonts/.*\.woff)"
     )
@@ -484,7 +489,7 @@ def copy_mathjax(folder: Path) -> None:
 
 
 def first_sentence(page: Path) -> str:
-    "The first sentence of a page after its heading, without markdown."
+    """The first sentence of a page after its heading, without markdown."""
     cells = read(page).cells
     text = title_of(page)[1] or next((c.source for c in cells[1:] if c.cell_type == "markdown"), "")
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
@@ -492,7 +497,7 @@ def first_sentence(page: Path) -> str:
 
 
 def page_text(page: Path) -> str:
-    "A page as plain markdown: prose, code and printed text, without pictures."
+    """A page as plain markdown: prose, code and printed text, without pictures."""
     parts = []
     for cell in read(page).cells:
         if cell.cell_type == "markdown":
@@ -514,7 +519,7 @@ def page_text(page: Path) -> str:
 
 
 def write_llms(site: Site, out: Path) -> None:
-    "`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."
+    """`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."""
     cells = read(BOOK / "index.ipynb").cells
     about = re.sub(
         r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split())
@@ -550,7 +555,7 @@ def write_llms(site: Site, out: Path) -> None:
 
 
 def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 2) -> int:
-    "Write the sources, let Sphinx make the pages with its warnings as errors, and put llms.txt beside them."
+    """Write the sources, let Sphinx make the pages with its warnings as errors, and put llms.txt beside them."""
     from sphinx.cmd.build import main as sphinx_build
 
     site = Site(work / "source", only)
@@ -587,7 +592,7 @@ def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 
 
 
 def main() -> int:
-    "Build all of it, or the pages that are named."
+    """Build all of it, or the pages that are named."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "_docs")
     parser.add_argument("--work", type=Path, default=ROOT / "_proc")

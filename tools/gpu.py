@@ -86,7 +86,8 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
     from chunk_grpo.core.files import read_json, write_json
     from chunk_grpo.core.machine import terminate_process_group
 
-    file, start = gpu_results.check_file(number, out), time.monotonic()
+    file = gpu_results.check_file(number, out)
+    start = time.monotonic()
     before = read_json(file) if file.is_file() else None
     words = [
         sys.executable,
@@ -165,7 +166,8 @@ def main() -> int:
     ]
     if not chosen:
         log("every check has a result; CHECK=3 runs one of them again")
-    start, verdicts = time.monotonic(), []
+    start = time.monotonic()
+    verdicts = []
     for position, number in enumerate(chosen):
         if time.monotonic() - start + CHECK_SECONDS + START_SECONDS > given.seconds:
             log(

@@ -27,12 +27,12 @@ ON_HOST = (  # what a host for transformers has
     "torch triton transformers accelerate tokenizers safetensors huggingface-hub hf-xet numpy scipy pandas matplotlib "
     "pillow pyyaml regex requests packaging filelock fsspec jinja2 psutil pytest pytest-timeout pytest-xdist tqdm "
     "sympy networkx setuptools typing-extensions python-dateutil six certifi idna h11 httpx anyio "
-    "markupsafe click colorama contourpy cycler fonttools kiwisolver pyparsing mpmath statsmodels patsy sentencepiece "
+    "markupsafe click colorama contourpy cycler fonttools kiwisolver pyparsing mpmath sentencepiece "
     "protobuf narwhals shellingham rich pygments markdown-it-py mdurl"
 ).split()
 NOT_NEEDED = (  # notebooks, a judge by URL, and what tests the book: no check imports them
     "jupyterlab papermill ipywidgets ipykernel nbconvert openai playwright ray nbdev fastcore execnb "
-    "ghapi fastgit jupytext ruff hypothesis tensorboard"
+    "ghapi fastgit jupytext ruff hypothesis tensorboard statsmodels patsy"
 ).split()
 RUN = """#!/usr/bin/env bash
 # Installs what is missing here into a folder of its own, then runs the checks that have no result yet.
@@ -65,7 +65,8 @@ def needed_packages(have: set[str]) -> list[str]:
 
     from packaging.requirements import Requirement
 
-    waiting, found = ["chunk-grpo"], {}
+    waiting = ["chunk-grpo"]
+    found = {}
     while waiting:
         name = waiting.pop()
         for text in distribution(name).requires or ():

@@ -205,7 +205,9 @@ def check_update(small: bool, folder: Path) -> Parts:
         config = gpu_models.model_config("flux", small, num_layers=1, num_single_layers=1)
         settings = flux_settings(small, lora_rank=0, dtype="bfloat16", gradient_checkpointing=False)
         policy = gpu_models.trainable_policy(config, settings, folder / "blocks")
-        inputs, found, kernels = example_inputs(policy, 2), {}, {}
+        inputs = example_inputs(policy, 2)
+        found = {}
+        kernels = {}
         for kernel in ("native", "math"):
             trainable.set_attention_backend(policy, kernel)
             backward_of(policy, inputs)
@@ -372,7 +374,8 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
 @contextlib.contextmanager
 def counted_rows(policy: Policy) -> Iterator[Counter]:
     """Count the rows of forward passes within this context, by phase: rollout, then update."""
-    counter, phase = Counter(), ["rollout"]
+    counter = Counter()
+    phase = ["rollout"]
     velocity = policy.velocity
 
     def counted(latents, *more):
@@ -564,10 +567,8 @@ def check_one_h200(small: bool, folder: Path) -> Parts:
         size["dtype"] = "float32"
         settings = setting.load_settings(preset, ONE_ITERATION | (size if small else {}) | changes)
         policy = gpu_models.trainable_policy(config, settings, folder / "compiled")
-        few, many = (
-            example_inputs(policy, settings.update_batch),
-            example_inputs(policy, 2 if small else 12),
-        )
+        few = example_inputs(policy, settings.update_batch)
+        many = example_inputs(policy, 2 if small else 12)
         counters = torch._dynamo.utils.counters
         counters.clear()
 
@@ -654,9 +655,8 @@ SHARDED = {
     "keep_checkpoints": 1,
     "clip_range": 1e-3,
 }
-TRAINING_BYTES = (
-    3 * 4 * 2 + 4 * 2
-)  # of a weight on the disk: two checkpoints for a moment, trained weights twice
+# of a weight on the disk: two checkpoints for a moment, trained weights twice
+TRAINING_BYTES = 3 * 4 * 2 + 4 * 2
 
 
 def train_in_process(words: list[str]) -> None:
@@ -863,7 +863,8 @@ def compare_runs(one: Path, other: Path) -> dict:
         files = sorted((folder / "samples").rglob("*.png"))
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
-    first, second = weights(one), weights(other)
+    first = weights(one)
+    second = weights(other)
     apart = max((first[name].float() - second[name].float()).abs().max().item() for name in first)
     return {
         "metrics equal": lines(one) == lines(other),

@@ -130,7 +130,8 @@ def model_config(
 ) -> ModelConfig:
     """Return the configurations of a model's transformer and VAE."""
     published = plan.find_model_config(PUBLISHED[name])
-    transformer, autoencoder = json.loads(published.transformer), json.loads(published.autoencoder)
+    transformer = json.loads(published.transformer)
+    autoencoder = json.loads(published.autoencoder)
     if small:
         transformer, autoencoder = SMALL_NETWORKS[name]
     network = json.dumps(transformer | changes)
@@ -158,7 +159,8 @@ def random_policy(
 
         def load_networks(self, weights: torch.dtype, host: bool) -> tuple[nn.Module, ...]:
             """Make transformer and VAE where they compute."""
-            made, usual = [], torch.get_default_dtype()
+            made = []
+            usual = torch.get_default_dtype()
             with torch.random.fork_rng(), self.device:
                 torch.manual_seed(0)
                 dtypes = weights, self.dtype

@@ -59,9 +59,8 @@ def measure_parts(
     parts: Mapping[str, Callable[[], Measured]],  # by name, in their order
     file: Path,  # written after each part, so that a killed check leaves what it had
     about: dict,  # stands in the file before the parts
-    peak_bytes: Callable[[], int | None] = lambda: (
-        None
-    ),  # the most memory that the process has taken on the device
+    # the most memory that the process has taken on the device
+    peak_bytes: Callable[[], int | None] = lambda: None,
 ) -> dict:  # what the file holds
     """Measure the parts of a check one after the other; a part that fails leaves its reason."""
     start = time.monotonic()
@@ -165,7 +164,8 @@ def stage_shares(folder: Path = RESULTS) -> list[dict]:
     file = folder / "stages" / "4-size.json"
     if not file.is_file():
         return []
-    result, model = read_json(file), "black-forest-labs/FLUX.1-dev"
+    result = read_json(file)
+    model = "black-forest-labs/FLUX.1-dev"
     device = plan.recognise_gpu(result["device"])
     rated = plan.find_device(device).bfloat16 * 1e12
     rows = []

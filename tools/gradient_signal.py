@@ -37,15 +37,17 @@ FIRST = {
 
 
 def table(policy, prompts, images, kind, eta):
-    "Rows of one sampler."
+    """Rows of one sampler."""
     texts = pocket.read_pocket_prompts("train")
     chosen = sample_prompt_indices(len(texts), prompts, 0, 0)
     keys = [(0, 0, p, g) for p in chosen for g in range(images)]
-    row, grid = torch.arange(len(keys)) // images, sigmas(STEPS, 3.0)
+    row = torch.arange(len(keys)) // images
+    grid = sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[p] for p in chosen])
     paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, eta), 48)
     drawn = decode_latents(policy, paths.latents[:, -1], 48)
-    clip, asked = rewards.load_reward("pocket-clip"), [texts[key[2]] for key in keys]
+    clip = rewards.load_reward("pocket-clip")
+    asked = [texts[key[2]] for key in keys]
     score = rewards.score_images("pocket-clip", clip, drawn, asked)
     advantage = group_advantages(score.reshape(prompts, images)).flatten()
     grams = gradient_gram(ReplayContext(policy, conditioning, paths), advantage, BLOCKS)
@@ -67,12 +69,14 @@ def table(policy, prompts, images, kind, eta):
 
 
 def main():
-    "Measure, print, and write where --out says."
+    """Measure, print, and write where --out says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--images", type=int, default=12)
     parser.add_argument("--out")
-    chosen, start, rows = parser.parse_args(), time.time(), []
+    chosen = parser.parse_args()
+    start = time.time()
+    rows = []
     policy = trainable.load_trainable_policy(
         "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
     )

@@ -47,14 +47,18 @@ from chunk_grpo.rewards import rewards
 from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import make_generator, sample_trajectories
 
-ETA, STEPS, RANK, MANY = {"flow": 0.7, "cps": 0.7}, 17, 16, 100
+ETA = {"flow": 0.7, "cps": 0.7}
+STEPS = 17
+RANK = 16
+MANY = 100
 TRAINED = STEPS - 1
 PAPER = Chunks((2, 3, 4, 7))
 
 
 def measure(policy, clip, texts, prompt, images, branches, kind):
-    "One prompt: rewards (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."
-    keys, grid = [(0, 0, prompt, g) for g in range(images)], sigmas(STEPS, 3.0)
+    """One prompt: rewards (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."""
+    keys = [(0, 0, prompt, g) for g in range(images)]
+    grid = sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[prompt]])
 
     def outcome(latents, which):
@@ -77,8 +81,9 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
 
 
 def collect(policy, chosen, kinds, parts):
-    "The measurements of all prompts by sampler, from the folder `parts` where they are there already."
-    texts, clip = pocket.read_pocket_prompts("train"), rewards.load_reward("pocket-clip")
+    """The measurements of all prompts by sampler, from the folder `parts` where they are there already."""
+    texts = pocket.read_pocket_prompts("train")
+    clip = rewards.load_reward("pocket-clip")
     work = [
         (prompt, kind)
         for prompt in sample_prompt_indices(len(texts), chosen.prompts, 0, 0)
@@ -86,10 +91,8 @@ def collect(policy, chosen, kinds, parts):
     ]
     out = {kind: [] for kind in kinds}
     for number, (prompt, kind) in enumerate(work):
-        file, start = (
-            parts / f"{kind}-{chosen.images}x{chosen.branches}-{prompt}.safetensors",
-            time.process_time(),
-        )
+        file = parts / f"{kind}-{chosen.images}x{chosen.branches}-{prompt}.safetensors"
+        start = time.process_time()
         if not file.exists():
             found = measure(policy, clip, texts, prompt, chosen.images, chosen.branches, kind)
             found["seconds"] = torch.tensor(time.process_time() - start)
@@ -109,7 +112,7 @@ def collect(policy, chosen, kinds, parts):
 
 
 def signs(found):
-    "Wrong signs by transition and by the paper's chunks."
+    """Wrong signs by transition and by the paper's chunks."""
     level = sigmas(STEPS, 3.0)
     for parts in (Chunks.steps(TRAINED), PAPER):
         table = wrong_sign_estimates(found["score"], found["branches"].flatten(0, 1), parts)
@@ -119,11 +122,9 @@ def signs(found):
 
 
 def states(found):
-    "Wrong signs by the state that a transition leads to, as version 3 of the paper counts, and their mean."
-    table, level = (
-        state_sign_estimates(found["score"], found["branches"].flatten(0, 1)),
-        sigmas(STEPS, 3.0),
-    )
+    """Wrong signs by the state that a transition leads to, as version 3 of the paper counts, and their mean."""
+    table = state_sign_estimates(found["score"], found["branches"].flatten(0, 1))
+    level = sigmas(STEPS, 3.0)
     for k in range(TRAINED):
         names = [name for name in table if not name.startswith("mean_")]
         yield {"parts": "steps", "index": k, "sigma": float(level[k + 1])} | at(
@@ -133,12 +134,12 @@ def states(found):
 
 
 def at(table, k=None):
-    "A row of numbers: those at position k, or single ones."
+    """A row of numbers: those at position k, or single ones."""
     return {name: float(x if k is None else x[k]) for name, x in table.items()}
 
 
 def proposition(found):
-    "Proposition 1 with the raw signs of whole trajectories and of the paper's chunks; errors over prompts."
+    """Proposition 1 with the raw signs of whole trajectories and of the paper's chunks; errors over prompts."""
     step, _ = step_advantages(found["branches"].flatten(0, 1))
     count, group = found["score"].shape
     advantage = (found["score"] - found["score"].mean(1, keepdim=True)).flatten()
@@ -153,11 +154,13 @@ def proposition(found):
 
 
 def gradients(found):
-    "Cosine and variance of every estimator, over all transitions and over the first three chunks."
-    gram, images = inner_products(found["gradients"]), found["score"].shape[1]
+    """Cosine and variance of every estimator, over all transitions and over the first three chunks."""
+    gram = inner_products(found["gradients"])
+    images = found["score"].shape[1]
     second = images * torch.stack([gram[k, 2, :, k, 2] for k in range(len(gram))]).mean(0)
     for last in (TRAINED, sum(PAPER.sizes[:3])):
-        truth, base = (torch.arange(TRAINED) < last).double(), None
+        truth = (torch.arange(TRAINED) < last).double()
+        base = None
         for name, row, chunks, w, count in estimators(last):
             w, extra = torch.cat([w.double(), torch.zeros(TRAINED - last)]), 0.0
             if chunks is not None:
@@ -192,14 +195,15 @@ def gradients(found):
 
 
 def relative(keep, images, tables, base, extra):
-    "Images needed, as a multiple of those that steps need."
+    """Images needed, as a multiple of those that steps need."""
     one, other = (x[:, keep][:, :, keep] for x in (tables, base))
     return alignment_statistics(one, images, extra)[4] / alignment_statistics(other, images)[4]
 
 
 def estimators(last):
-    "Name, set of coefficients, chunks, weights and chunks trained of every estimator of the first transitions."
-    paper, steps = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3]), Chunks.steps(last)
+    """Name, set of coefficients, chunks, weights and chunks trained of every estimator of the first transitions."""
+    paper = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3])
+    steps = Chunks.steps(last)
     equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
     heavy = step_weights(paper)
     cases = {"steps": (steps, step_weights(steps)), "steps re-weighted": (steps, heavy)}
@@ -222,13 +226,14 @@ TABLES = {"signs": signs, "states": states, "proposition": proposition, "gradien
 
 
 def main():
-    "Measure, print, and write where --out says."
+    """Measure, print, and write where --out says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("prompts", 30), ("images", 12), ("branches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sampler", choices=list(ETA))
     parser.add_argument("--out")
-    chosen, tables = parser.parse_args(), {name: [] for name in TABLES}
+    chosen = parser.parse_args()
+    tables = {name: [] for name in TABLES}
     size = {"resolution": pocket.IMAGE_SIZE, "max_tokens": pocket.MAX_TOKENS}
     policy = trainable.load_trainable_policy("pocket", **size, lora_rank=RANK)
     named = policy.transformer.named_parameters()

@@ -25,8 +25,9 @@ FILES = ("run.json", "metrics.jsonl", "profile.json", "evaluation/summary.json")
 
 
 def keep_study(name: str) -> int:
-    "Merge a study's rows into those kept; 2 where it has none."
-    folder, old = Path("runs") / "studies" / name, RESULTS / "studies" / f"{name}.jsonl"
+    """Merge a study's rows into those kept; 2 where it has none."""
+    folder = Path("runs") / "studies" / name
+    old = RESULTS / "studies" / f"{name}.jsonl"
     new = (folder / "trials" if (folder / "trials").is_dir() else folder) / "results.jsonl"
     if not new.is_file():
         print(f"there is no {new}: a study that was begun here is needed", file=sys.stderr)
@@ -99,7 +100,7 @@ def keep_images(name: str, run: Path) -> int:
 
 
 def main() -> int:
-    "Copy the files; 2 where a run lacks one."
+    """Copy the files; 2 where a run lacks one."""
     name, *runs = sys.argv[1:]
     if name == "images":
         return keep_images(runs[0], Path(runs[1]))

@@ -20,7 +20,7 @@ PARTS = {
 
 
 class Page(HTMLParser):
-    "What a page is linked by and what it links to."
+    """What a page is linked by and what it links to."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -38,7 +38,7 @@ class Page(HTMLParser):
 
 @dataclass
 class Found:
-    "What a check of links found."
+    """What a check of links found."""
 
     broken: list[str] = field(default_factory=list)  # a sentence a link
     outside: set[str] = field(default_factory=set)  # addresses on other sites
@@ -46,7 +46,7 @@ class Found:
 
 
 def check(folder: Path) -> Found:
-    "Look at every page of a folder."
+    """Look at every page of a folder."""
     files = [
         path for path in folder.rglob("*.html") if "_static" not in path.parts
     ]  # there lie the theme's templates
@@ -54,7 +54,8 @@ def check(folder: Path) -> Found:
     found = Found()
     for path, page in pages.items():
         for address, part in page.links:
-            where, parts = path.relative_to(folder.resolve()), urlsplit(address)
+            where = path.relative_to(folder.resolve())
+            parts = urlsplit(address)
             if parts.scheme in ("data", "mailto", "javascript"):
                 continue
             if parts.scheme or parts.netloc:
@@ -76,7 +77,7 @@ def check(folder: Path) -> Found:
 
 
 def main() -> int:
-    "Print what was found."
+    """Print what was found."""
     found = check(Path(sys.argv[1]))
     print(
         "\n".join(

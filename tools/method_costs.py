@@ -63,7 +63,7 @@ FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four ima
 
 
 def looked_at() -> dict[str, dict]:
-    "The arms of the looks at the table, each with what it changes."
+    """The arms of the looks at the table, each with what it changes."""
     found = {}
     for folder in ("methods", "more-methods", "self-opd"):
         found |= read_settings_file(LOOKS / folder / "study.yaml")["arms"]
@@ -71,7 +71,7 @@ def looked_at() -> dict[str, dict]:
 
 
 def save_middle(folder: Path) -> str:
-    "A pipeline's folder: pocket's encoders and tokenizers, a FLUX of middle size and a small VAE with random weights."
+    """A pipeline's folder: pocket's encoders and tokenizers, a FLUX of middle size and a small VAE with random weights."""
     torch.manual_seed(0)
     encoders = FluxPipeline.from_pretrained(pocket_model_path())
     config = MIDDLE | {
@@ -84,18 +84,19 @@ def save_middle(folder: Path) -> str:
 
 
 def train_row(base: dict, changes: dict) -> dict:
-    "Images and seconds an image of the second iteration: of drawing and training, of decoding, of scoring."
+    """Images and seconds an image of the second iteration: of drawing and training, of decoding, of scoring."""
     with tempfile.TemporaryDirectory() as tmp:
         s = load_settings(base, changes)
         line = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=1)).iloc[-1]
-    images, names = int(line["images"]), ("rollout", "completions", "update", "decode", "reward")
+    images = int(line["images"])
+    names = ("rollout", "completions", "update", "decode", "reward")
     spent = {name: float(line.get(f"seconds_{name}", 0.0)) / images for name in names}
     work = spent["rollout"] + spent["completions"] + spent["update"]
     return {"images": images, "work": work, "decode": spent["decode"], "reward": spent["reward"]}
 
 
 def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
-    "Seconds an image of the four orders of one iteration on this grid."
+    """Seconds an image of the four orders of one iteration on this grid."""
     few = [
         f"{name}={base[name]}"
         for name in (
@@ -115,8 +116,9 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
 
 
 def work(words: list[str], out: Path) -> None:
-    "Measure these rows, or the orders where there are none, at both sizes; in a process pinned to a core."
-    arms, found = looked_at(), {"rows": {size: [] for size in SIZES}, "orders": {}}
+    """Measure these rows, or the orders where there are none, at both sizes; in a process pinned to a core."""
+    arms = looked_at()
+    found = {"rows": {size: [] for size in SIZES}, "orders": {}}
     with tempfile.TemporaryDirectory() as tmp:
         plain = read_settings_file(LOOKS / "methods" / "base.yaml")
         bases = {size: plain | SHORT | changes for size, changes in SIZES.items()}
@@ -134,7 +136,7 @@ def work(words: list[str], out: Path) -> None:
 
 
 def main():
-    "Deal the rows to workers and write what they found."
+    """Deal the rows to workers and write what they found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -149,7 +151,8 @@ def main():
         torch.set_num_threads(1)
         work([*filter(None, a.inside.split(","))], a.out)
         return
-    arms, asked = looked_at(), [*filter(None, a.methods.split(","))]
+    arms = looked_at()
+    asked = [*filter(None, a.methods.split(","))]
     if unknown := set(asked) - set(arms):
         print(
             f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}",
@@ -165,7 +168,9 @@ def main():
         "versions": machine.library_versions(),
         "git_commit": machine.current_git_commit(),
     }
-    cores, running, codes = sorted(os.sched_getaffinity(0)), {}, []
+    cores = sorted(os.sched_getaffinity(0))
+    running = {}
+    codes = []
     with tempfile.TemporaryDirectory() as tmp:
         parts = [Path(tmp) / f"{n}.json" for n in range(len(dealt))]
         waiting = list(zip(dealt, parts, strict=True))

@@ -34,18 +34,21 @@ ORDERS = {
 
 @torch.no_grad()
 def draw_one_by_one(b: Workload) -> Trajectories:
-    "The trajectories of a rollout, image by image."
-    start, parts = initial_noise(b.policy, b.keys, b.s.shared_noise).to(b.policy.device), []
+    """The trajectories of a rollout, image by image."""
+    start = initial_noise(b.policy, b.keys, b.s.shared_noise).to(b.policy.device)
+    parts = []
     for i in range(len(b.keys)):
-        rows, one = {k: v[b.row[i : i + 1]] for k, v in b.conditioning.items()}, slice(i, i + 1)
+        rows = {k: v[b.row[i : i + 1]] for k, v in b.conditioning.items()}
+        one = slice(i, i + 1)
         parts.append(sample_sde(b.policy, rows, start[one], b.keys[one], b.sampler, torch.float32))
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, b.row, b.keys, b.sampler)
 
 
 def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, int, float]]]:
-    "The transitions that an update trains, a list a chunk: image, transition, weight in the objective."
-    chosen, every = b.chosen(paths), range(b.chunks.transitions)
+    """The transitions that an update trains, a list a chunk: image, transition, weight in the objective."""
+    chosen = b.chosen(paths)
+    every = range(b.chunks.transitions)
     inside = [
         (image, every[b.chunks.slices[chunk]])
         for image, row in enumerate(chosen.tolist())
@@ -57,7 +60,7 @@ def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, i
 def accumulate_batched(
     b: Workload, paths: Trajectories, batches: Sequence[Sequence[tuple[int, int, float]]]
 ) -> None:
-    "Leave the gradient of minus (13) in the weights, on-policy, with one forward and backward a batch of transitions."
+    """Leave the gradient of minus (13) in the weights, on-policy, with one forward and backward a batch of transitions."""
     b.policy.transformer.zero_grad()
     for batch in batches:
         image, i, weight = map(torch.tensor, zip(*batch, strict=True))
@@ -72,7 +75,7 @@ def accumulate_batched(
 
 
 def gradient_difference(b: Workload, ours: Tensor) -> float:
-    "How far the gradient in the weights is from ours, relative; RuntimeError where that is too far."
+    """How far the gradient in the weights is from ours, relative; RuntimeError where that is too far."""
     error = ((ours - b.gradient()).norm() / ours.norm()).item()
     if not error <= GRADIENT_TOLERANCE[b.s.dtype]:
         raise RuntimeError(f"the gradients of two orders differ by {error:.1e}, relative")
@@ -80,7 +83,7 @@ def gradient_difference(b: Workload, ours: Tensor) -> float:
 
 
 def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
-    "`measure_iteration` with the other orders in turn, and with the memory of the two passes."
+    """`measure_iteration` with the other orders in turn, and with the memory of the two passes."""
     errors, spent, kept = [], {}, []
 
     def beside(b: Workload, paths: Trajectories, timed) -> None:
@@ -90,7 +93,8 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) ->
                 errors.append(gradient_difference(b, ours))
 
         kept[:] = [b]
-        ours, chunks = b.gradient(), list_transitions(b, paths)
+        ours = b.gradient()
+        chunks = list_transitions(b, paths)
         each = [transition for chunk in chunks for transition in chunk]
         threes = [each[n : n + 3] for n in range(0, len(each), 3)]
         few = replace(b, s=b.s.model_copy(update={"rollout_batch": 3, "shared_noise": False}))
@@ -118,9 +122,11 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) ->
 
 
 def measure_two_passes(b: Workload) -> dict[str, int | None]:
-    "Bytes at most of an update of two images, in chunks of one and of the longest; None where it does not fit."
-    paths, longest = b.rollout(), max(b.chunks.sizes)
-    context, method = ReplayContext(b.policy, b.conditioning, paths), Method(b.s)
+    """Bytes at most of an update of two images, in chunks of one and of the longest; None where it does not fit."""
+    paths = b.rollout()
+    longest = max(b.chunks.sizes)
+    context = ReplayContext(b.policy, b.conditioning, paths)
+    method = Method(b.s)
 
     def peak(
         chosen: Tensor, chunks: Chunks, limit: int

@@ -25,13 +25,14 @@ from nbformat import NotebookNode
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 500_000  # bytes of a page with its outputs; a figure at twice the resolution takes 2.3 times the bytes
+# bytes of a page with its outputs; a figure at twice the resolution takes 2.3 times the bytes
+LIMIT = 500_000
 KEPT = ("text/plain", "text/html", "text/markdown", "image/png", "image/svg+xml")
 SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
 
 def book() -> list[Path]:
-    "The pages that keep their outputs: all but the reports, which papermill runs."
+    """The pages that keep their outputs: all but the reports, which papermill runs."""
     pages = [
         *(ROOT / "nbs").glob("[0-9]*/*.ipynb"),
         *(ROOT / "nbs/findings").glob("*.ipynb"),
@@ -42,24 +43,24 @@ def book() -> list[Path]:
 
 
 def directives(cell: NotebookNode) -> set[str]:
-    "What stands behind `#|` in a cell."
+    """What stands behind `#|` in a cell."""
     return set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
 
 
 def code_hash(notebook: NotebookNode) -> str:
-    "The hash of a page's code cells, in their order."
+    """The hash of a page's code cells, in their order."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def file_hash(path: str) -> str | None:
-    "The hash of a file, named from the root; None where there is none."
+    """The hash of a file, named from the root; None where there is none."""
     file = ROOT / path
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
 
 
 def stale_because(page: Path) -> str:
-    "What changed since a page's outputs were made: its code, or results that it reads; empty where nothing did."
+    """What changed since a page's outputs were made: its code, or results that it reads; empty where nothing did."""
     notebook = nbformat.read(page, as_version=4)
     if notebook.metadata.get("outputs_of") != code_hash(notebook):
         return "its code"
@@ -68,8 +69,9 @@ def stale_because(page: Path) -> str:
 
 
 def small_png(encoded: str) -> str:
-    "A picture in at most 256 colours, which takes a third of the bytes; both in base64."
-    picture, file = Image.open(io.BytesIO(base64.b64decode(encoded))), io.BytesIO()
+    """A picture in at most 256 colours, which takes a third of the bytes; both in base64."""
+    picture = Image.open(io.BytesIO(base64.b64decode(encoded)))
+    file = io.BytesIO()
     white = Image.new("RGBA", picture.size, "white")
     white.alpha_composite(picture.convert("RGBA"))
     few = white.convert("RGB").getcolors(20_000)  # a drawing; None for photographs
@@ -78,7 +80,7 @@ def small_png(encoded: str) -> str:
 
 
 def kept_output(output: NotebookNode) -> NotebookNode | None:
-    "An output as it is kept, or None."
+    """An output as it is kept, or None."""
     if output.output_type == "stream":
         return output if output.name == "stdout" else None
     if output.output_type == "error":
@@ -103,7 +105,7 @@ def kept_output(output: NotebookNode) -> NotebookNode | None:
 
 
 def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    "Outputs with neighbouring pieces of the same stream as one."
+    """Outputs with neighbouring pieces of the same stream as one."""
     found: list[NotebookNode] = []
     for output in outputs:
         if found and output.output_type == "stream" == found[-1].output_type:
@@ -131,7 +133,7 @@ del watch
 
 
 def renew(page: Path) -> None:
-    "Run a page in a kernel of its own and keep what its cells show."
+    """Run a page in a kernel of its own and keep what its cells show."""
     notebook = nbformat.read(page, as_version=4)
     run = nbformat.v4.new_notebook()
     cells = [
@@ -173,7 +175,7 @@ def renew(page: Path) -> None:
 
 
 def main() -> int:
-    "Renew or check."
+    """Renew or check."""
     words = sys.argv[1:]
     named = [Path(word).resolve() for word in words if not word.startswith("-")]
     if len(named) == 1 and "--one" in words:

@@ -19,18 +19,18 @@ FILES = ("study.yaml", "base.yaml")
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
-    "A git command in this repository."
+    """A git command in this repository."""
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False)
 
 
 def blob(commit: str, path: str) -> bytes | None:
-    "A file at a commit; None where it is not there."
+    """A file at a commit; None where it is not there."""
     found = git("show", f"{commit}:{path}")
     return found.stdout if found.returncode == 0 else None
 
 
 def moment(commit: str) -> str:
-    "When a commit was made."
+    """When a commit was made."""
     return (
         git("show", "-s", "--date=format:%Y-%m-%d %H:%M", "--format=%cd", commit)
         .stdout.decode()
@@ -39,19 +39,20 @@ def moment(commit: str) -> str:
 
 
 def keys(text: bytes) -> set[tuple]:
-    "Arm, seed and commit of every row of a .jsonl file."
+    """Arm, seed and commit of every row of a .jsonl file."""
     return {
         (row["arm"], row["seed"], row["git_commit"]) for row in map(json.loads, text.splitlines())
     }
 
 
 def plan_entries(name: str) -> list[dict]:
-    "An entry for each commit that the rows of a study name."
+    """An entry for each commit that the rows of a study name."""
     kept = f"runs/results/studies/{name}.jsonl"
     rows = keys((ROOT / kept).read_bytes())
     commits = git("log", "--reverse", "--format=%H", "--", kept).stdout.decode().split()
     held = {commit: keys(blob(commit, kept) or b"") for commit in commits}
-    by_commit, out = defaultdict(set), []
+    by_commit = defaultdict(set)
+    out = []
     for row in rows:
         by_commit[row[2]].add(row)
     for named, mine in sorted(by_commit.items()):
@@ -87,7 +88,7 @@ def plan_entries(name: str) -> list[dict]:
 
 
 def main() -> int:
-    "Write the file."
+    """Write the file."""
     names = sorted(path.stem for path in (ROOT / "runs/results/studies").glob("*.jsonl"))
     found = [entry for name in names for entry in plan_entries(name)]
     out = ROOT / "runs/results/verdict/plans.json"

@@ -64,7 +64,7 @@ _VALIDATION_PROMPTS, _TEST_PROMPTS = 8, 16  # of each category
 def caption_bodies(
     category: str,
 ) -> list[str]:  # captions without a prefix
-    "Everything that the grammar can say in a category; two named objects have two shapes, and two colours."
+    """Everything that the grammar can say in a category; two named objects have two shapes, and two colours."""
     pairs = [(a, b) for a in SHAPES for b in SHAPES if a != b]
     said = {
         "single_object": [f"a {s}" for s in SHAPES],
@@ -90,19 +90,20 @@ def caption_bodies(
 def split_category_captions(
     category: str,
     seed: int = 0,
-) -> tuple[
-    list[str], list[str], list[str]
-]:  # what may be trained on, validation and test prompts; in a random order
-    "Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."
+    # what may be trained on, validation and test prompts; in a random order
+) -> tuple[list[str], list[str], list[str]]:
+    """Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."""
     rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
-    body, chosen = caption_bodies(category), set()
+    body = caption_bodies(category)
+    chosen = set()
     if (
         category == "single_object"
     ):  # six bodies only: here the pair of phrase and shape is kept back
         rows = [
             [CAPTION_PREFIXES[i] + b for i in rng.permutation(len(CAPTION_PREFIXES))] for b in body
         ]
-        held, rest = [p for row in rows for p in row[:4]], [p for row in rows for p in row[4:]]
+        held = [p for row in rows for p in row[:4]]
+        rest = [p for row in rows for p in row[4:]]
     else:
         order, (few, cut) = rng.permutation(len(body)), _HELDOUT_BODIES[category]
         held = [p + body[i] for p in CAPTION_PREFIXES for i in order[:cut]]
@@ -118,7 +119,7 @@ def split_prompts(
     train_per_category: int = 96,  # training prompts of each category, at most
     seed: int = 0,
 ) -> tuple[list[str], list[str], list[str]]:  # training, validation and test prompts
-    "The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."
+    """The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."""
     found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
     train, validation, test = (
         [p for lists in found for p in lists[i][:train_per_category]] for i in range(3)
@@ -142,7 +143,8 @@ def _one_sentence_per_meaning(
 
 
 def second_test_prompts(
-    per_category: int = 32,  # an even number; half of them as far from training as the category allows
+    # an even number; half of them as far from training as the category allows
+    per_category: int = 32,
     seed: int = 0,
 ) -> list[str]:
     """Return a second list of test prompts, category after category, none of which is in another list.
@@ -181,7 +183,7 @@ def second_test_prompts(
 def hard_negatives(
     caption: str,
 ) -> list[str]:  # captions that differ in one word and are false
-    "Every caption one word away that is false of each picture of which `caption` is true."
+    """Every caption one word away that is false of each picture of which `caption` is true."""
 
     def variety(text):
         shapes, colours = zip(*parse_caption(text).objects, strict=True)
@@ -210,10 +212,9 @@ def hard_negatives(
 def mean_category_accuracy(
     verdicts: torch.Tensor | Sequence[float],  # (B,)
     prompts: Sequence[str],
-) -> tuple[
-    float, dict[str, float]
-]:  # mean of the category accuracies; accuracy of each category present
-    "GenEval's score: every category counts the same, however many prompts it has."
+    # mean of the category accuracies; accuracy of each category present
+) -> tuple[float, dict[str, float]]:
+    """GenEval's score: every category counts the same, however many prompts it has."""
     groups: dict[str, list[float]] = {}
     for verdict, prompt in zip(verdicts, prompts, strict=True):
         groups.setdefault(parse_caption(prompt).category, []).append(float(verdict))
@@ -224,7 +225,7 @@ def mean_category_accuracy(
 def new_tokenizer(
     kind: str,  # "clip" (begin and end marks) or "t5" (end mark)
 ) -> PreTrainedTokenizerFast:
-    "A word-level tokenizer for the captions of the world."
+    """A word-level tokenizer for the captions of the world."""
     phrases = [
         *CAPTION_PREFIXES,
         *RELATIONS,
@@ -256,7 +257,7 @@ def new_tokenizer(
 def new_clip(
     vocabulary: int,  # words, marks included
 ) -> CLIPModel:
-    "Image and text towers with a common space of 64 dimensions."
+    """Image and text towers with a common space of 64 dimensions."""
     text = CLIPTextConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -284,7 +285,7 @@ def new_clip(
 def empty_places(
     things: Sequence[SceneObject],  # of a scene
 ) -> list[tuple[float, float]]:  # centres
-    "Places of the grid at which an object of their size keeps clear of all of them."
+    """Places of the grid at which an object of their size keeps clear of all of them."""
     radius = things[0].radius if things else _RADIUS
     every = product(_PLACES, _PLACES)
     return [place for place in every if _apart([*things, SceneObject("", "", *place, radius)])]
@@ -294,17 +295,19 @@ def make_flawed_scene(
     scene: Scene,
     rng: np.random.Generator,
 ) -> Scene:  # of which the caption is false
-    "A scene with one thing wrong: an object missing, added, of another shape or colour, or two exchanged."
+    """A scene with one thing wrong: an object missing, added, of another shape or colour, or two exchanged."""
     spec = parse_caption(scene.caption)
     while True:
-        new, i = list(scene.things), int(rng.integers(len(scene.things)))
+        new = list(scene.things)
+        i = int(rng.integers(len(scene.things)))
         j = (i + 1) % len(new)
         kind = rng.choice(["drop", "add", "shape", "colour", "swap"])
         if kind == "drop":
             del new[i]
         elif kind == "add":
             extra = sample_scene(f"a {rng.choice(SHAPES)}", rng, free=True).things[0]
-            twin, spots = new[i].shape if rng.random() < 0.5 else extra.shape, empty_places(new)
+            twin = new[i].shape if rng.random() < 0.5 else extra.shape
+            spots = empty_places(new)
             x, y = (
                 spots[rng.integers(len(spots))]
                 if spots and rng.random() < 0.75
@@ -333,8 +336,9 @@ def make_spoiled_image(
     scene: Scene,
     rng: np.random.Generator,
 ) -> Image.Image:  # of which the caption is false
-    "A picture with one object that is no shape of the world: cut, merged with another shape, or half recoloured."
-    things, i = list(scene.things), int(rng.integers(len(scene.things)))
+    """A picture with one object that is no shape of the world: cut, merged with another shape, or half recoloured."""
+    things = list(scene.things)
+    i = int(rng.integers(len(scene.things)))
     one = things[i]
     other = replace(
         one,
@@ -347,10 +351,12 @@ def make_spoiled_image(
             replace(scene, things=(*things, replace(other, x=one.x + shift[0], y=one.y + shift[1])))
         )
     without = replace(scene, things=tuple(t for j, t in enumerate(things) if j != i))
-    a, b = np.asarray(render_scene(scene)).copy(), np.asarray(render_scene(without))
+    a = np.asarray(render_scene(scene)).copy()
+    b = np.asarray(render_scene(without))
     if rng.random() < 0.5:
         b = np.asarray(render_scene(replace(without, things=(*without.things, other))))
-    angle, cut = rng.uniform(0, 2 * np.pi), rng.uniform(-0.35, 0.35) * one.radius
+    angle = rng.uniform(0, 2 * np.pi)
+    cut = rng.uniform(-0.35, 0.35) * one.radius
     y, x = np.mgrid[:IMAGE_SIZE, :IMAGE_SIZE] + 0.5
     half = (x - one.x) * np.cos(angle) + (y - one.y) * np.sin(angle) > cut
     a[half] = b[half]
@@ -361,7 +367,7 @@ def augment_images(
     x: torch.Tensor,  # (B, 3, 64, 64) in [-1, 1]
     generator: torch.Generator,
 ) -> torch.Tensor:  # the same shape
-    "Blur, noise and a change of brightness, each of a random strength."
+    """Blur, noise and a change of brightness, each of a random strength."""
     u = torch.rand(4, len(x), 1, 1, 1, generator=generator)
     blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
     x = torch.lerp(x, blurred, 0.9 * u[0] * (u[1] < 0.5))
@@ -374,10 +380,11 @@ def clip_loss(
     truth: torch.Tensor,  # (N, N) bool: caption n holds in true picture m
     scale: torch.Tensor,  # inverse temperature
 ) -> torch.Tensor:  # scalar
-    "CLIP's two cross-entropies, with hard negatives on both sides; other true pairs are left out of the denominators."
+    """CLIP's two cross-entropies, with hard negatives on both sides; other true pairs are left out of the denominators."""
     n = len(truth)
     also = truth & ~torch.eye(n, dtype=torch.bool)
-    to_image, to_text = scale * texts[:n] @ images.T, scale * images[:n] @ texts.T
+    to_image = scale * texts[:n] @ images.T
+    to_text = scale * images[:n] @ texts.T
     to_image = torch.cat([to_image[:, :n].masked_fill(also, -torch.inf), to_image[:, n:]], 1)
     to_text = torch.cat([to_text[:, :n].masked_fill(also.T, -torch.inf), to_text[:, n:]], 1)
     target = torch.arange(n)
@@ -385,7 +392,7 @@ def clip_loss(
 
 
 def new_vae() -> AutoencoderKL:
-    "An autoencoder of factor 16: 64 x 64 pixels to 8 x 4 x 4 latents."
+    """An autoencoder of factor 16: 64 x 64 pixels to 8 x 4 x 4 latents."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 5,
         up_block_types=("UpDecoderBlock2D",) * 5,
@@ -407,7 +414,7 @@ def vae_loss(
     noise: float,  # largest deviation of noise on the latents, as a share of theirs
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]:  # the loss; the signal-to-noise ratio of the decoded picture, dB
-    "L1 and squared error of a decoded sample of the code with noise, and the KL term."
+    """L1 and squared error of a decoded sample of the code with noise, and the KL term."""
     code = vae.encode(x).latent_dist
     level = noise * code.mean.detach().std() * torch.rand(len(x), 1, 1, 1, generator=generator)
     z = code.sample(generator=generator)
@@ -418,7 +425,7 @@ def vae_loss(
 
 
 class PocketFlow(nn.Module):
-    "Velocity network and text encoders, trained together."
+    """Velocity network and text encoders, trained together."""
 
     def __init__(self):
         super().__init__()
@@ -476,7 +483,7 @@ class PocketFlow(nn.Module):
         t5_tokens: torch.Tensor,  # (B, MAX_TOKENS)
         clip_tokens: torch.Tensor,  # (B, MAX_TOKENS)
     ) -> torch.Tensor:  # velocity, (B, 4, 32)
-        "The velocity at a noise level, given the prompt's tokens."
+        """The velocity at a noise level, given the prompt's tokens."""
         return self.transformer(
             hidden_states=x,
             timestep=sigma,
@@ -491,7 +498,7 @@ class PocketFlow(nn.Module):
 def pack_flow_latents(
     z: torch.Tensor,  # (B, C, H, W)
 ) -> torch.Tensor:  # (B, H/2 * W/2, 4 C)
-    "Patches of 2 x 2 latents as tokens, in FLUX's order."
+    """Patches of 2 x 2 latents as tokens, in FLUX's order."""
     b, c, h, w = z.shape
     return (
         z.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
@@ -501,7 +508,7 @@ def pack_flow_latents(
 def unpack_flow_latents(
     x: torch.Tensor,  # (B, 4, 32)
 ) -> torch.Tensor:  # (B, 8, 4, 4)
-    "Tokens back to latents."
+    """Tokens back to latents."""
     return x.view(len(x), 2, 2, 8, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 8, 4, 4)
 
 
@@ -513,7 +520,7 @@ def flow_loss(
     generator: torch.Generator,
     shift: float = 3.0,
 ) -> torch.Tensor:  # scalar
-    "Flow-matching loss, equations (1) and (2)."
+    """Flow-matching loss, equations (1) and (2)."""
     u = torch.rand(len(x0), generator=generator)
     sigma = shift * u / (1 + (shift - 1) * u)
     x1 = torch.randn(x0.shape, generator=generator)
@@ -532,13 +539,14 @@ def sample_flow_images(
     shift: float = 3.0,
     seed: int = 0,
 ) -> torch.Tensor:  # images (B, 3, 64, 64) in [0, 1]
-    "Images of the captions, equations (3) and (7)."
+    """Images of the captions, equations (3) and (7)."""
     generator = torch.Generator().manual_seed(seed)
     ids = [tokenize_captions(model.tokenizers[kind], captions) for kind in ("t5", "clip")]
     sigmas = [shift * u / (1 + (shift - 1) * u) for u in torch.linspace(1, 0, steps + 1).tolist()]
     x = torch.randn(len(captions), 4, 32, generator=generator)
     for i, (now, after) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
-        v, d = model(x, torch.full((len(x),), now), *ids), after - now
+        v = model(x, torch.full((len(x),), now), *ids)
+        d = after - now
         s = eta * math.sqrt(now / (1 - (now if now < 1 else sigmas[1])))
         x = x + (v + s**2 / (2 * now) * (x + (1 - now) * v)) * d
         if eta and i + 1 < steps:
@@ -550,8 +558,9 @@ def sample_flow_images(
 def load_flow(
     folder: Path | None = None,  # of a saved pipeline; the shipped one
 ) -> tuple[PocketFlow, AutoencoderKL]:
-    "The parts of a saved pipeline as a `PocketFlow` and its autoencoder."
-    pipeline, model = FluxPipeline.from_pretrained(folder or pocket_model_path()), PocketFlow()
+    """The parts of a saved pipeline as a `PocketFlow` and its autoencoder."""
+    pipeline = FluxPipeline.from_pretrained(folder or pocket_model_path())
+    model = PocketFlow()
     model.transformer, model.clip, model.t5 = (
         pipeline.transformer,
         pipeline.text_encoder,

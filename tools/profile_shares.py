@@ -23,8 +23,9 @@ from chunk_grpo.models.inputs import sample_prompt_indices
 
 
 def shares(distance):
-    "Shares of the variation, and the interval of what is the prompt's beyond chance."
-    found, count = variance_shares(distance), len(distance)
+    """Shares of the variation, and the interval of what is the prompt's beyond chance."""
+    found = variance_shares(distance)
+    count = len(distance)
     left = torch.stack(
         [
             torch.tensor(
@@ -43,7 +44,7 @@ def shares(distance):
 
 
 def main():
-    "Measure, print, and write what was asked for."
+    """Measure, print, and write what was asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +55,9 @@ def main():
     policy = trainable.load_trainable_policy(
         "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
     )
-    texts, grid, rows = pocket.read_pocket_prompts("train"), sigmas(17, 3.0), []
+    texts = pocket.read_pocket_prompts("train")
+    grid = sigmas(17, 3.0)
+    rows = []
     chosen = sample_prompt_indices(len(texts), a.prompts, a.seed, 0)
     for kind, eta in DEFAULT_ETAS.items():
         found = measure_distances(

@@ -67,18 +67,18 @@ AT_256_IN_GROUPS = [
 
 
 def say(text):
-    "Progress."
+    """Progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def median(function, device, repeats):
-    "Median seconds of a call, after one that does not count."
+    """Median seconds of a call, after one that does not count."""
     function()
     return statistics.median(speed.time_call(function, device)[1] for _ in range(repeats))
 
 
 def in_turn(before, after, device, repeats):
-    "Median seconds of two calls, each measured after the other."
+    """Median seconds of two calls, each measured after the other."""
     (before(), after())
     spent = [
         (speed.time_call(before, device)[1], speed.time_call(after, device)[1])
@@ -88,7 +88,7 @@ def in_turn(before, after, device, repeats):
 
 
 def with_settings(b, **changes):
-    "The same workload with other settings."
+    """The same workload with other settings."""
     return dataclasses.replace(b, s=b.s.model_copy(update=changes))
 
 
@@ -96,10 +96,11 @@ def with_settings(b, **changes):
 
 
 def profiled(b):
-    "Operations by the device's own time, the largest first: name, share, calls."
+    """Operations by the device's own time, the largest first: name, share, calls."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if b.policy.device.type == "cuda" else []
-    found, paths = {}, b.rollout()
+    found = {}
+    paths = b.rollout()
     for name, call in (("rollout", b.rollout), ("update", lambda: b.update(paths))):
         with torch.profiler.profile(activities=kinds) as profiler:
             call()
@@ -121,7 +122,7 @@ def profiled(b):
 
 
 def eager(b, call):
-    "The call without what is compiled, and what else is as it is."
+    """The call without what is compiled, and what else is as it is."""
 
     def run():
         with torch.compiler.set_stance("force_eager"):
@@ -133,9 +134,12 @@ def eager(b, call):
 
 
 def levers(b, repeats):
-    "A row a change: what was expected, seconds before and after."
-    rows, device, paths = [], b.policy.device, b.rollout()
-    what, every = ReplayContext(b.policy, b.conditioning, paths), torch.arange(len(b.keys))
+    """A row a change: what was expected, seconds before and after."""
+    rows = []
+    device = b.policy.device
+    paths = b.rollout()
+    what = ReplayContext(b.policy, b.conditioning, paths)
+    every = torch.arange(len(b.keys))
     chosen = b.chosen(paths)
     work = build_update_batch(every, chosen, b.chunks, b.s.update_batch)
 
@@ -150,7 +154,8 @@ def levers(b, repeats):
         b.policy.transformer.zero_grad()
         accumulate_gradients(what, which, b.advantage, Method(b.s), **given)
 
-    one_image, no_chunk = with_settings(b, rollout_batch=1), with_settings(b, update_batch=1)
+    one_image = with_settings(b, rollout_batch=1)
+    no_chunk = with_settings(b, update_batch=1)
     row(
         "rollout: batches of images, not one",
         "several times as fast; a row of FLUX.1-dev fills a GPU alone",
@@ -163,7 +168,8 @@ def levers(b, repeats):
         lambda: no_chunk.update(paths),
         lambda: b.update(paths),
     )
-    images, prompts = len(b.keys), len(b.prompts)
+    images = len(b.keys)
+    prompts = len(b.prompts)
     saved = (images - prompts) / (images * b.s.steps)
     row(
         "rollout: one first forward for the images of a prompt",
@@ -274,8 +280,9 @@ def levers(b, repeats):
 
 
 def with_reward(b, repeats):
-    "Embeddings from disk, and scores while the policy draws."
-    rows, texts = [], [b.prompts[i] for i in b.row.tolist()]
+    """Embeddings from disk, and scores while the policy draws."""
+    rows = []
+    texts = [b.prompts[i] for i in b.row.tolist()]
     scorers = {"reward": b.reward}
 
     def fresh():
@@ -330,7 +337,7 @@ def with_reward(b, repeats):
 
 
 def points(model):
-    "What grows, its values, and the settings of each."
+    """What grows, its values, and the settings of each."""
     large = model == "flux-size"
     prompts = (1, 2, 4) if large else (1, 2, 4, 8)
     lengths = (1, 2, 4, 8, 16)
@@ -350,14 +357,15 @@ def points(model):
 
 
 def grown(model, repeats, changes):
-    "Seconds, operations and memory at each point."
+    """Seconds, operations and memory at each point."""
     found = {}
     for what, values in points(model):
         found[what] = []
         for value, more in values:
             gc.collect()
             b = speed.prepare_workload(speed.load_workload_settings(model, [*changes, *more]))
-            paths, one = b.rollout(), speed._count_flops(b.policy, b.conditioning)
+            paths = b.rollout()
+            one = speed._count_flops(b.policy, b.conditioning)
             trained = b.update(paths)
             memory = orders.measure_two_passes(b) if what == "chunk" else {}
             entry = {
@@ -379,7 +387,7 @@ def grown(model, repeats, changes):
 
 
 def both_orders(s, repeats):
-    "The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."
+    """The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
@@ -392,7 +400,7 @@ def both_orders(s, repeats):
 
 
 def ranks(iterations):
-    "Seconds of a training iteration with one and two processes of one thread each, and of one process with two."
+    """Seconds of a training iteration with one and two processes of one thread each, and of one process with two."""
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
         s = setting.load_settings(
@@ -423,7 +431,7 @@ def ranks(iterations):
 
 
 def main():
-    "Measure what was asked for and write it."
+    """Measure what was asked for and write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -433,7 +441,8 @@ def main():
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out")
     a = parser.parse_args()
-    s, parts = speed.load_workload_settings(a.model, a.changes), a.parts.split(",")
+    s = speed.load_workload_settings(a.model, a.changes)
+    parts = a.parts.split(",")
     result = {
         "model": a.model,
         "changes": a.changes,
@@ -445,7 +454,7 @@ def main():
     }
 
     def keep(**found):
-        "Write what is measured so far: a program that is ended keeps what came before."
+        """Write what is measured so far: a program that is ended keeps what came before."""
         result.update(found)
         if a.out:
             write_json(Path(a.out), result)

@@ -27,7 +27,7 @@ def find_lasting_fall(
     level: str = "start",  # start or peak
     window: int = 5,  # w, iterations
 ) -> int | None:  # the iteration, from 1, from which the curve stays below; None: never
-    "When a curve falls for good (a); InputError on another level or a curve shorter than two windows."
+    """When a curve falls for good (a); InputError on another level or a curve shorter than two windows."""
     if level not in FALL_LEVELS or len(values) < 2 * window:
         raise InputError(
             f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
@@ -44,7 +44,7 @@ def peak_growth(
     values: np.ndarray,  # (n,) such as the norm of the gradient at each iteration
     window: int = 5,  # iterations
 ) -> float:
-    "The largest mean over a window, as a multiple of the first one."
+    """The largest mean over a window, as a multiple of the first one."""
     means = pd.Series(values[np.isfinite(values)]).rolling(window).mean().to_numpy()[window - 1 :]
     return float(means.max() / means[0]) if len(means) else float("nan")
 
@@ -53,7 +53,7 @@ def split_step(
     row: Mapping,
     arm: str,  # of the evaluation: base, plain, hybrid, split-05 ...
 ) -> int:  # step at which the base takes over
-    "The split of an arm of the evaluation."
+    """The split of an arm of the evaluation."""
     s = {**row["settings"], **row["evaluation"]}
     named = {"base": 0, "plain": s["eval_steps"], "hybrid": s["hybrid_split"]}
     return named[arm] if arm in named else int(arm.removeprefix("split-"))
@@ -64,7 +64,7 @@ def gains_by_split(
     reward: str,  # its name
     arm: str,  # of the study
 ) -> pd.DataFrame:  # a row a split, as of `t_intervals`
-    "The gain at every split, with its interval over seeds."
+    """The gain at every split, with its interval over seeds."""
     mine = [row for row in rows if row["arm"] == arm]
     places = {split_step(mine[0], name): name for name in mine[0]["scores"]}
     gains = {split: gains_by_seed(mine, reward, places[split])[arm] for split in sorted(places)}
@@ -76,7 +76,7 @@ def plot_split_curves(
     rows: Sequence[Mapping],
     rewards: Sequence[str],  # names; a panel each
 ) -> Figure:
-    "The gain over the base at every split, a line an arm, with 95% intervals."
+    """The gain over the base at every split, a line an arm, with 95% intervals."""
     figure, axes = create_subplots(len(rewards), size=(3.6 * max(2, len(rewards)), 2.9))
     shades = mpl.colormaps["viridis"](np.linspace(0.05, 0.8, len(arms_with_runs(rows))))
     for axis, reward in zip(axes[0], rewards, strict=True):
@@ -102,8 +102,10 @@ def changed_share(
     count: str = "lost",  # lost or gained
     what: str = "objects",  # objects or images
     arm: str = "plain",  # of the evaluation
-) -> pd.DataFrame:  # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not known
-    "The share of the base's right ones that a run loses, or of its missed ones that it gains."
+    # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not
+    # known
+) -> pd.DataFrame:
+    """The share of the base's right ones that a run loses, or of its missed ones that it gains."""
 
     def of(row):
         found = row["preserved"].get(arm, {}).get(reward, {}).get(what)
@@ -119,7 +121,7 @@ def preservation_table(
     reward: str,  # one that knows objects
     what: str = "objects",  # objects or images
 ) -> list[dict]:  # column -> text, a row an arm; empty where nothing of the kind is known
-    "Lost and gained shares with their intervals over seeds."
+    """Lost and gained shares with their intervals over seeds."""
     found = {count: t_intervals(changed_share(rows, reward, count, what)) for count in _SHARE_OF}
     return [
         {"arm": name}
@@ -135,11 +137,12 @@ def preservation_table(
 def false_positive_note(
     found: pd.DataFrame,  # of `t_intervals` or `paired_intervals`, at 95%
 ) -> str:
-    "A sentence: intervals, those that miss 0, those expected to by chance, those left after Holm; empty without any."
+    """A sentence: intervals, those that miss 0, those expected to by chance, those left after Holm; empty without any."""
     known = found.dropna(subset=["lo"])
     if not len(known):
         return ""
-    away, sure = int((known.lo * known.hi > 0).sum()), int((known.holm < 0.05).sum())
+    away = int((known.lo * known.hi > 0).sum())
+    sure = int((known.holm < 0.05).sum())
     return (
         f"Of {len(known)} intervals {away} miss 0; {0.05 * len(known):.2g} would by chance if no arm differed. "
         f"After Holm's correction for their number {sure} remain{'s' * (sure == 1)}."
@@ -150,10 +153,10 @@ def category_table(
     rows: Sequence[Mapping],
     reward: str,  # one that knows categories
     arm: str = "plain",  # of the evaluation
-    reference: str
-    | None = None,  # None: change against the base; else the difference to this arm on the same seeds
+    # None: change against the base; else the difference to this arm on the same seeds
+    reference: str | None = None,
 ) -> list[dict]:  # column -> text, a row an arm; empty where the reward knows no categories
-    "The change of every category with its interval over seeds."
+    """The change of every category with its interval over seeds."""
     if not rows or reward not in rows[0]["categories"].get("base", {}):
         return []
     out = [{"arm": name} for name in arms_with_runs(rows) if name != reference]
@@ -174,5 +177,5 @@ def category_table(
 def study_commands(
     name: str,  # of the study
 ) -> str:
-    "The commands that run a study and keep its rows."
+    """The commands that run a study and keep its rows."""
     return f"chunk-grpo study {name}\npython tools/keep.py study {name}"

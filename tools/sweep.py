@@ -233,7 +233,8 @@ class Runs:
         except Exception:
             return "crashed"
         try:
-            moved, plain = self.train(changed), self.moved_without(method, needed)
+            moved = self.train(changed)
+            plain = self.moved_without(method, needed)
         except InputError:
             return "late"
         except Exception:
@@ -290,7 +291,8 @@ def main():
     if sweep.get("package") != package_hash():
         sweep = {"pairs": {}}
     sweep = {"package": package_hash(), "pairs": sweep["pairs"]}
-    runs, start = Runs(), time.time()
+    runs = Runs()
+    start = time.time()
     for method in asked or METHODS:
         found = sweep["pairs"].setdefault(method, {})
         for needed, name, value in list_pairs(method):

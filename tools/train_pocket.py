@@ -87,7 +87,7 @@ def sample_captioned_images(
     weights: dict[str, float] | None = None,  # share of each category; equal without
     free: bool = True,  # free layouts, or those on the grid
 ) -> tuple[list[str], np.ndarray]:  # captions; pictures (count, 64, 64, 3), uint8
-    "Freshly drawn pictures with captions that may be trained on."
+    """Freshly drawn pictures with captions that may be trained on."""
     rng = np.random.default_rng([seed, 7])
     allowed = {c: split_category_captions(c)[0] for c in POCKET_CATEGORIES}
     share = np.array([(weights or {}).get(c, 1.0) for c in POCKET_CATEGORIES])
@@ -101,7 +101,7 @@ def sample_captioned_images(
 
 @cache
 def trainable_captions() -> frozenset[str]:
-    "Every caption that may be trained on."
+    """Every caption that may be trained on."""
     return frozenset(p for c in POCKET_CATEGORIES for p in split_category_captions(c)[0])
 
 
@@ -114,7 +114,7 @@ def clipped_step(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,  # of its learning rate
 ) -> None:
-    "One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."
+    """One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."""
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -127,7 +127,7 @@ def save_training_state(
     step: int,  # steps done
     **parts,  # whatever has a state_dict
 ) -> None:
-    "Write the state of a training, or leave the old file as it was."
+    """Write the state of a training, or leave the old file as it was."""
     temporary = Path(path).with_suffix(".tmp")
     torch.save(
         {name: part.state_dict() for name, part in parts.items()} | {"step": step}, temporary
@@ -139,7 +139,7 @@ def load_training_state(
     path: Path,
     **parts,  # as given to `save_training_state`
 ) -> int:  # steps done, 0 where there is no state yet
-    "Load the state of a training into its parts."
+    """Load the state of a training into its parts."""
     if not Path(path).exists():
         return 0
     saved = torch.load(path, weights_only=True)
@@ -156,12 +156,12 @@ def train_resumable(
     every: int,  # steps between states
     log: Callable[[str], None],
     take_step: Callable[[int], float],  # number of the step, from 0 -> its loss
-    snapshot: Callable[[int], object] = lambda done: (
-        None
-    ),  # called with the steps done before a state is kept
+    # called with the steps done before a state is kept
+    snapshot: Callable[[int], object] = lambda done: None,
 ) -> None:
-    "Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."
-    start, total = time.time(), 0.0
+    """Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."""
+    start = time.time()
+    total = 0.0
     for step in range(load_training_state(path, **parts), steps):
         total += take_step(step)
         if (step + 1) % 100 == 0:
@@ -186,12 +186,13 @@ def _fit_vae(
     seed: int,
     log: Callable[[str], None],
 ) -> None:
-    "Train an autoencoder on pictures."
+    """Train an autoencoder on pictures."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, rate, total_steps=steps, pct_start=0.05
     )
-    rng, start = torch.Generator().manual_seed(seed), time.time()
+    rng = torch.Generator().manual_seed(seed)
+    start = time.time()
     for step in range(steps):
         x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
         loss, psnr = vae_loss(vae, x, beta, noise, rng)
@@ -213,9 +214,10 @@ def train_vae(
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
-    "Train the autoencoder, or load it where it is there already."
+    """Train the autoencoder, or load it where it is there already."""
     torch.manual_seed(seed)
-    vae, path = new_vae(), Path(work) / "vae.safetensors"
+    vae = new_vae()
+    path = Path(work) / "vae.safetensors"
     if path.exists():
         vae.load_state_dict(load_file(path))
         return vae.eval()
@@ -241,7 +243,7 @@ def refine_decoder(
     seed: int = 1,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
-    "Train the decoder on while the encoder stays, or load it where it is there already."
+    """Train the decoder on while the encoder stays, or load it where it is there already."""
     path = Path(work) / "decoder.safetensors"
     if path.exists():
         vae.decoder.load_state_dict(load_file(path))
@@ -267,13 +269,14 @@ def cache_training_latents(
     count: int,  # pictures
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:  # "latents" (N, 4, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
-    "The training set, drawn and encoded once."
+    """The training set, drawn and encoded once."""
     file = Path(work) / "latents.safetensors"
     if not file.exists():
         captions, pictures = sample_captioned_images(count, seed + 2, _WEIGHTS, free=False)
         parts = (pictures[i : i + 250] for i in range(0, len(pictures), 250))
         code = torch.cat([vae.encode(numpy_to_vae_input(p)).latent_dist.mean for p in parts])
-        shift, factor = code.mean(), 1 / code.std()
+        shift = code.mean()
+        factor = 1 / code.std()
         data = {
             "latents": pack_flow_latents((code - shift) * factor),
             "scale": torch.stack([shift, factor]),
@@ -294,8 +297,9 @@ def mislead_captions(
     share: float,  # of the captions that become wrong
     seed: int = 0,
 ) -> list[str]:  # as many
-    "Captions of which a share has one word wrong; what is held out stays held out."
-    rng, out = np.random.default_rng([seed, 17]), []
+    """Captions of which a share has one word wrong; what is held out stays held out."""
+    rng = np.random.default_rng([seed, 17])
+    out = []
     for caption in captions:
         wrong = [text for text in hard_negatives(caption) if text in trainable_captions()]
         out.append(str(rng.choice(wrong)) if wrong and rng.random() < share else caption)
@@ -307,7 +311,7 @@ def mislead_tokens(
     share: float,  # of the captions that become wrong
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:  # the same latents with tokens of other captions
-    "The training set with a share of its captions wrong."
+    """The training set with a share of its captions wrong."""
     captions = new_tokenizer("t5").batch_decode(data["t5"], skip_special_tokens=True)
     wrong = mislead_captions(captions, share, seed)
     return data | {kind: tokenize_captions(new_tokenizer(kind), wrong) for kind in ("t5", "clip")}
@@ -320,7 +324,7 @@ def scheduled_learning_rate(
     warm: int = 200,  # steps of linear rise
     fall: float = 0.75,  # share of the steps over which the rate falls to a twentieth
 ) -> float:
-    "Constant rate with a rise and a fall."
+    """Constant rate with a rise and a fall."""
     left = (steps - step) / max(1, fall * steps)
     return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
 
@@ -329,7 +333,7 @@ def build_optimizers(
     model: nn.Module,
     rate: float,
 ) -> dict[str, torch.optim.Optimizer]:  # "muon" and "adamw"; every parameter is in one of them
-    "Muon for matrices inside blocks, AdamW for the rest."
+    """Muon for matrices inside blocks, AdamW for the rest."""
 
     def inside(name, p):
         return (
@@ -363,7 +367,7 @@ def flow_step(
     rate: float,  # learning rate of this step
     seed: int,  # of this step
 ) -> float:  # the loss
-    "One step of every optimizer and of the averages, the gradient's norm clipped at 1."
+    """One step of every optimizer and of the averages, the gradient's norm clipped at 1."""
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
     for group in (g for o in optimizers.values() for g in o.param_groups):
@@ -391,11 +395,11 @@ def train_flow(
     wrong: float = 0.0,  # share of the captions with one word wrong
     start: PocketFlow | None = None,  # whose weights training begins with; None: random ones
     name: str = "flow",  # of state and snapshots
-    schedule: int
-    | None = None,  # steps that the learning rate is planned for, where training stops before
+    # steps that the learning rate is planned for, where training stops before
+    schedule: int | None = None,
     log: Callable[[str], None] = print,
 ) -> PocketFlow:  # with averaged weights
-    "Train the flow; a call on the same folder goes on where the last one stopped."
+    """Train the flow; a call on the same folder goes on where the last one stopped."""
     work = Path(work)
     data = cache_training_latents(work, vae, count, seed)
     torch.manual_seed(seed)
@@ -448,8 +452,9 @@ def vae_roundtrip(
     noise: float,  # largest deviation of noise added to latents of deviation 1
     seed: int = 0,
 ) -> np.ndarray:  # the same shape
-    "Pictures as a latent model would give them: encoded, disturbed a little, decoded."
-    generator, out = torch.Generator().manual_seed(seed), []
+    """Pictures as a latent model would give them: encoded, disturbed a little, decoded."""
+    generator = torch.Generator().manual_seed(seed)
+    out = []
     for start in range(0, len(array), 100):
         z = vae.encode(numpy_to_vae_input(array[start : start + 100])).latent_dist.mean
         level = noise * torch.rand(len(z), 1, 1, 1, generator=generator) / vae.config.scaling_factor
@@ -463,10 +468,9 @@ def vae_roundtrip(
 def sample_clip_training_set(
     count: int,
     seed: int,
-) -> tuple[
-    list[Scene], np.ndarray, np.ndarray
-]:  # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
-    "Training pictures; the captions are those that may be trained on."
+    # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
+) -> tuple[list[Scene], np.ndarray, np.ndarray]:
+    """Training pictures; the captions are those that may be trained on."""
     rng = np.random.default_rng([seed, 11])
     allowed = [split_category_captions(c)[0] for c in POCKET_CATEGORIES]
     all_scenes, good, bad = [], [], []
@@ -493,7 +497,7 @@ def clip_batch_loss(
     rng: np.random.Generator,
     generator: torch.Generator,
 ) -> torch.Tensor:  # scalar
-    "The loss on some scenes."
+    """The loss on some scenes."""
     lists = [
         [text for text in hard_negatives(s.caption) if text in trainable_captions()] for s in scenes
     ]
@@ -515,7 +519,7 @@ def clip_step_loss(
     negatives: int,  # false captions a scene
     seed: tuple[int, int],  # of the training, and number of the step
 ) -> torch.Tensor:  # scalar
-    "The loss of one step on a batch that the seed draws."
+    """The loss of one step on a batch that the seed draws."""
     rng = np.random.default_rng([seed[0], 13, seed[1]])
     generator = torch.Generator().manual_seed(seed[0] * 10_000_019 + seed[1])
     drawn, good, bad = data
@@ -538,10 +542,11 @@ def train_clip(
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> CLIPModel:
-    "Train the CLIP; a call on the same folder goes on where the last one stopped."
+    """Train the CLIP; a call on the same folder goes on where the last one stopped."""
     torch.manual_seed(seed)
     words = new_tokenizer("clip")
-    model, data = new_clip(len(words)), sample_clip_training_set(count, seed)
+    model = new_clip(len(words))
+    data = sample_clip_training_set(count, seed)
     for i, array in enumerate(data[1:]):  # half of the pictures as a flow model would give them
         array[: count // 2] = vae_roundtrip(array[: count // 2], vae, 0.4, seed + i)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.05)
@@ -566,7 +571,7 @@ def within_group_auc(
     score: torch.Tensor,  # (P, G)
     right: torch.Tensor,  # (P, G), 0 or 1
 ) -> float:
-    "Area under the ROC curve of scores for verdicts within groups; ties count half."
+    """Area under the ROC curve of scores for verdicts within groups; ties count half."""
     higher = (score[:, :, None] > score[:, None]).double() + 0.5 * (
         score[:, :, None] == score[:, None]
     )
@@ -583,11 +588,13 @@ def judge_prompt_images(
     eta: float,
     reward: clip.PocketCLIP,
     seed: int,
-) -> tuple[
-    torch.Tensor, torch.Tensor, float
-]:  # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
-    "Sample images of every prompt and have both judges see the same ones."
-    check, verdicts, scores, things = geneval.PocketGenEval(), [], [], []
+    # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Sample images of every prompt and have both judges see the same ones."""
+    check = geneval.PocketGenEval()
+    verdicts = []
+    scores = []
+    things = []
     for i in range(images_per_prompt):
         images = torch.cat(
             [
@@ -612,10 +619,9 @@ def judge_prompt_images(
 def mean_accuracy_with_error(
     right: torch.Tensor,  # verdicts, (P, G)
     prompts: list[str],  # (P,)
-) -> tuple[
-    float, float, dict[str, float]
-]:  # mean over categories, its standard error, accuracy of each category
-    "GenEval's score of several images a prompt, and its standard error over prompts."
+    # mean over categories, its standard error, accuracy of each category
+) -> tuple[float, float, dict[str, float]]:
+    """GenEval's score of several images a prompt, and its standard error over prompts."""
     mean, table = mean_category_accuracy(right.mean(1), prompts)
     categories = [parse_caption(p).category for p in prompts]
     groups = [right.mean(1)[[k == c for k in categories]] for c in table]
@@ -632,7 +638,7 @@ def measure_quality(
     reward: clip.PocketCLIP | None = None,  # the shipped one
     seed: int = 0,
 ) -> dict[str, float]:
-    "The checker's verdict on test prompts, and how the reward orders the same images."
+    """The checker's verdict on test prompts, and how the reward orders the same images."""
     prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.PocketCLIP()
     right, score, malformed = judge_prompt_images(
         model, vae, prompts, images_per_prompt, steps, eta, reward, seed
@@ -660,8 +666,9 @@ def measure_reward_reliability(
     scenes: int = 8,  # of each test prompt
     seed: int = 7,
 ) -> dict[str, float]:  # shares of the scenes
-    "How reliable reward and checker are on pictures whose truth is known."
-    rng, check = np.random.default_rng(seed), geneval.PocketGenEval()
+    """How reliable reward and checker are on pictures whose truth is known."""
+    rng = np.random.default_rng(seed)
+    check = geneval.PocketGenEval()
     prompts = pocket.read_pocket_prompts("test") * scenes
     drawn = [sample_scene(p, rng) for p in prompts]
     true = [render_scene(s) for s in drawn]
@@ -687,7 +694,7 @@ def _save_pipeline(
     vae: AutoencoderKL,
     folder: Path,  # written as FluxPipeline.save_pretrained writes it
 ) -> None:
-    "Put the parts together as a FluxPipeline and save it as safetensors."
+    """Put the parts together as a FluxPipeline and save it as safetensors."""
     FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
         vae=vae.to(memory_format=torch.contiguous_format),
@@ -704,7 +711,7 @@ def _write_pocket_manifest(
     training: dict,  # settings, seeds and seconds of each part
     measured: dict,  # name of a sampler -> what `measure_quality` gives
 ) -> dict:
-    "Write manifest.json: training, versions, quality, and the hash of every shipped file."
+    """Write manifest.json: training, versions, quality, and the hash of every shipped file."""
     folder = Path(folder)
     files = sorted(
         f for part in ("base", "clip", "prompts") for f in (folder / part).rglob("*") if f.is_file()
@@ -731,12 +738,13 @@ def train_pocket_parts(
     compiled: bool,  # compile the velocity network while it is trained
     log: Callable[[str], None],
 ) -> tuple[dict, dict[str, float]]:  # what each of PARTS gave, and the seconds that it took
-    "Train autoencoder, its decoder again, flow, the misled flow and CLIP."
+    """Train autoencoder, its decoder again, flow, the misled flow and CLIP."""
     made, seconds = {}, {}
     for name, train in zip(
         PARTS, (train_vae, refine_decoder, train_flow, train_flow, train_clip), strict=True
     ):
-        start, before = time.time(), () if name == "vae" else (made["vae"],)
+        start = time.time()
+        before = () if name == "vae" else (made["vae"],)
         options = {"compiled": compiled} if train is train_flow else {}
         options |= {"start": made["flow"], "name": name} if name == "misled" else {}
         made[name] = train(work, *before, **recipe[name], **options, log=log)
@@ -752,7 +760,7 @@ def build_pocket(
     compiled: bool = False,  # compile the velocity network while it is trained
     log: Callable[[str], None] = print,
 ) -> dict:  # the manifest
-    "Train everything and write what the package ships."
+    """Train everything and write what the package ships."""
     recipe, out, work = recipe or RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
@@ -764,7 +772,8 @@ def build_pocket(
     _save_pipeline(made["misled"], made["vae"], out / "base")
     made["clip"].save_pretrained(out / "clip")
     new_tokenizer("clip").save_pretrained(out / "clip")
-    reward, measured = clip.PocketCLIP(out / "clip"), {}
+    reward = clip.PocketCLIP(out / "clip")
+    measured = {}
     if images:
         measured = {
             name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
@@ -783,7 +792,7 @@ def build_pocket(
 def main(
     arguments: list[str] | None = None,  # of the command line
 ) -> None:
-    "Train the pocket models from scratch."
+    """Train the pocket models from scratch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("pocket-rebuilt"), help="folder that is written"
@@ -800,7 +809,8 @@ def main(
     chosen = parser.parse_args(arguments)
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
-    start, manifest = time.time(), build_pocket(chosen.out, chosen.work, compiled=chosen.compile)
+    start = time.time()
+    manifest = build_pocket(chosen.out, chosen.work, compiled=chosen.compile)
     score = manifest["quality"]["ode"]
     print(
         f"{chosen.out}: {manifest['bytes'] / 1e6:.1f} MB, {score['geneval']:.1%} of test images right "

@@ -29,63 +29,76 @@ from ..core import files, validation
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
-OverridesArgument = Annotated[list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Settings to change.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Settings to change.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-TrustOption = Annotated[bool, typer.Option("--trust", help="Load and run what a run from elsewhere names.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust", help="Load and run what a run from elsewhere names.")
+]
 DrawersOption = Annotated[int, typer.Option(min=0, max=1000, help="Processes; 0: as the run had.")]
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #cd29fb29
 def print_rows(table: list[tuple[str, str]]) -> None:
-    "Print rows of a name and a text, with the names in one column."
+    """Print rows of a name and a text, with the names in one column."""
     width = max(len(name) for name, _ in table) + 2
     typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
 
 
 def split_commas(text: str) -> list[str] | None:
-    "The words of an option; None where there is none."
+    """The words of an option; None where there is none."""
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
 def parse_numbers(option: str, text: str, low: int = 0, high: int = 10**18) -> list[int]:
-    "The whole numbers of an option; InputError for anything else."
+    """The whole numbers of an option; InputError for anything else."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(re.fullmatch("[0-9]{1,18}", word) and low <= int(word) <= high for word in words):
-        raise InputError(f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}")
+        raise InputError(
+            f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}"
+        )
     return [int(word) for word in words]
 
 
 def printable(text: str) -> str:
-    "The text with control characters as escapes: what a run's files say cannot drive the terminal."
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    """The text with control characters as escapes: what a run's files say cannot drive the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 @contextlib.contextmanager
 def ends_if_interrupted(words: Callable[[], str] = str) -> Iterator[None]:
-    "Ctrl-C and SIGTERM in the block end the command with their exit code, and with words on how to go on."
+    """Ctrl-C and SIGTERM in the block end the command with their exit code, and with words on how to go on."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         if text := words():
             typer.echo(f"\ninterrupted; {text}", err=True)
-        raise typer.Exit(error.code if isinstance(error, SystemExit) and error.code else 130) from None
+        raise typer.Exit(
+            error.code if isinstance(error, SystemExit) and error.code else 130
+        ) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #5e55a149
 def examples(*lines: str) -> str:  # each without the command's name
-    "What stands below a command's help: each line as it is typed."
+    """What stands below a command's help: each line as it is typed."""
     return "\b\nExamples:\n" + "\n".join(f"  chunk-grpo {line}" for line in lines)
 
 
 def print_json(content: dict | list) -> None:
-    "Print what a script reads, alone on the standard output; JSON has no infinity, so what is not finite is null."
+    """Print what a script reads, alone on the standard output; JSON has no infinity, so what is not finite is null."""
     finite = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
     typer.echo(json.dumps(finite, indent=1))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #69b37d0a
 def evaluate_with_progress(
-    run: Path, overrides: Sequence[str] = (), processes: int = 0, say=typer.echo,
+    run: Path,
+    overrides: Sequence[str] = (),
+    processes: int = 0,
+    say=typer.echo,
     trust: bool = False,  # run what a run from elsewhere names
 ) -> dict:
-    "The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."
+    """The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."""
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     again = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
@@ -94,10 +107,14 @@ def evaluate_with_progress(
 
 
 def evaluate_heldout(
-    run: Path, overrides: Sequence[str], processes: int, as_json: bool = False,
+    run: Path,
+    overrides: Sequence[str],
+    processes: int,
+    as_json: bool = False,
     trust: bool = False,  # run what a run from elsewhere names
 ) -> None:
-    "Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."
+    """Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."""
+
     def say(text: str) -> None:  # on the error stream where the standard output holds JSON
         typer.echo(printable(text), err=as_json)
 
@@ -111,59 +128,92 @@ def evaluate_heldout(
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #76d7ef5e
 def mean_and_interval(row: dict) -> str:  # of a summary
-    "A mean with its interval; without it where one prompt gives none."
+    """A mean with its interval; without it where one prompt gives none."""
     if row["lo"] is None or row["hi"] is None:
         return f"{row['mean']:.4f} (one prompt gives no interval)"
     return "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)
 
 
 def print_means(summary: dict) -> None:
-    "Print the means of an evaluation with their intervals."
+    """Print the means of an evaluation with their intervals."""
     from chunk_grpo.reporting import tables  # here, since it imports matplotlib
 
     each = f"{summary['images_per_prompt']} image{'s' * (summary['images_per_prompt'] > 1)}"
     listed = f", listed {summary['n_listed']} times," if "n_listed" in summary else ""
     typer.echo(f"{summary['n_prompts']} prompts{listed} x {each}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
-        cells = {arm: row for arm, row in arms.items() if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()}
+        cells = {
+            arm: row
+            for arm, row in arms.items()
+            if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()
+        }
         print_rows([(f"{name} {arm}", mean_and_interval(row)) for arm, row in cells.items()])
     typer.echo(tables.as_trained_note(summary))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b26d0682
 def check_trust(
-    run: Path, trust: bool, overrides: Sequence[str] = (),  # whether the user trusts it; settings that the user gives
-    doing: str = "evaluating", rewards_too: bool = True,  # what the command does; the images are scored
+    run: Path,  # to read
+    trust: bool,  # whether the user trusts it
+    overrides: Sequence[str] = (),  # settings that the user gives
+    doing: str = "evaluating",  # what the command does
+    rewards_too: bool = True,  # the images are scored
 ) -> None:
-    "InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."
+    """InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."""
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-    run_folder.check_trust(run, trust, [text.partition("=")[0] for text in overrides], doing, rewards_too)
+    run_folder.check_trust(
+        run, trust, [text.partition("=")[0] for text in overrides], doing, rewards_too
+    )
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #a61467be
-@evaluation_app.command(epilog=examples("evaluate runs/one eval_steps=4", "evaluate runs/one --benchmark pocket:test"))
+@evaluation_app.command(
+    epilog=examples("evaluate runs/one eval_steps=4", "evaluate runs/one --benchmark pocket:test")
+)
 def evaluate(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder.")] = None,
     overrides: OverridesArgument = None,
-    benchmark: Annotated[str, typer.Option(help="geneval, wise, dpg, hpd-test400, hpd-bench3200, or a file.")] = "",
-    source: Annotated[Path | None, typer.Option(help="The benchmark's prompts: file, folder or checkout.")] = None,
-    images: Annotated[list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")] = None,
-    samples: Annotated[int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0, max=10_000)] = 0,
+    benchmark: Annotated[
+        str, typer.Option(help="geneval, wise, dpg, hpd-test400, hpd-bench3200, or a file.")
+    ] = "",
+    source: Annotated[
+        Path | None, typer.Option(help="The benchmark's prompts: file, folder or checkout.")
+    ] = None,
+    images: Annotated[
+        list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0, max=10_000)
+    ] = 0,
     processes: DrawersOption = 0,
-    rewards: Annotated[str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")] = "",
-    detector: Annotated[str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")] = "",
-    judge_url: Annotated[str, typer.Option(help="Judge's OpenAI-compatible address, as http://host:8000/v1.")] = "",
+    rewards: Annotated[
+        str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")
+    ] = "",
+    detector: Annotated[
+        str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")
+    ] = "",
+    judge_url: Annotated[
+        str, typer.Option(help="Judge's OpenAI-compatible address, as http://host:8000/v1.")
+    ] = "",
     judge_model: Annotated[str, typer.Option(help="The judge's name there.")] = "",
-    judge_key: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")] = "",
+    judge_key: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
-    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True, trust: TrustOption = False,
+    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ):
-    "Evaluate a run, or images, on prompts or a benchmark."
+    """Evaluate a run, or images, on prompts or a benchmark."""
     if as_json and benchmark:
-        raise InputError("`--json` prints the summary of held-out prompts; a benchmark's is the file summary.json")
+        raise InputError(
+            "`--json` prints the summary of held-out prompts; a benchmark's is the file summary.json"
+        )
     if run is None and not (images and benchmark):
-        raise InputError("benchmark: --images needs --benchmark; got none." if images else
-                         "RUN: got nothing; allowed is a run folder, or --benchmark with --images.")
+        raise InputError(
+            "benchmark: --images needs --benchmark; got none."
+            if images
+            else "RUN: got nothing; allowed is a run folder, or --benchmark with --images."
+        )
     if run is not None and not images:
         check_trust(run, trust, overrides or ())
     if not benchmark:
@@ -172,7 +222,8 @@ def evaluate(
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
 
-    what, names = (benchmark, source, samples or None), split_commas(rewards) or []
+    what = (benchmark, source, samples or None)
+    names = split_commas(rewards) or []
     asked = judge.Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
     tools = {"detector": detector, "judge": asked}
     if images:
@@ -180,12 +231,18 @@ def evaluate(
         place = out or Path("benchmarks") / task.name
         files.check_place(place / "scores.jsonl", "`--out`", file=True)
         folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
-        if wrong := [f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()]:
-            raise InputError(f"`--images` must be ARM=FOLDER with a folder that exists; got {wrong[0]}")
+        if wrong := [
+            f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()
+        ]:
+            raise InputError(
+                f"`--images` must be ARM=FOLDER with a folder that exists; got {wrong[0]}"
+            )
         scorers = {name: placement.load_placed_reward(name) for name in names}
         benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
     else:
-        place = benchmarks.run_benchmark(run, *what, processes, overrides or (), names, tools, typer.echo, trust)
+        place = benchmarks.run_benchmark(
+            run, *what, processes, overrides or (), names, tools, typer.echo, trust
+        )
     table = benchmarks.benchmark_table(files.read_json(place / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
     typer.echo(f"scores: {place / 'summary.json'}")
@@ -195,38 +252,47 @@ def evaluate(
 # %% ../../nbs/14_cli/00_evaluation.ipynb #d397eb1e
 @evaluation_app.command(epilog=examples("reward-env hpsv3"))
 def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
-    "Make a reward's own environment; minutes, once."
+    """Make a reward's own environment; minutes, once."""
     from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
     placement.create_environment(name, typer.echo)
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #8758c9b6
-@evaluation_app.command(epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"))
+@evaluation_app.command(
+    epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1")
+)
 def serve_reward(
     name: Annotated[str, typer.Argument(help="A reward's name, or package.module:function.")],
-    options: OverridesArgument = None, host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    options: OverridesArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
-    token: Annotated[str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")] = "",
+    token: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")
+    ] = "",
     max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
     max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
 ):
-    "Serve a reward over HTTP until it is stopped."
+    """Serve a reward over HTTP until it is stopped."""
     secret = os.environ.get(token) if token else None
     if token and not secret:
-        raise InputError(f"token: the environment variable {token} is empty; allowed is one that holds the token.")
+        raise InputError(
+            f"token: the environment variable {token} is empty; allowed is one that holds the token."
+        )
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
     pairs = (text.partition("=") for text in options or ())
     given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
     try:
         limits = server.ServerLimits(max_images, max_bytes)
-        server.run_reward_server(name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits)
+        server.run_reward_server(
+            name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits
+        )
     except ValueError as error:
         raise InputError(str(error)) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #0c1a0c3d
 def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
-    "Say torch's CUDA and the driver, and each GPU's memory and capability, or why torch sees none."
+    """Say torch's CUDA and the driver, and each GPU's memory and capability, or why torch sees none."""
     from chunk_grpo.core.machine import nvidia_driver, why_no_gpu
 
     rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
@@ -234,32 +300,48 @@ def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free = torch.cuda.mem_get_info(i)[0]
-        rows.append((f"cuda:{i}", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {free / 2**30:.1f} GiB free, "
-                                  f"capability {p.major}.{p.minor}"))
+        rows.append(
+            (
+                f"cuda:{i}",
+                f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {free / 2**30:.1f} GiB free, "
+                f"capability {p.major}.{p.minor}",
+            )
+        )
     if torch.cuda.device_count():
         return rows
     return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu(torch.version.cuda)}")]
 
 
 def _reward_note(needs: dict[str, str]) -> str:
-    "What a reward's weights lack in the hub's cache, with the command that brings it; or ready."
+    """What a reward's weights lack in the hub's cache, with the command that brings it; or ready."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
     if not needs:
         return "ready, shipped"
-    gone = {hub: [file for file in files.split() if not isinstance(try_to_load_from_cache(hub, file), str)]
-            for hub, files in needs.items() if hub != "or"}
-    commands = " && ".join(f"hf download {hub} {' '.join(files)}" for hub, files in gone.items() if files)
+    gone = {
+        hub: [
+            file for file in files.split() if not isinstance(try_to_load_from_cache(hub, file), str)
+        ]
+        for hub, files in needs.items()
+        if hub != "or"
+    }
+    commands = " && ".join(
+        f"hf download {hub} {' '.join(files)}" for hub, files in gone.items() if files
+    )
     return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
 
 
 @evaluation_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
 def doctor(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[LIST]...", help="Lists of prompts: what is read "
-                                                        "of each, and nothing else.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[LIST]...", help="Lists of prompts: what is read of each, and nothing else."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ):
-    "Say versions, devices, and what is missing."
+    """Say versions, devices, and what is missing."""
     if prompts:
         from chunk_grpo.models.inputs import describe_prompts
 
@@ -274,28 +356,46 @@ def doctor(
     from chunk_grpo.models.prompt_embeds import prompt_cache_folder
     from chunk_grpo.reward_serving import placement
 
-    packages = "torch diffusers transformers accelerate peft pydantic typer papermill jupyterlab".split()
-    versions = [("chunk-grpo", __version__), ("python", f"{platform.python_version()}, {sys.executable}"),
-                *((name, importlib.metadata.version(name)) for name in packages)]
-    devices = [("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
-               *_describe_gpus(torch)]
+    packages = (
+        "torch diffusers transformers accelerate peft pydantic typer papermill jupyterlab".split()
+    )
+    versions = [
+        ("chunk-grpo", __version__),
+        ("python", f"{platform.python_version()}, {sys.executable}"),
+        *((name, importlib.metadata.version(name)) for name in packages),
+    ]
+    devices = [
+        ("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
+        *_describe_gpus(torch),
+    ]
     cache = prompt_cache_folder()
     near = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    places = [("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
-              ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped")]
+    places = [
+        ("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
+        ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped"),
+    ]
     pocket.verify_pocket_files()
     pocket.verify_pocket_files(pocket.POCKET_DIR / "bases")
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
     try:
-        rewards["hpsv3, backend package"] = f"ready, {placement.environment_python('hpsv3').parents[1]}"
+        rewards["hpsv3, backend package"] = (
+            f"ready, {placement.environment_python('hpsv3').parents[1]}"
+        )
     except InputError:
         rewards["hpsv3, backend package"] = "missing its environment: chunk-grpo reward-env hpsv3"
     prompts = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
     parts = {"reward": rewards, "prompts": prompts, "benchmark": needs["benchmarks"]}
-    known = [(f"{kind} {name}", text) for kind, notes in parts.items() for name, text in notes.items()]
-    found = {"versions": versions, "devices": devices, "places": places, "rewards and benchmarks": known,
-             "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")]}
+    known = [
+        (f"{kind} {name}", text) for kind, notes in parts.items() for name, text in notes.items()
+    ]
+    found = {
+        "versions": versions,
+        "devices": devices,
+        "places": places,
+        "rewards and benchmarks": known,
+        "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")],
+    }
     if as_json:
         return print_json({part: dict(rows) for part, rows in found.items()})
     for rows in found.values():

@@ -24,18 +24,36 @@ from typing import Annotated
 import typer.core
 
 from .. import InputError, __version__
-from .evaluation import JsonOption, OverridesArgument, examples, parse_numbers, print_rows, split_commas
-from .evaluation import ends_if_interrupted, evaluate_with_progress, evaluation_app, print_json, printable
+from chunk_grpo.cli.evaluation import (
+    JsonOption,
+    OverridesArgument,
+    examples,
+    parse_numbers,
+    print_rows,
+    split_commas,
+)
+from chunk_grpo.cli.evaluation import (
+    ends_if_interrupted,
+    evaluate_with_progress,
+    evaluation_app,
+    print_json,
+    printable,
+)
 from .reports import output_file, reports_app
 from ..core import files, machine, settings
 
 # %% ../../nbs/14_cli/02_main.ipynb #6af2ac4f
-EXIT_CODES = {0: "done", 1: "failed, as in a training that stopped", 2: "wrong input, said in one sentence",
-              130: "ended by Ctrl-C", 143: "ended by SIGTERM"}
+EXIT_CODES = {
+    0: "done",
+    1: "failed, as in a training that stopped",
+    2: "wrong input, said in one sentence",
+    130: "ended by Ctrl-C",
+    143: "ended by SIGTERM",
+}
 
 
 class _Commands(typer.core.TyperGroup):
-    "Says how a setting is written where somebody writes an option."
+    """Says how a setting is written where somebody writes an option."""
 
     def invoke(self, ctx):
         try:
@@ -44,27 +62,49 @@ class _Commands(typer.core.TyperGroup):
             option = getattr(error, "option_name", None) or ""
             name = option.lstrip("-").replace("-", "_")
             if name in settings.Settings.model_fields:
-                raise InputError(f"`{name}` must be written without dashes, as {name}=VALUE behind SETTINGS; "
-                                 f"got {option}") from None
+                raise InputError(
+                    f"`{name}` must be written without dashes, as {name}=VALUE behind SETTINGS; "
+                    f"got {option}"
+                ) from None
             if name in ("config", "settings"):
-                raise InputError("`SETTINGS` must come first and without an option, as in chunk-grpo "
-                                 f"{ctx.invoked_subcommand} my.yaml; got {option}") from None
+                raise InputError(
+                    "`SETTINGS` must come first and without an option, as in chunk-grpo "
+                    f"{ctx.invoked_subcommand} my.yaml; got {option}"
+                ) from None
             raise
 
 
-app = typer.Typer(name="chunk-grpo", cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
-                  rich_markup_mode=None,
-                  epilog="\b\nExit codes:\n" + "\n".join(f"  {code:<4} {words}" for code, words in EXIT_CODES.items()))
-SettingsArgument = Annotated[str, typer.Argument(
-    metavar="SETTINGS", help="A YAML file or a preset such as pocket/demo, whose settings `chunk-grpo presets "
-                             "pocket/demo` lists with their meaning.",
-    autocompletion=lambda incomplete: [name for name in settings.list_presets() if name.startswith(incomplete)])]
-ProcessesOption = Annotated[int | None, typer.Option(help="Processes that share every iteration and divide its "
-                                                     "prompts; what suits run and machine if left out.")]
+app = typer.Typer(
+    name="chunk-grpo",
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog="\b\nExit codes:\n"
+    + "\n".join(f"  {code:<4} {words}" for code, words in EXIT_CODES.items()),
+)
+SettingsArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SETTINGS",
+        help="A YAML file or a preset such as pocket/demo, whose settings `chunk-grpo presets "
+        "pocket/demo` lists with their meaning.",
+        autocompletion=lambda incomplete: [
+            name for name in settings.list_presets() if name.startswith(incomplete)
+        ],
+    ),
+]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes that share every iteration and divide its "
+        "prompts; what suits run and machine if left out."
+    ),
+]
 
 # %% ../../nbs/14_cli/02_main.ipynb #5562f827
 class _Lasting(io.FileIO):
-    "Drops what cannot be written."
+    """Drops what cannot be written."""
 
     def write(self, data) -> int:
         with contextlib.suppress(OSError):
@@ -73,14 +113,16 @@ class _Lasting(io.FileIO):
 
 
 class _Screen(io.TextIOWrapper):
-    "Shows control characters as escapes, whichever command prints them."
+    """Shows control characters as escapes, whichever command prints them."""
 
     def write(self, text: str) -> int:
-        return super().write(printable(text) if isinstance(text, str) else text)  # click tries bytes
+        return super().write(
+            printable(text) if isinstance(text, str) else text
+        )  # click tries bytes
 
 
 def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
-    "The stream with another writer of bytes and of text below it; one without a file stays as it is."
+    """The stream with another writer of bytes and of text below it; one without a file stays as it is."""
     try:
         new = raw(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
@@ -89,20 +131,36 @@ def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
 
 
 def _print_version(wanted: bool) -> None:
-    "Print the version and end."
+    """Print the version and end."""
     if wanted:
         typer.echo(f"chunk-grpo {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def root_callback(ctx: typer.Context, version: Annotated[bool, typer.Option(
-        "--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False):
-    "Reinforcement learning of flow-matching image models by chunks."
-    prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods")  # the others make files
-    ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout, io.FileIO if prints else _Lasting)))
+def root_callback(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+):
+    """Reinforcement learning of flow-matching image models by chunks."""
+    prints = ctx.invoked_subcommand in (
+        "plan",
+        "doctor",
+        "presets",
+        "methods",
+    )  # the others make files
+    ctx.with_resource(
+        contextlib.redirect_stdout(_rewrap(sys.stdout, io.FileIO if prints else _Lasting))
+    )
     if not prints:
-        ctx.with_resource(contextlib.redirect_stderr(_rewrap(sys.stderr, text=io.TextIOWrapper)))  # it has bars
+        ctx.with_resource(
+            contextlib.redirect_stderr(_rewrap(sys.stderr, text=io.TextIOWrapper))
+        )  # it has bars
     elif threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         ctx.call_on_close(lambda: (sys.stdout.flush(), signal.signal(signal.SIGPIPE, before)))
@@ -112,29 +170,50 @@ app.add_typer(reports_app)
 app.add_typer(evaluation_app)
 
 # %% ../../nbs/14_cli/02_main.ipynb #38d9e720
-@app.command(epilog=examples("plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"))
+@app.command(
+    epilog=examples(
+        "plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"
+    )
+)
 def plan(
-    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")] = None,
-    overrides: OverridesArgument = None, processes: ProcessesOption = None,
-    rate: Annotated[float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")] = 0.0,
-    device: Annotated[str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")] = "",
-    share: Annotated[float | None, typer.Option(help="Part of the device's rate that is reached; left out: what was "
-                                                "measured on it, or 0.3.")] = None,
-    run: Annotated[Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")] = None,
+    source: Annotated[
+        str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")
+    ] = None,
+    overrides: OverridesArgument = None,
+    processes: ProcessesOption = None,
+    rate: Annotated[
+        float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")
+    ] = 0.0,
+    device: Annotated[
+        str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")
+    ] = "",
+    share: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of the device's rate that is reached; left out: what was "
+            "measured on it, or 0.3."
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")
+    ] = None,
     as_json: JsonOption = False,
 ):
-    "Say what a run would draw, hold and take."
+    """Say what a run would draw, hold and take."""
     if not 0 <= rate < float("inf") or (rate and device):
         raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
     if share is not None and not (device and 0 < share <= 1):
-        raise InputError(f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}")
+        raise InputError(
+            f"`--share` must be above 0, at most 1, and go with `--device`; got {share:g}"
+        )
     if not (source or run):
         raise InputError("`plan` needs settings or a run in `--run`; got neither")
     if run:
         from chunk_grpo.runs import run_folder  # here, since it imports torch
 
         note = run_folder.read_run_info(run, ("settings", "processes", "machine"))
-        lines, processes = run_folder.read_metrics_lines(run), note["processes"]
+        lines = run_folder.read_metrics_lines(run)
+        processes = note["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.pocket import POCKET_MODELS
@@ -144,18 +223,30 @@ def plan(
     if origin != "own":  # no folder and no code that a stranger names is opened
         strange = [f"it names the code {code}" for code in settings.named_code(s)]
         if origin == "edited" and strange:
-            raise InputError(f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
-                             "which is not what the run was trained with")
+            raise InputError(
+                f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
+                "which is not what the run was trained with"
+            )
         if s.model not in (*POCKET_MODELS, *planning.known_model_configs()):
             strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
         if strange:
-            raise InputError(f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {strange[0]}")
-    strange = run and not source and not run_folder.is_own_run(run)  # whose lists are counted and not shown
+            raise InputError(
+                f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {strange[0]}"
+            )
+    strange = (
+        run and not source and not run_folder.is_own_run(run)
+    )  # whose lists are counted and not shown
     if run and not strange:
-        there = ["prompts"] * os.path.isfile(s.prompts) + ["eval_prompts"] * bool(planning.held_out_prompts(s))
+        there = ["prompts"] * os.path.isfile(s.prompts) + ["eval_prompts"] * bool(
+            planning.held_out_prompts(s)
+        )
         run_folder.check_run_inputs(run, s, there)
-    if processes is None:  # as many as the preset is for, or as pay on this machine; one on another device
-        processes = planning.preset_processes(source) or (1 if device else planning.processes_here(s))
+    if (
+        processes is None
+    ):  # as many as the preset is for, or as pay on this machine; one on another device
+        processes = planning.preset_processes(source) or (
+            1 if device else planning.processes_here(s)
+        )
     method = load_method(s)  # which refuses what training would
     config = planning.find_model_config(s.model)
     if config is not None:
@@ -163,20 +254,29 @@ def plan(
     counts = call_hook(method, "counts")
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
     known = config is not None
-    words = "estimated, not measured" + ("" if speed or not known else ", but for this machine's matrix rate")
+    words = "estimated, not measured" + (
+        "" if speed or not known else ", but for this machine's matrix rate"
+    )
     speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
     counted = planning.describe_counts(s, processes, counts, not strange)
-    parts = {"counted": counted, words: planning.describe_estimates(
-        s, speed, processes, counts, device, share)}
+    parts = {
+        "counted": counted,
+        words: planning.describe_estimates(s, speed, processes, counts, device, share),
+    }
     if run:
-        changed = ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
+        changed = (
+            ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
+        )
         machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
-        parts[f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
-              f"its settings differ in {changed}"] = planning.describe_measured(
-                          s, lines, speed, note["processes"], counts)
+        parts[
+            f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
+            f"its settings differ in {changed}"
+        ] = planning.describe_measured(s, lines, speed, note["processes"], counts)
     if as_json:
         rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
-        return print_json({"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)})
+        return print_json(
+            {"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)}
+        )
     for words, rows in parts.items():
         typer.echo("" if words == "counted" else f"\n{words}", nl=words != "counted")
         print_rows(rows)
@@ -185,22 +285,34 @@ def plan(
 @app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
 def speed(
     overrides: OverridesArgument = None,
-    model: Annotated[str, typer.Option(help="pocket, flux-size, a settings file or a preset.")] = "pocket",
+    model: Annotated[
+        str, typer.Option(help="pocket, flux-size, a settings file or a preset.")
+    ] = "pocket",
     prompts: Annotated[int | None, typer.Option(help="Prompts of the iteration.", min=1)] = None,
     images: Annotated[int | None, typer.Option(help="Images of each.", min=2)] = None,
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")
+    ] = None,
 ):
-    "Measure the speed and memory of an iteration."
+    """Measure the speed and memory of an iteration."""
     file = None if out is None else output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     from chunk_grpo.measurements import speed as measuring  # here, since it imports torch
 
-    named = {"prompts_per_iteration": prompts, "images_per_prompt": images, "steps": steps, "resolution": resolution}
-    changes = [*(overrides or ()), *(f"{name}={value}" for name, value in named.items() if value is not None)]
+    named = {
+        "prompts_per_iteration": prompts,
+        "images_per_prompt": images,
+        "steps": steps,
+        "resolution": resolution,
+    }
+    changes = [
+        *(overrides or ()),
+        *(f"{name}={value}" for name, value in named.items() if value is not None),
+    ]
     workload = measuring.load_workload_settings(model, changes)
     result = measuring.measure_iteration(workload, repeats, lambda line: typer.echo(line, err=True))
     typer.echo("\n".join(measuring.speed_lines(result)))
@@ -210,7 +322,7 @@ def speed(
 
 # %% ../../nbs/14_cli/02_main.ipynb #0a6d2190
 def _finish_training(run: Path, report: bool) -> None:
-    "Say that a run is finished, evaluate it, and write its report."
+    """Say that a run is finished, evaluate it, and write its report."""
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     typer.echo(f"finished: {run_folder.read_run_info(run)['seconds']:.0f} s of training")
@@ -220,39 +332,65 @@ def _finish_training(run: Path, report: bool) -> None:
         try:
             evaluate_with_progress(run)
         except InputError as error:
-            typer.echo(f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
-                       f"{shlex.join(['chunk-grpo', 'evaluate', str(run)])}", err=True)
+            typer.echo(
+                f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
+                f"{shlex.join(['chunk-grpo', 'evaluate', str(run)])}",
+                err=True,
+            )
             raise typer.Exit(2) from None
     from chunk_grpo.reporting.reports import write_run_report
 
     typer.echo(f"report: {write_run_report(run)}")
 
 # %% ../../nbs/14_cli/02_main.ipynb #73791a28
-@app.command(epilog=examples("train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"))
+@app.command(
+    epilog=examples(
+        "train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"
+    )
+)
 def train(
-    source: SettingsArgument, overrides: OverridesArgument = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")] = None,
+    source: SettingsArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     processes: ProcessesOption = None,
-    nodes: Annotated[int, typer.Option(help="Machines, each with this command and --processes.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(envvar="SLURM_NODEID", help="Number of this machine, 0 the first.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="The first machine and a free port of it.")] = "",
-    max_restarts: Annotated[int, typer.Option(help="Restarts from a checkpoint when a process fails.", min=0)] = 0,
-    report: Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")] = True,
+    nodes: Annotated[
+        int, typer.Option(help="Machines, each with this command and --processes.", min=1)
+    ] = 1,
+    node_rank: Annotated[
+        int, typer.Option(envvar="SLURM_NODEID", help="Number of this machine, 0 the first.")
+    ] = 0,
+    rendezvous: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The first machine and a free port of it.")
+    ] = "",
+    max_restarts: Annotated[
+        int, typer.Option(help="Restarts from a checkpoint when a process fails.", min=0)
+    ] = 0,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write report.html at the end.")
+    ] = True,
 ):
-    "Train, with a line an iteration, and write the report."
+    """Train, with a line an iteration, and write the report."""
     s = settings.load_settings(source, overrides or ())
     if (resume or nodes > 1) and out is None:
-        raise InputError(f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none")
+        raise InputError(
+            f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
+        )
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.runs import launch, run_folder, run_images
 
-    name = Path(source).stem if Path(source).suffix in (".yaml", ".yml") else source.replace("/", "-")
+    name = (
+        Path(source).stem if Path(source).suffix in (".yaml", ".yml") else source.replace("/", "-")
+    )
     folder, node_rank = out or run_folder.next_run_folder(name), node_rank if nodes > 1 else 0
     if processes is None and nodes == 1:
         launch.check_launcher()
         had = resume and (folder / "run.json").is_file()
-        processes = run_images.drawing_processes(folder) if had else planning.processes_here(s, source)
+        processes = (
+            run_images.drawing_processes(folder) if had else planning.processes_here(s, source)
+        )
     processes = 1 if processes is None else processes
     alone = processes * nodes == 1
 
@@ -263,82 +401,165 @@ def train(
         return f"go on with: {shlex.join(words + ['--resume'] * (folder / 'run.json').is_file())}"
 
     with ends_if_interrupted(again):
-        run = launch.train(s, folder, resume, processes, [launch.print_progress] if alone else [], nodes=nodes,
-                           node_rank=node_rank, rendezvous=rendezvous, max_restarts=max_restarts,
-                           on_made=None if out else lambda run: typer.echo(f"run folder: {folder}"))
+        run = launch.train(
+            s,
+            folder,
+            resume,
+            processes,
+            [launch.print_progress] if alone else [],
+            nodes=nodes,
+            node_rank=node_rank,
+            rendezvous=rendezvous,
+            max_restarts=max_restarts,
+            on_made=None if out else lambda run: typer.echo(f"run folder: {folder}"),
+        )
     if not node_rank:  # machine 0 writes the report
         _finish_training(run, report)
 
 # %% ../../nbs/14_cli/02_main.ipynb #1631554d
-@app.command(epilog=examples("study explain --processes 2", "study explain --arms steps,chunks --seeds 0,1"))
+@app.command(
+    epilog=examples("study explain --processes 2", "study explain --arms steps,chunks --seeds 0,1")
+)
 def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A study such as explain, or a folder with study.yaml.")],
-    processes: Annotated[int | None, typer.Option(max=10_000, help="Runs at once; one a GPU or one a core "
-                                                               "if left out.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of its runs, runs/studies/NAME if left out; rows of the "
-                                             "folders beside it, in their results.jsonl, are taken too.")] = None,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A study such as explain, or a folder with study.yaml."
+        ),
+    ],
+    processes: Annotated[
+        int | None,
+        typer.Option(max=10_000, help="Runs at once; one a GPU or one a core if left out."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of its runs, runs/studies/NAME if left out; rows of the "
+            "folders beside it, in their results.jsonl, are taken too."
+        ),
+    ] = None,
     arms: Annotated[str, typer.Option(help="Only these arms, such as steps,chunks.")] = "",
     seeds: Annotated[str, typer.Option(help="Only these seeds, such as 0,1.")] = "",
-    known: Annotated[list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")] = None,
-    ray: Annotated[str, typer.Option(metavar="ADDRESS", help="Hand the runs to a Ray cluster that shares the folder: "
-                                     "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.")] = "",
-    tune: Annotated[bool, typer.Option(help="Try the grid of study.yaml with every arm on its `tune_prompts`, and "
-                                            "keep each arm's best settings in tuned.yaml.")] = False,
-    unplanned: Annotated[bool, typer.Option("--unplanned", help="Begin without a committed plan; marks the rows for "
-                                            "ever.")] = False,
-    peek: Annotated[bool, typer.Option("--peek", help="Print gains before the plan's last trial; marks the rows for "
-                                       "ever.")] = False,
+    known: Annotated[
+        list[Path] | None, typer.Option(help="Rows finished elsewhere (.jsonl); may be repeated.")
+    ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Hand the runs to a Ray cluster that shares the folder: "
+            "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.",
+        ),
+    ] = "",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            help="Try the grid of study.yaml with every arm on its `tune_prompts`, and "
+            "keep each arm's best settings in tuned.yaml."
+        ),
+    ] = False,
+    unplanned: Annotated[
+        bool,
+        typer.Option(
+            "--unplanned", help="Begin without a committed plan; marks the rows for ever."
+        ),
+    ] = False,
+    peek: Annotated[
+        bool,
+        typer.Option(
+            "--peek", help="Print gains before the plan's last trial; marks the rows for ever."
+        ),
+    ] = False,
 ):
-    "Run or continue a study: every arm with every seed."
+    """Run or continue a study: every arm with every seed."""
     numbers = parse_numbers("--seeds", seeds) or None
     if gone := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(gone[0])!r}")
-    from chunk_grpo.studies import design, pilot, ray_cluster, study as trials  # here, since they import torch
+    from chunk_grpo.studies import (
+        design,
+        pilot,
+        ray_cluster,
+        study as trials,
+    )  # here, since they import torch
 
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
     with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:
             return pilot.tune_study(name, out, processes, rows, typer.echo)
         with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
-            found = trials.run_study(name, out, processes, split_commas(arms), numbers, rows, typer.echo, pool=pool,
-                                     unplanned=unplanned, peek=peek)
+            found = trials.run_study(
+                name,
+                out,
+                processes,
+                split_commas(arms),
+                numbers,
+                rows,
+                typer.echo,
+                pool=pool,
+                unplanned=unplanned,
+                peek=peek,
+            )
     folder = out or Path("runs") / "studies" / found[0]["study"]
     typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
     rows = files.read_json_lines(folder / "results.jsonl")
-    if peek or len(rows) >= len(design.expand_trials(name)):  # outcomes of a part are nobody's to see
-        from chunk_grpo.reporting.reports import write_report  # these here, since they import matplotlib
+    if peek or len(rows) >= len(
+        design.expand_trials(name)
+    ):  # outcomes of a part are nobody's to see
+        from chunk_grpo.reporting.reports import (
+            write_report,
+        )  # these here, since they import matplotlib
         from chunk_grpo.studies import analysis
 
-        home, page = design.find_study_folder(name).resolve(), folder / "report.html"
+        home = design.find_study_folder(name).resolve()
+        page = folder / "report.html"
         typer.echo("\n" + analysis.outcome_table(rows, design.load_study(home).reference) + "\n")
-        typer.echo(f"report: {write_report('study', page, home=str(home), folder=str(folder.resolve()))}")
+        typer.echo(
+            f"report: {write_report('study', page, home=str(home), folder=str(folder.resolve()))}"
+        )
 
 # %% ../../nbs/14_cli/02_main.ipynb #c05f084c
 def describe_error(error: Exception) -> tuple[int, str]:
-    "The exit code that an error ends a command with, and one sentence."
-    of_paths = {getattr(errno, f"E{name}") for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()}
+    """The exit code that an error ends a command with, and one sentence."""
+    of_paths = {
+        getattr(errno, f"E{name}")
+        for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()
+    }
     if isinstance(error, (InputError, machine.TrainingFailed)):
-        code, text = 2 if isinstance(error, InputError) else 1, str(error)
+        code = 2 if isinstance(error, InputError) else 1
+        text = str(error)
     elif isinstance(error, OSError) and error.filename and error.errno in of_paths:
-        code, text = 2, f"the path {error.filename} cannot be used ({error.strerror})"
-    elif isinstance(error, OSError) and not error.filename and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
-        code, text = 1, f"the output cannot be written ({error.strerror})"
+        code = 2
+        text = f"the path {error.filename} cannot be used ({error.strerror})"
+    elif (
+        isinstance(error, OSError)
+        and not error.filename
+        and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF)
+    ):
+        code = 1
+        text = f"the output cannot be written ({error.strerror})"
     else:
-        with tempfile.NamedTemporaryFile("w", prefix="chunk-grpo-", suffix=".log", encoding="utf-8", delete=False) as f:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="chunk-grpo-", suffix=".log", encoding="utf-8", delete=False
+        ) as f:
             f.writelines(traceback.format_exception(error))
         words = " ".join(str(error).split())[:300]
-        code, text = 1, f"an unforeseen {type(error).__name__}: {words}; the traceback is in {f.name}"
+        code = 1
+        text = f"an unforeseen {type(error).__name__}: {words}; the traceback is in {f.name}"
     text = printable(text).replace("\n", "\\n").replace("\t", "\\t")  # one line
     return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def main():
-    "The command `chunk-grpo`."
+    """The command `chunk-grpo`."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:  # it was closed before the start
-            os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)  # what `plan` prints must not be lost
+            os.open(
+                os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR
+            )  # what `plan` prints must not be lost
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes on image processors say nothing here
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # its notes on image processors say nothing here
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that fills is no line of a log
     warnings.formatwarning = lambda message, *_: f"chunk-grpo: {printable(str(message))}\n"
@@ -350,7 +571,9 @@ def main():
         code, words = describe_error(error)
         with contextlib.suppress(OSError):  # nobody may be there to read it
             typer.echo(f"chunk-grpo: {words}", err=True)
-        if isinstance(error, OSError) and not error.filename:  # what is left in the stream cannot be written either
+        if (
+            isinstance(error, OSError) and not error.filename
+        ):  # what is left in the stream cannot be written either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(code)
 

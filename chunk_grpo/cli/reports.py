@@ -18,7 +18,13 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from .evaluation import DrawersOption, JsonOption, OverridesArgument, RunArgument, TrustOption
+from chunk_grpo.cli.evaluation import (
+    DrawersOption,
+    JsonOption,
+    OverridesArgument,
+    RunArgument,
+    TrustOption,
+)
 from .evaluation import check_trust, ends_if_interrupted, examples, parse_numbers
 from .evaluation import print_json, print_rows, split_commas
 from ..core import files, machine, settings, validation
@@ -28,33 +34,46 @@ reports_app = typer.Typer(rich_markup_mode=None)
 # %% ../../nbs/14_cli/01_reports.ipynb #4a6437b6
 @reports_app.command(epilog=examples("report runs/one"))
 def report(run: RunArgument):
-    "Write a run's report again from its folder."
+    """Write a run's report again from its folder."""
     from chunk_grpo.reporting.reports import write_run_report  # here, since it imports torch
 
     typer.echo(f"report: {write_run_report(run)}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #b947c4f3
 @reports_app.command(epilog=examples("watch runs/one", "watch runs/one --every 10"))
-def watch(run: RunArgument,
-          every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)] = 1.0):
-    "Follow a run that goes on elsewhere."
+def watch(
+    run: RunArgument,
+    every: Annotated[
+        float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)
+    ] = 1.0,
+):
+    """Follow a run that goes on elsewhere."""
     from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
     from chunk_grpo.training.callbacks import format_progress
 
     with ends_if_interrupted():
-        status = watch_run(run, lambda line, s: typer.echo(format_progress(line, s.iterations)), every)
+        status = watch_run(
+            run, lambda line, s: typer.echo(format_progress(line, s.iterations)), every
+        )
     typer.echo(f"the run is {status}")
     raise typer.Exit(int(status != "finished"))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #1fa5fd2d
-@reports_app.command(epilog=examples("lab runs/one", "lab runs/one --folder notebooks -- --no-browser"))
+@reports_app.command(
+    epilog=examples("lab runs/one", "lab runs/one --folder notebooks -- --no-browser")
+)
 def lab(
     run: RunArgument,
-    options: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="JupyterLab's own.")] = None,
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="JupyterLab's own.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where the notebook is to lie.")] = Path(),
 ):
-    "Open a run's widgets in JupyterLab."
-    from chunk_grpo.reporting.widgets import lab_command, write_lab_notebook  # these here, since they import torch
+    """Open a run's widgets in JupyterLab."""
+    from chunk_grpo.reporting.widgets import (
+        lab_command,
+        write_lab_notebook,
+    )  # these here, since they import torch
 
     file = write_lab_notebook(run, folder)
     typer.echo(f"notebook: {file}")
@@ -62,7 +81,7 @@ def lab(
 
 # %% ../../nbs/14_cli/01_reports.ipynb #187520a3
 def output_file(option: str, text: str) -> Path:
-    "The file that an option names; InputError where it cannot be written."
+    """The file that an option names; InputError where it cannot be written."""
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
     files.check_outside_runs(Path(text), f"`--{option}`")
@@ -71,66 +90,125 @@ def output_file(option: str, text: str) -> Path:
 
 
 def output_page(text: str) -> str:  # beside which the executed notebook lies
-    "The page that `--out` names, as it is; InputError where it or its notebook cannot be written."
+    """The page that `--out` names, as it is; InputError where it or its notebook cannot be written."""
     page = output_file("out", text)
     if page.suffix == ".ipynb":
-        raise InputError(f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}")
+        raise InputError(
+            f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}"
+        )
     files.check_place(page.with_suffix(".ipynb"), "`--out`", file=True)
     return text
 
 
-PageOption = Annotated[str, typer.Option(metavar="FILE", help="The page to write.", callback=output_page)]
+PageOption = Annotated[
+    str, typer.Option(metavar="FILE", help="The page to write.", callback=output_page)
+]
 
 # %% ../../nbs/14_cli/01_reports.ipynb #b693f976
 @reports_app.command(epilog=examples("compare runs/one runs/two --out compare.html"))
-def compare(run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
-            out: PageOption = "compare.html"):
-    "Put runs side by side."
+def compare(
+    run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    out: PageOption = "compare.html",
+):
+    """Put runs side by side."""
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     table = reports.compare_runs(run)
-    print_rows([(row.label, f"{row.run}, {row.group}") for row in table.drop_duplicates("label").itertuples()])
-    columns = ["label", "reward", "base", "trained", "delta", "lo", "hi", "hybrid_delta", "as_trained_delta"]
-    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(run)}")
+    print_rows(
+        [
+            (row.label, f"{row.run}, {row.group}")
+            for row in table.drop_duplicates("label").itertuples()
+        ]
+    )
+    columns = [
+        "label",
+        "reward",
+        "base",
+        "trained",
+        "delta",
+        "lo",
+        "hi",
+        "hybrid_delta",
+        "as_trained_delta",
+    ]
+    typer.echo(
+        f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(run)}"
+    )
     typer.echo(f"report: {reports.write_report('compare', out, runs=[*map(str, run)])}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #c67e535e
-@reports_app.command(epilog=examples("tables runs/one --name CLIP=pocket-clip --prompts pocket:test"))
+@reports_app.command(
+    epilog=examples("tables runs/one --name CLIP=pocket-clip --prompts pocket:test")
+)
 def tables(
-    run: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders.")] = None,
+    run: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Run folders.")
+    ] = None,
     out: PageOption = "tables.html",
-    arm: Annotated[str, typer.Option(help="Weights beside the paper's: hybrid or plain.")] = "hybrid",
+    arm: Annotated[
+        str, typer.Option(help="Weights beside the paper's: hybrid or plain.")
+    ] = "hybrid",
     prompts: Annotated[str, typer.Option(help="Benchmark of Tables 1, 3 and 4.")] = "hpd-test400",
-    steps: Annotated[int, typer.Option(help="Sampling steps of the runs, but for Table 3.", min=2)] = 17,
-    name: Annotated[list[str] | None, typer.Option(metavar="THEIRS=OURS", help="A reward's name here.")] = None,
-    show: Annotated[list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")] = None,
+    steps: Annotated[
+        int, typer.Option(help="Sampling steps of the runs, but for Table 3.", min=2)
+    ] = 17,
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="THEIRS=OURS", help="A reward's name here.")
+    ] = None,
+    show: Annotated[
+        list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")
+    ] = None,
 ):
-    "Rebuild the paper's tables from evaluated runs."
+    """Rebuild the paper's tables from evaluated runs."""
     if arm not in ("hybrid", "plain"):
         raise InputError(f"`--arm` must be hybrid or plain; got {arm!r}")
     if wrong := [text for text in name or [] if not all(text.partition("="))]:
-        raise InputError(f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {wrong[0]!r}")
+        raise InputError(
+            f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {wrong[0]!r}"
+        )
     from chunk_grpo.reporting.reports import write_report  # these here, since they import torch
     from chunk_grpo.runs import run_folder
 
     names = dict(text.split("=", 1) for text in name or [])
     runs = [str(run_folder.find_run(folder)) for folder in run or []]
-    write_report("tables", out, runs=runs, arm=arm, prompts=prompts, steps=steps, names=names, shown=show or [])
+    write_report(
+        "tables",
+        out,
+        runs=runs,
+        arm=arm,
+        prompts=prompts,
+        steps=steps,
+        names=names,
+        shown=show or [],
+    )
     typer.echo(f"report: {out}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #f27a80dc
-@reports_app.command(epilog=examples("profile pocket/tiny --prompts 2", "profile --run runs/one --json profile.json"))
+@reports_app.command(
+    epilog=examples("profile pocket/tiny --prompts 2", "profile --run runs/one --json profile.json")
+)
 def profile(
-    source: Annotated[str | None, typer.Argument(metavar="SETTINGS", help="As for train; none with --run.")] = None,
+    source: Annotated[
+        str | None, typer.Argument(metavar="SETTINGS", help="As for train; none with --run.")
+    ] = None,
     overrides: OverridesArgument = None,
-    run: Annotated[Path | None, typer.Option(help="A finished run; its trained weights are measured too.")] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="A finished run; its trained weights are measured too.")
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Training prompts to draw.", min=1, max=10_000)] = 8,
-    images: Annotated[int, typer.Option(help="Images of each prompt, each from its own seed.", min=1, max=10_000)] = 2,
-    steps: Annotated[str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")] = "",
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="A file for the profile's numbers.")] = None,
-    out: PageOption = "profile.html", trust: TrustOption = False,
+    images: Annotated[
+        int, typer.Option(help="Images of each prompt, each from its own seed.", min=1, max=10_000)
+    ] = 2,
+    steps: Annotated[
+        str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")
+    ] = "",
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file for the profile's numbers.")
+    ] = None,
+    out: PageOption = "profile.html",
+    trust: TrustOption = False,
 ):
-    "Measure how far the base's latents move in each step."
+    """Measure how far the base's latents move in each step."""
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     numbers = "" if json is None else str(output_file("json", json))
@@ -147,43 +225,83 @@ def profile(
         run_folder.check_run_inputs(run, s, ("model", "prompts"))
     inputs.read_prompts(s.prompts, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(s.model))
-    write_report("profile", out, settings="" if run else source, overrides=changes, prompts=prompts,
-                 images=images, step_counts=counts, run=str(run or ""), out=numbers)
+    write_report(
+        "profile",
+        out,
+        settings="" if run else source,
+        overrides=changes,
+        prompts=prompts,
+        images=images,
+        step_counts=counts,
+        run=str(run or ""),
+        out=numbers,
+    )
     typer.echo(f"report: {out}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #3af0d8c7
 @reports_app.command(epilog=examples("verify runs/one", "verify runs/one --iterations 5 --json"))
-def verify(run: RunArgument,
-           iterations: Annotated[int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)] = 2,
-           processes: DrawersOption = 0, trust: TrustOption = False, as_json: JsonOption = False):
-    "Repeat a run's first iterations and compare."
+def verify(
+    run: RunArgument,
+    iterations: Annotated[
+        int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)
+    ] = 2,
+    processes: DrawersOption = 0,
+    trust: TrustOption = False,
+    as_json: JsonOption = False,
+):
+    """Repeat a run's first iterations and compare."""
     from chunk_grpo.runs import launch, verify as verifying  # here, since they import torch
 
     check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
-        found = verifying.verify_run(run, iterations, processes, None if as_json else launch.print_progress, trust)
+        found = verifying.verify_run(
+            run, iterations, processes, None if as_json else launch.print_progress, trust
+        )
     print_json(found) if as_json else typer.echo("\n".join(verifying.verification_lines(found)))
     raise typer.Exit(int(found["answer"] == "differs"))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #00044e59
-@reports_app.command(epilog=examples('sample runs/one "a red star" "two blue rings" --seed 0,1',
-                                     "sample runs/one --prompts FILE --arm base,hybrid --out stars"))
+@reports_app.command(
+    epilog=examples(
+        'sample runs/one "a red star" "two blue rings" --seed 0,1',
+        "sample runs/one --prompts FILE --arm base,hybrid --out stars",
+    )
+)
 def sample(
     run: RunArgument,
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to draw.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt a line, in place of words.")] = None,
-    arm: Annotated[str, typer.Option(help="base, plain (or trained), hybrid, base-as-trained, as-trained; with commas. "
-                                          "The first three if left out.")] = "",
-    seed: Annotated[str, typer.Option(help="Seeds, such as 0,1; that of the run's evaluation if left out.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Euler steps; as in the run's evaluation if left out.")] = None,
-    split: Annotated[int | None, typer.Option(help="Step at which the base takes over in hybrid.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to draw.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with a prompt a line, in place of words.")
+    ] = None,
+    arm: Annotated[
+        str,
+        typer.Option(
+            help="base, plain (or trained), hybrid, base-as-trained, as-trained; with commas. "
+            "The first three if left out."
+        ),
+    ] = "",
+    seed: Annotated[
+        str, typer.Option(help="Seeds, such as 0,1; that of the run's evaluation if left out.")
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(help="Euler steps; as in the run's evaluation if left out.")
+    ] = None,
+    split: Annotated[
+        int | None, typer.Option(help="Step at which the base takes over in hybrid.")
+    ] = None,
     resolution: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A new folder; one under ./samples if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder; one under ./samples if left out.")
+    ] = None,
     trust: TrustOption = False,
 ):
-    "Draw prompts with a run's weights, plain and hybrid."
+    """Draw prompts with a run's weights, plain and hybrid."""
     if bool(prompt) == bool(prompts):
-        raise InputError(f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}")
+        raise InputError(
+            f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}"
+        )
     seeds = parse_numbers("--seed", seed)
     check_trust(run, trust, doing="sampling from", rewards_too=False)
     from chunk_grpo.models import inputs  # these here, since they import torch
@@ -191,58 +309,86 @@ def sample(
     from chunk_grpo.runs import run_folder
 
     texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
-    if strange := inputs.unknown_words(inputs.locate_model(run_folder.read_run_settings(run).model), texts):
-        typer.echo(f"warning: the model knows no word {', '.join(strange)}; it draws the rest of the prompt", err=True)
+    if strange := inputs.unknown_words(
+        inputs.locate_model(run_folder.read_run_settings(run).model), texts
+    ):
+        typer.echo(
+            f"warning: the model knows no word {', '.join(strange)}; it draws the rest of the prompt",
+            err=True,
+        )
     names = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
     out = out or next(place for place in names if not place.exists())
     given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
     changes = {field: value for field, value in given.items() if value is not None}
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
-        made = publish.sample_run(run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust)
+        made = publish.sample_run(
+            run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust
+        )
     typer.echo(f"images: {len(made)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de
 @reports_app.command(epilog=examples("export runs/one my-model"))
-def export(run: RunArgument, folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
-           trust: TrustOption = False):
-    "Leave a run's weights for diffusers, with a model card."
+def export(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    trust: TrustOption = False,
+):
+    """Leave a run's weights for diffusers, with a model card."""
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
     check_trust(run, trust, doing="exporting", rewards_too=False)
     made = export_run(run, folder, trust)
-    typer.echo(f"card: {made / 'README.md'}\n"
-               "to share it, after reading the base's licence: "
-               + shlex.join(["hf", "upload", f"NAME/{made.name}", str(made)]))
+    typer.echo(
+        f"card: {made / 'README.md'}\n"
+        "to share it, after reading the base's licence: "
+        + shlex.join(["hf", "upload", f"NAME/{made.name}", str(made)])
+    )
 
 # %% ../../nbs/14_cli/01_reports.ipynb #06dfe718
 @reports_app.command(epilog=examples("presets", "presets pocket/demo", "presets --json"))
 def presets(
-    source: Annotated[str | None, typer.Argument(metavar="[SETTINGS]", help="A preset or YAML file: all its settings, "
-                                                 "each with its meaning.")] = None, as_json: JsonOption = False,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SETTINGS]",
+            help="A preset or YAML file: all its settings, each with its meaning.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
 ):
-    "List the shipped settings, or what one of them sets."
+    """List the shipped settings, or what one of them sets."""
     if source:
         s = settings.load_settings(source)
         values = s.model_dump(mode="json")
         if as_json:
             return print_json(values)
         for row in settings.settings_table(s):
-            text = validation.dump_yaml({row["name"]: values[row["name"]]}, 10**6, flow=True).strip()[1:-1]
-            typer.echo(f"{text:30}  # {row['meaning']}" + f" Unit: {row['unit']}." * bool(row["unit"]))
+            text = validation.dump_yaml(
+                {row["name"]: values[row["name"]]}, 10**6, flow=True
+            ).strip()[1:-1]
+            typer.echo(
+                f"{text:30}  # {row['meaning']}" + f" Unit: {row['unit']}." * bool(row["unit"])
+            )
         return None
     found = {}
     for name in settings.list_presets():  # the first sentence of the file's comment
-        lines = itertools.takewhile(lambda line: line.startswith("#"), settings.find_settings_file(name).open())
-        found[name] = re.split(r"(?<=[.!?])\s", " ".join(line.lstrip("# ").strip() for line in lines) + " ")[0]
+        lines = itertools.takewhile(
+            lambda line: line.startswith("#"), settings.find_settings_file(name).open()
+        )
+        found[name] = re.split(
+            r"(?<=[.!?])\s", " ".join(line.lstrip("# ").strip() for line in lines) + " "
+        )[0]
     return print_json(found) if as_json else print_rows(list(found.items()))
 
 
 @reports_app.command(epilog=examples("methods", "methods pocket/demo", "methods --json"))
 def methods(
-    source: Annotated[str, typer.Argument(metavar="[SETTINGS]", help="What they are put beside.")] = "paper/chunk",
+    source: Annotated[
+        str, typer.Argument(metavar="[SETTINGS]", help="What they are put beside.")
+    ] = "paper/chunk",
     as_json: JsonOption = False,
 ):
-    "List the methods, and what an image of each costs."
+    """List the methods, and what an image of each costs."""
     from chunk_grpo.methods.table import method_row  # here, since it imports torch
 
     rows = [method_row(name, source) for name in settings.METHODS]
@@ -250,7 +396,9 @@ def methods(
         return print_json(rows)
     for row in rows:
         name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
-        cost = ", ".join(f"{key} {row.pop(key):g}" for key in ("rollout", "trained", "extra", "scored"))
+        cost = ", ".join(
+            f"{key} {row.pop(key):g}" for key in ("rollout", "trained", "extra", "scored")
+        )
         typer.echo(f"{name:16} {title} ({origin}): {idea}")
         typer.echo(f"{'':16} " + "; ".join(f"{axis}: {choice}" for axis, choice in row.items()))
         typer.echo(f"{'':16} forwards an image: {cost}")

@@ -30,16 +30,17 @@ from .files import atomic_write
 
 # %% ../../nbs/02_core/02_machine.ipynb #273aaec9
 class Terminated(SystemExit):
-    "SIGTERM came; the exit code is 143."
+    """SIGTERM came; the exit code is 143."""
 
 
 class TrainingFailed(RuntimeError):
-    "Training crashed; the sentence names the reason and the log."
+    """Training crashed; the sentence names the reason and the log."""
 
 
 @contextlib.contextmanager
 def raise_on_sigterm() -> Iterator[None]:
-    "Within this block SIGTERM raises Terminated."
+    """Within this block SIGTERM raises Terminated."""
+
     def end(number, frame):
         raise Terminated(128 + number)
 
@@ -49,8 +50,10 @@ def raise_on_sigterm() -> Iterator[None]:
         yield
 
 
-def terminate_process_group(child: subprocess.Popen, patience: float = 10.0) -> None:  # child: with its own session
-    "End a child and what it started in its session, with `patience` seconds between SIGTERM and SIGKILL."
+def terminate_process_group(
+    child: subprocess.Popen, patience: float = 10.0
+) -> None:  # child: with its own session
+    """End a child and what it started in its session, with `patience` seconds between SIGTERM and SIGKILL."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -64,12 +67,14 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:  # to be called in the child
-    "Ties the life of the calling process to that of its parent, given by process number."
+    """Ties the life of the calling process to that of its parent, given by process number."""
+
     def tie():
         if _LIBC is not None:
             _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:  # it died in between
                 os._exit(1)
+
     return tie
 
 # %% ../../nbs/02_core/02_machine.ipynb #2fdb9ebd
@@ -89,11 +94,20 @@ _FOREIGN_SETTINGS = {  # beginning of a variable's name -> what says the same he
     "NVIDIA_TF32_OVERRIDE": "",
 }
 _COMPILER_SWITCHES = (  # of torch.compile
-    "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCH_COMPILE_BACKEND", "TORCH_COMPILE_OVERRIDE_BACKENDS",
-    "TORCHINDUCTOR_USE_FAST_MATH")
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_COMPILE_BACKEND",
+    "TORCH_COMPILE_OVERRIDE_BACKENDS",
+    "TORCHINDUCTOR_USE_FAST_MATH",
+)
 _ONLY_SAID = (  # these print, or say where a process runs
-    "ACCELERATE_LOG_LEVEL", "ACCELERATE_DEBUG_MODE", "ACCELERATE_ENABLE_RICH", "ACCELERATE_DISABLE_RICH",
-    "ACCELERATE_CONFIG_FILE", "ACCELERATE_CPU_AFFINITY")
+    "ACCELERATE_LOG_LEVEL",
+    "ACCELERATE_DEBUG_MODE",
+    "ACCELERATE_ENABLE_RICH",
+    "ACCELERATE_DISABLE_RICH",
+    "ACCELERATE_CONFIG_FILE",
+    "ACCELERATE_CPU_AFFINITY",
+)
 _ASKS_FOR_NOTHING = ("", "0", "n", "no", "f", "false", "off", "none", "default", "native")
 
 
@@ -102,7 +116,7 @@ def changes_training(
     value: str,
     compile: bool = False,  # whether the run compiles its transformer
 ) -> bool:
-    "Return True where a library would take a setting from this variable."
+    """Return True where a library would take a setting from this variable."""
     kinds = (*_FOREIGN_SETTINGS, *_COMPILER_SWITCHES * compile)
     neutral = value.strip().lower() in _ASKS_FOR_NOTHING
     if name.endswith(("_STEPS", "_SIZE", "_DEGREE")):
@@ -113,19 +127,27 @@ def changes_training(
 def check_environment(
     compile: bool = False,  # whether the run compiles its transformer
 ) -> None:
-    "Raise InputError where an environment variable would change what is computed."
+    """Raise InputError where an environment variable would change what is computed."""
     for name in sorted(os.environ):
         if changes_training(name, os.environ[name], compile):
-            ours = next((here for kind, here in _FOREIGN_SETTINGS.items() if name.startswith(kind)), "")
+            ours = next(
+                (here for kind, here in _FOREIGN_SETTINGS.items() if name.startswith(kind)), ""
+            )
             instead = f"; the setting {ours} is what counts here" if ours else ""
-            raise InputError(f"the environment variable {name}={os.environ[name][:60]} must be unset, since it would "
-                             f"change what is computed without a word in the run{instead}")
+            raise InputError(
+                f"the environment variable {name}={os.environ[name][:60]} must be unset, since it would "
+                f"change what is computed without a word in the run{instead}"
+            )
 
 
 @contextlib.contextmanager
 def without_foreign_settings() -> Iterator[None]:
-    "Within this block no variable of accelerate's is set, whatever its value."
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(tuple(_FOREIGN_SETTINGS))}
+    """Within this block no variable of accelerate's is set, whatever its value."""
+    hidden = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(tuple(_FOREIGN_SETTINGS))
+    }
     for name in hidden:
         del os.environ[name]
     try:
@@ -135,36 +157,47 @@ def without_foreign_settings() -> Iterator[None]:
 
 # %% ../../nbs/02_core/02_machine.ipynb #0dc45e22
 def library_versions() -> dict[str, str]:
-    "Versions of Python, this package and the libraries that decide a run's numbers."
+    """Versions of Python, this package and the libraries that decide a run's numbers."""
     ours = {"python": platform.python_version(), "chunk_grpo": chunk_grpo.__version__}
     libraries = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy")
     return ours | {name: version(name) for name in libraries}
 
 
 def installed_packages() -> list[str]:  # such as torch==2.9.0, by name
-    "Every package that this Python can import, with its version."
-    found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in reversed([*distributions()])}
+    """Every package that this Python can import, with its version."""
+    found = {
+        (d.metadata["Name"] or "").lower().replace("_", "-"): d.version
+        for d in reversed([*distributions()])
+    }
     return [f"{name}=={number}" for name, number in sorted(found.items()) if name]
 
 
 def package_lists(run: str | Path) -> list[Path]:  # none in runs of earlier versions
-    "The lists of packages of a run, the newest last."
-    return sorted(Path(run).glob("packages*.txt"), key=lambda file: (len(file.name), file.name))  # -2 before -10
+    """The lists of packages of a run, the newest last."""
+    return sorted(
+        Path(run).glob("packages*.txt"), key=lambda file: (len(file.name), file.name)
+    )  # -2 before -10
 
 
 def note_packages(run: Path) -> None:
-    "Write what is installed, where the newest list says something else."
-    text, there = "\n".join(installed_packages()) + "\n", package_lists(run)
+    """Write what is installed, where the newest list says something else."""
+    text = "\n".join(installed_packages()) + "\n"
+    there = package_lists(run)
     if not there or there[-1].read_text(encoding="utf-8") != text:
         name = f"packages-{len(there) + 1}.txt" if there else "packages.txt"
         with atomic_write(Path(run) / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 # %% ../../nbs/02_core/02_machine.ipynb #a930d0ba
-def current_git_commit(folder: Path = Path(chunk_grpo.__file__).parent) -> str | None:  # None: no version control
-    "The git commit of the code in a folder, with `-dirty` where tracked files beside it were changed."
+def current_git_commit(
+    folder: Path = Path(chunk_grpo.__file__).parent,
+) -> str | None:  # None: no version control
+    """The git commit of the code in a folder, with `-dirty` where tracked files beside it were changed."""
+
     def git(*words):
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
+        )
 
     if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py").returncode:
         return None
@@ -173,7 +206,7 @@ def current_git_commit(folder: Path = Path(chunk_grpo.__file__).parent) -> str |
 
 
 def machine_info() -> dict:
-    "System, processor, cores, memory and GPUs: what decides the speed."
+    """System, processor, cores, memory and GPUs: what decides the speed."""
     import torch  # here, since the command line reads this page before it knows whether anything needs torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -181,8 +214,13 @@ def machine_info() -> dict:
     lines = known.read_text().splitlines() if known.is_file() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"system": f"{platform.system()} {platform.machine()}", "processor": (names or [platform.processor()])[0],
-            "cores": cores, "memory_gb": round(psutil.virtual_memory().total / 1e9, 1), "gpus": gpus}
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": (names or [platform.processor()])[0],
+        "cores": cores,
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": gpus,
+    }
 
 # %% ../../nbs/02_core/02_machine.ipynb #492f4241
 def use_full_float32() -> None:

@@ -23,45 +23,59 @@ NORMAL_QUANTILE = 1.96  # standard errors in a 95% interval
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
 def mean_se(
     values: Tensor,  # (n,)
-    labels: Sequence | None = None,  # what each value is of, such as its prompt; None: each is of another
+    labels: Sequence | None = None,  # of each value, such as its prompt; None: all differ
 ) -> tuple[float, float]:
-    "Mean and its standard error, for which values of one label count once; the error of one value is not known: NaN."
+    """Mean and its standard error, for which values of one label count once; the error of one value is not known: NaN."""
     values = values.double()
     if labels is not None and len(set(labels)) < len(labels):
         rows: dict = {}
         for label, value in zip(labels, values.tolist(), strict=True):
             rows.setdefault(label, []).append(value)
-        return values.mean().item(), mean_se(torch.tensor(_even_out(list(rows.values())), dtype=torch.float64))[1]
-    return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.nan
+        return values.mean().item(), mean_se(
+            torch.tensor(_even_out(list(rows.values())), dtype=torch.float64)
+        )[1]
+    return values.mean().item(), (values.std() / len(values) ** 0.5).item() if len(
+        values
+    ) > 1 else math.nan
 
 # %% ../../nbs/02_core/03_statistics.ipynb #482df2a4
 def _bootstrap(values: tuple, statistic: Callable) -> dict[str, float | None]:
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
-    found = stats.bootstrap(values, statistic, paired=len(values) > 1, n_resamples=4000, method="percentile", rng=0)
+    found = stats.bootstrap(
+        values, statistic, paired=len(values) > 1, n_resamples=4000, method="percentile", rng=0
+    )
     low, high = found.confidence_interval
     return {"se": float(found.standard_error), "lo": float(low), "hi": float(high)}
 
 
-def bootstrap_mean(values: np.ndarray) -> dict[str, float | None]:  # values: (n,) one number a prompt
-    "Mean with standard error and percentile bootstrap interval at 95%: mean, se, lo, hi, n."
+def bootstrap_mean(
+    values: np.ndarray,
+) -> dict[str, float | None]:  # values: (n,) one number a prompt
+    """Mean with standard error and percentile bootstrap interval at 95%: mean, se, lo, hi, n."""
     values = np.asarray(values, dtype=np.float64)
     return {"mean": float(values.mean()), "n": len(values)} | _bootstrap((values,), np.mean)
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0b77d98e
-def _scaled_deviations(values: np.ndarray) -> np.ndarray:  # (n, m) of one category -> (n,), zeros for one prompt
-    "What each prompt deviates by from the category's mean, so that with its images drawn again the spread is unbiased."
+def _scaled_deviations(
+    values: np.ndarray,
+) -> np.ndarray:  # (n, m) of one category -> (n,), zeros for one prompt
+    """What each prompt deviates by from the category's mean, so that with its images drawn again the spread is unbiased."""
     means = values.mean(1)
     deviation = means - means.mean()
-    if len(means) < 2 or np.abs(deviation).max() <= 1e-12 * np.abs(values).max():  # rounding is no scatter
+    if (
+        len(means) < 2 or np.abs(deviation).max() <= 1e-12 * np.abs(values).max()
+    ):  # rounding is no scatter
         return np.zeros(len(means))
     of_images = values.var(1).mean() / values.shape[1]
     return deviation * (max(0.0, means.var(ddof=1) - of_images) / deviation.var()) ** 0.5
 
 
-def _draw_category_means(values: np.ndarray, deviations: np.ndarray, draws: int, random: np.random.Generator):
+def _draw_category_means(
+    values: np.ndarray, deviations: np.ndarray, draws: int, random: np.random.Generator
+):
     # (n, m) of one category; (n,) of `_scaled_deviations`, of other prompts where the category has one -> (draws,)
-    "Means of a category whose prompts, and whose images of each prompt, were drawn again."
+    """Means of a category whose prompts, and whose images of each prompt, were drawn again."""
     (n, m), of_images = values.shape, values - values.mean(1, keepdims=True)
     which = random.integers(n, size=(draws, n))
     drawn = deviations[which] if n > 1 else random.choice(deviations, (draws, 1))
@@ -71,7 +85,7 @@ def _draw_category_means(values: np.ndarray, deviations: np.ndarray, draws: int,
 
 # %% ../../nbs/02_core/03_statistics.ipynb #088cddc7
 def _even_out(rows: Sequence[Sequence[float]]) -> np.ndarray:  # the images of each prompt -> (n,)
-    "One number a prompt, of (e): their mean is that of all images, and their spread that of the prompts."
+    """One number a prompt, of (e): their mean is that of all images, and their spread that of the prompts."""
     counts = np.array([len(row) for row in rows])
     means = np.array([np.mean(row) for row in rows])
     whole = (counts * means).sum() / counts.sum()
@@ -79,14 +93,18 @@ def _even_out(rows: Sequence[Sequence[float]]) -> np.ndarray:  # the images of e
 
 # %% ../../nbs/02_core/03_statistics.ipynb #ae8de2c9
 def bootstrap_images(
-    values: np.ndarray | Sequence[Sequence[float]],  # (n, m) a row a prompt, a number an image; not all as long
+    # (n, m) a row a prompt, a number an image; not all as long
+    values: np.ndarray | Sequence[Sequence[float]],
     kinds: Sequence[str] | None = None,  # category of each prompt; None: there is one
     weights: Mapping[str, float] | None = None,  # of each category, sum 1; None: all alike
     draws: int = 4000,
 ) -> dict[str, float | None]:  # mean, se, lo, hi, n prompts
-    "Category-weighted mean, with standard error and 95% interval over prompts and the images of each."
+    """Category-weighted mean, with standard error and 95% interval over prompts and the images of each."""
     kinds = ["all"] * len(values) if kinds is None else list(kinds)
-    limits = min(map(np.min, values), default=0.0), max(map(np.max, values), default=0.0)  # that no mean can leave
+    limits = (
+        min(map(np.min, values), default=0.0),
+        max(map(np.max, values), default=0.0),
+    )  # that no mean can leave
     if len({len(row) for row in values}) > 1:
         rows, values = values, np.empty((len(values), 1))
         for kind in dict.fromkeys(kinds):
@@ -95,12 +113,16 @@ def bootstrap_images(
     values = np.asarray(values, dtype=np.float64)
     parts = {kind: values[[k == kind for k in kinds]] for kind in dict.fromkeys(kinds)}
     weights = weights or dict.fromkeys(parts, 1 / len(parts))
-    out = {"mean": float(sum(weights[k] * part.mean() for k, part in parts.items())), "n": len(values)}
+    out = {
+        "mean": float(sum(weights[k] * part.mean() for k, part in parts.items())),
+        "n": len(values),
+    }
     if len(values) < 2:
         return out | {"se": None, "lo": None, "hi": None}
     own = {kind: _scaled_deviations(part) for kind, part in parts.items()}
     seen = [x for x in own.values() if len(x) > 1] or [_scaled_deviations(values)]
-    random, drawn = np.random.default_rng(0), np.zeros(draws)
+    random = np.random.default_rng(0)
+    drawn = np.zeros(draws)
     for kind, part in parts.items():
         spread = own[kind] if len(part) > 1 else np.concatenate(seen)
         drawn = drawn + weights[kind] * _draw_category_means(part, spread, draws, random)
@@ -108,48 +130,69 @@ def bootstrap_images(
     return out | {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8
-def bootstrap_ratio(part: np.ndarray, whole: np.ndarray) -> dict[str, float | None]:  # l_p and w_p, (n,) each
-    "A share of counts (b): count, of, share, se, lo, hi at 95%, and n prompts that have any; None where not defined."
+def bootstrap_ratio(
+    part: np.ndarray, whole: np.ndarray
+) -> dict[str, float | None]:  # l_p and w_p, (n,) each
+    """A share of counts (b): count, of, share, se, lo, hi at 95%, and n prompts that have any; None where not defined."""
     part, whole = part[whole > 0], whole[whole > 0]
     out = {"count": int(part.sum()), "of": int(whole.sum()), "n": len(whole)}
     out |= {"share": out["count"] / out["of"] if out["of"] else None}
     return out | _bootstrap((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis))
 
 # %% ../../nbs/02_core/03_statistics.ipynb #137ebb0c
-def percentile_interval(drawn: np.ndarray, prompts: int) -> dict[str, float | None]:  # (draws,) of so many prompts
-    "Standard error and 95% interval of bootstrap draws: se, lo, hi; None where one prompt has no spread."
+def percentile_interval(
+    drawn: np.ndarray, prompts: int
+) -> dict[str, float | None]:  # (draws,) of so many prompts
+    """Standard error and 95% interval of bootstrap draws: se, lo, hi; None where one prompt has no spread."""
     if prompts < 2:
         return {"se": None, "lo": None, "hi": None}
     low, high = np.percentile(drawn, [2.5, 97.5])
     return {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0104c5fe
-def t_intervals(values: pd.DataFrame) -> pd.DataFrame:  # values: a row a seed, a column a comparison
-    "A row a comparison: n, mean, se, t interval lo and hi (c), p of a mean of 0, holm; nan where one seed is too few."
-    n, mean = values.count(), values.mean()
-    se, free = values.std() / n.pow(0.5), (n - 1).clip(lower=1)
+def t_intervals(
+    values: pd.DataFrame,
+) -> pd.DataFrame:  # values: a row a seed, a column a comparison
+    """A row a comparison: n, mean, se, t interval lo and hi (c), p of a mean of 0, holm; nan where one seed is too few."""
+    n = values.count()
+    mean = values.mean()
+    se = values.std() / n.pow(0.5)
+    free = (n - 1).clip(lower=1)
     half = se * stats.t.ppf(0.975, free)
     p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), free), mean.index, dtype=float)
     p = p.mask((se == 0) & (mean == 0), 1.0).mask((se == 0) & (mean != 0), 0.0)
-    known = p.dropna().sort_values()  # by hand: multipletests of statsmodels collects garbage at every call
+    known = (
+        p.dropna().sort_values()
+    )  # by hand: multipletests of statsmodels collects garbage at every call
     holm = (known * np.arange(len(known), 0, -1)).cummax().clip(upper=1).reindex(p.index)
-    return pd.DataFrame({"n": n, "mean": mean, "se": se, "lo": mean - half, "hi": mean + half, "p": p, "holm": holm})
+    return pd.DataFrame(
+        {"n": n, "mean": mean, "se": se, "lo": mean - half, "hi": mean + half, "p": p, "holm": holm}
+    )
 
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(
-    found: Mapping,  # lo and hi of an interval, from the bound on; nan or None where one seed is too few
+    # lo and hi of an interval, from the bound on; nan or None where one seed is too few
+    found: Mapping,
     direction: str,  # what is claimed: above, below or equal
     smallest: float = 0.0,  # the smallest effect of interest, from 0
     p: float = 0.0,  # of the claim, after Holm's correction
 ) -> str:  # holds, does not hold, or cannot tell
-    "What an interval says about a claim; InputError on another direction or no size for equal."
-    equal, lo, hi = direction == "equal", found["lo"], found["hi"]
+    """What an interval says about a claim; InputError on another direction or no size for equal."""
+    equal = direction == "equal"
+    lo = found["lo"]
+    hi = found["hi"]
     if direction not in ("above", "below", "equal") or smallest < 0 or (equal and not smallest > 0):
-        raise InputError(f"`direction` must be above or below with a smallest effect from 0, or equal with one above "
-                         f"0; got {direction!r} with {smallest}")
+        raise InputError(
+            f"`direction` must be above or below with a smallest effect from 0, or equal with one above "
+            f"0; got {direction!r} with {smallest}"
+        )
     if lo is None or hi is None or lo != lo or hi != hi:
         return "cannot tell"
     lo, hi = (-hi, -lo) if direction == "below" else (lo, hi)
     if (lo > smallest or hi < -smallest) if equal else hi < smallest:
         return "does not hold"
-    return "holds" if p < 0.05 and (-smallest < lo and hi < smallest if equal else lo > 0) else "cannot tell"
+    return (
+        "holds"
+        if p < 0.05 and (-smallest < lo and hi < smallest if equal else lo > 0)
+        else "cannot tell"
+    )

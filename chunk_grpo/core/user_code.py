@@ -21,8 +21,14 @@ from typing_extensions import TypedDict
 import chunk_grpo
 from .. import InputError
 from .files import atomic_write, make_folders, remove_abandoned, sha256_of
-from .settings import (
-    REWARD_LOADERS, Settings, import_callable, import_places, named_code, reward_weights)
+from chunk_grpo.core.settings import (
+    REWARD_LOADERS,
+    Settings,
+    import_callable,
+    import_places,
+    named_code,
+    reward_weights,
+)
 
 _PACKAGE = Path(chunk_grpo.__file__).resolve().parent
 _STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
@@ -32,7 +38,7 @@ def find_module(
     name: str,  # such as package.module
     places: list[str] | None = None,  # folders to look in; None: where this Python looks
 ) -> ModuleSpec | None:
-    "Find a module without importing it or the packages around it; None where there is none."
+    """Find a module without importing it or the packages around it; None where there is none."""
     spec = None
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
@@ -43,7 +49,9 @@ def find_module(
             inside = spec.submodule_search_locations if spec else None
             if spec and inside is None:  # a module, which holds no others
                 return None
-            folders = None if inside is None else list(getattr(inside, "_path", inside))  # a namespace asks its parent
+            folders = (
+                None if inside is None else list(getattr(inside, "_path", inside))
+            )  # a namespace asks its parent
             loaded = None if places is not None else sys.modules.get(full)
             spec = getattr(loaded, "__spec__", None) or _ask_finders(full, folders)
         if spec is None:
@@ -55,7 +63,12 @@ def _ask_finders(name: str, folders: list[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
         try:
             found = finder.find_spec(name, folders)
-        except (AttributeError, ImportError, OSError, ValueError):  # an old one, or one that cannot tell
+        except (
+            AttributeError,
+            ImportError,
+            OSError,
+            ValueError,
+        ):  # an old one, or one that cannot tell
             continue
         if found is not None:
             return found
@@ -63,7 +76,7 @@ def _ask_finders(name: str, folders: list[str] | None) -> ModuleSpec | None:
 
 
 def _file_of(spec: ModuleSpec | None) -> Path | None:
-    "The file of a module; None for one that has none, and for the package's own and Python's."
+    """The file of a module; None for one that has none, and for the package's own and Python's."""
     if spec is None or not spec.origin or not os.path.isfile(spec.origin):
         return None
     file = Path(spec.origin).resolve()
@@ -83,7 +96,7 @@ def _imported_names(
     text: bytes,  # of a file
     package: str,  # that its module is in; empty: none
 ) -> Iterator[str]:
-    "Name everything that might be a module in the import statements of a file."
+    """Name everything that might be a module in the import statements of a file."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):  # importing it will say so
@@ -94,7 +107,11 @@ def _imported_names(
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parts = package.split(".")[: len(package.split(".")) - node.level + 1] if package else []
+                parts = (
+                    package.split(".")[: len(package.split(".")) - node.level + 1]
+                    if package
+                    else []
+                )
                 base = ".".join([*parts, *filter(None, [base])])
             if base:
                 yield base
@@ -120,7 +137,7 @@ def code_files(
             waiting.extend(_imported_names(file.read_bytes(), package))
 
     def add(name: str, named: bool = False) -> None:
-        "A module, and the packages around it, which are imported before it."
+        """A module, and the packages around it, which are imported before it."""
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
             full = ".".join(parts[:count])
@@ -133,7 +150,10 @@ def code_files(
             if file is None or (_is_installed(file) and not named):
                 continue
             found[path if whole else full] = file
-            read(file, full if spec.submodule_search_locations is not None else full.rpartition(".")[0])
+            read(
+                file,
+                full if spec.submodule_search_locations is not None else full.rpartition(".")[0],
+            )
 
     with import_places(here):
         if module.endswith(".py"):
@@ -149,7 +169,7 @@ def code_files(
 
 # %% ../../nbs/02_core/05_user_code.ipynb #0d1766d9
 class CodeFile(TypedDict, total=False):
-    "A file of code that a run uses."
+    """A file of code that a run uses."""
 
     setting: str  # that names the code
     file: str  # from the root
@@ -157,7 +177,9 @@ class CodeFile(TypedDict, total=False):
     copy: str  # in the run folder
 
 
-def _named_places(s: Settings) -> Iterator[tuple[str, str, list[str] | None]]:  # setting, path, folders to look in
+def _named_places(
+    s: Settings,
+) -> Iterator[tuple[str, str, list[str] | None]]:  # setting, path, folders to look in
     for setting, path in {"method": s.method, "chunks": s.chunks, "surrogate": s.surrogate}.items():
         if path in named_code(s):
             yield setting, path, None
@@ -168,7 +190,11 @@ def _named_places(s: Settings) -> Iterator[tuple[str, str, list[str] | None]]:  
             if name in REWARD_LOADERS or ":" not in name or options.get("url"):
                 continue
             if isinstance(environment, str) and environment:
-                yield setting, name, [*map(str, Path(environment).expanduser().glob("lib/python*/site-packages"))]
+                yield (
+                    setting,
+                    name,
+                    [*map(str, Path(environment).expanduser().glob("lib/python*/site-packages"))],
+                )
             else:
                 yield setting, name, None
 
@@ -188,17 +214,23 @@ def find_code(s: Settings) -> dict[str, CodeFile]:
 
 
 def code_keys(s: Settings) -> list[str]:
-    "Name the code that settings name, but for this package's own, also where its file cannot be found."
-    return [f"{setting}: {path}" for setting, path, _ in _named_places(s) if not path.startswith("chunk_grpo.")]
+    """Name the code that settings name, but for this package's own, also where its file cannot be found."""
+    return [
+        f"{setting}: {path}"
+        for setting, path, _ in _named_places(s)
+        if not path.startswith("chunk_grpo.")
+    ]
 
 
-def code_hashes(s: Settings) -> dict[str, str]:  # as the keys of `find_code` -> sha256; empty without user code
-    "Say what the code that settings name is, whatever folder it lies in."
+def code_hashes(
+    s: Settings,
+) -> dict[str, str]:  # as the keys of `find_code` -> sha256; empty without user code
+    """Say what the code that settings name is, whatever folder it lies in."""
     return {key: one["sha256"] for key, one in find_code(s).items()}
 
 
 def check_named_code(s: Settings) -> None:
-    "Import the rewards that settings name as code and that run here; InputError where one cannot be."
+    """Import the rewards that settings name as code and that run here; InputError where one cannot be."""
     for setting, path, places in _named_places(s):
         if setting in ("reward", "eval_rewards") and places is None:
             if not s.reward_options.get(path, {}).get("worker"):
@@ -209,7 +241,7 @@ def changed_code(
     then: Mapping[str, CodeFile],  # of `find_code`, when the run began
     now: Mapping[str, CodeFile],  # of `find_code`, now
 ) -> tuple[str, str] | None:  # the setting that names it, and what happened; None: nothing
-    "Say the first difference between two records of code."
+    """Say the first difference between two records of code."""
     for key, one in then.items():
         name = one.get("file") or key.partition(": ")[2]
         if key not in now:
@@ -227,17 +259,19 @@ def check_same_code(
     now: Mapping[str, CodeFile],  # of `find_code`
     run: Path,  # its folder
 ) -> None:
-    "InputError where a run would go on with other code than it began with."
+    """InputError where a run would go on with other code than it began with."""
     found = changed_code(note["code"], now) if "code" in note else None
     if found:
-        raise InputError(f"`{found[0]}` must be the same code when a run is resumed; {found[1]}, and what it was lies "
-                         f"in {run / 'code'}")
+        raise InputError(
+            f"`{found[0]}` must be the same code when a run is resumed; {found[1]}, and what it was lies "
+            f"in {run / 'code'}"
+        )
 
 
 def name_copies(
     code: Mapping[str, CodeFile],  # of `find_code`
 ) -> dict[str, CodeFile]:  # the same, with `copy`
-    "Name a copy of each file of code in the folder code/ of a run, each differently."
+    """Name a copy of each file of code in the folder code/ of a run, each differently."""
     out: dict[str, CodeFile] = {}
     names: dict[str, str] = {}  # file -> its copy
     for key, one in code.items():
@@ -257,7 +291,7 @@ def copy_code(
     code: Mapping[str, CodeFile],  # of `name_copies`
     run: Path,  # gets the folder code/
 ) -> None:
-    "Copy files of code into a run folder, after run.json has named them: a kill on the way leaves a run to resume."
+    """Copy files of code into a run folder, after run.json has named them: a kill on the way leaves a run to resume."""
     remove_abandoned(run / "code")
     for file, copy in {one["file"]: one["copy"] for one in code.values() if "copy" in one}.items():
         if not (run / copy).is_file():

@@ -22,28 +22,52 @@ from PIL import Image
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json, read_json_lines
+from chunk_grpo.core.files import (
+    append_json_line,
+    atomic_write,
+    drop_partial_line,
+    read_json,
+    read_json_lines,
+)
 from ..core.files import sha256_of, write_json
 from . import detector, geneval, judged
-from .evaluate import changed_settings, compare_arms, count_prompts, evaluation_settings
+from chunk_grpo.evaluation.evaluate import (
+    changed_settings,
+    compare_arms,
+    count_prompts,
+    evaluation_settings,
+)
 from .evaluate import ode_arms, summarise_evaluation
 from ..models.inputs import read_prompts, split_prompt_column
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..runs.run_folder import check_run_inputs, check_trust, run_origin
-from ..runs.run_images import drawing_processes, drawing_threads, find_trained_weights, hash_trained_weights
-from ..runs.run_images import load_trained_policy, progress_text, sample_arm_images, share_out
+from chunk_grpo.runs.run_images import (
+    drawing_processes,
+    drawing_threads,
+    find_trained_weights,
+    hash_trained_weights,
+)
+from chunk_grpo.runs.run_images import (
+    load_trained_policy,
+    progress_text,
+    sample_arm_images,
+    share_out,
+)
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #ea6d0e93
 _STYLES = ("anime", "concept-art", "paintings", "photo")  # of HPDv2
-_SOURCES = {"hpd-test400": "test.json of the data set ymhao/HPDv2 on the Hugging Face hub",
-            "hpd-bench3200": "a folder with " + ", ".join(f"{style}.json" for style in _STYLES),
-            "wise": "a checkout of PKU-YuanGroup/WISE", "dpg": "dpg_bench.csv of TencentQQGYLab/ELLA"}
+_SOURCES = {
+    "hpd-test400": "test.json of the data set ymhao/HPDv2 on the Hugging Face hub",
+    "hpd-bench3200": "a folder with " + ", ".join(f"{style}.json" for style in _STYLES),
+    "wise": "a checkout of PKU-YuanGroup/WISE",
+    "dpg": "dpg_bench.csv of TencentQQGYLab/ELLA",
+}
 
 
 @dataclass(frozen=True)
 class BenchmarkTask:
-    "What a benchmark draws: prompts with their categories, images a prompt, and where these lie."
+    """What a benchmark draws: prompts with their categories, images a prompt, and where these lie."""
 
     name: str
     prompts: tuple[str, ...]
@@ -53,18 +77,22 @@ class BenchmarkTask:
     records: tuple[dict, ...] = ()  # GenEval's metadata, which gives its layout
 
     def file(self, prompt: int, sample: int) -> Path:
-        "The place of an image in the folder of its arm."
+        """The place of an image in the folder of its arm."""
         if self.records:
             return Path(geneval.GENEVAL_LAYOUT.format(prompt=prompt, sample=sample))
         return Path(f"{self.names[prompt]}.png" if self.names else f"{prompt:05d}_{sample}.png")
 
     def places(self) -> list[tuple[int, int]]:
-        "Prompt and number of every image."
+        """Prompt and number of every image."""
         return [(p, n) for p in range(len(self.prompts)) for n in range(self.samples)]
 
     def missing(self, folder: Path, share: tuple[int, int] = (0, 1)) -> list[tuple[int, int]]:
-        "The images, of a process' share, that are not in the folder of their arm."
-        return [x for x in self.places()[share[0] :: share[1]] if not (Path(folder) / self.file(*x)).is_file()]
+        """The images, of a process' share, that are not in the folder of their arm."""
+        return [
+            x
+            for x in self.places()[share[0] :: share[1]]
+            if not (Path(folder) / self.file(*x)).is_file()
+        ]
 
 
 def load_benchmark_task(
@@ -72,28 +100,43 @@ def load_benchmark_task(
     source: str | Path | None = None,  # the file, folder or checkout that the user has
     samples: int | None = None,  # images a prompt; None: as the benchmark has it
 ) -> BenchmarkTask:
-    "A benchmark by its name; InputError where its prompts are missing, with what would bring them."
+    """A benchmark by its name; InputError where its prompts are missing, with what would bring them."""
     listed, column = split_prompt_column(name)
     if name in _SOURCES and source is None:
         raise InputError(f"`source` must be the path of {_SOURCES[name]} for {name}; got nothing")
     if name == "geneval":
         records = tuple(geneval.read_geneval_prompts(source))
-        texts, kinds = tuple(r["prompt"] for r in records), tuple(r["tag"] for r in records)
+        texts = tuple(r["prompt"] for r in records)
+        kinds = tuple(r["tag"] for r in records)
         return BenchmarkTask(name, texts, samples or 4, kinds, records=records)
     if name in ("wise", "dpg"):
-        items = (judged.read_wise_prompts if name == "wise" else judged.read_dpg_prompts)(Path(source))[0]
+        items = (judged.read_wise_prompts if name == "wise" else judged.read_dpg_prompts)(
+            Path(source)
+        )[0]
         kinds = tuple(i.category for i in items) if name == "wise" else ()
-        return BenchmarkTask(name, tuple(i.prompt for i in items), 1, kinds, tuple(i.name for i in items))
+        return BenchmarkTask(
+            name, tuple(i.prompt for i in items), 1, kinds, tuple(i.name for i in items)
+        )
     if name == "hpd-bench3200":
-        found = [(text, style) for style in _STYLES for text in read_prompts(f"{source}/{style}.json", "`source`")]
-        return BenchmarkTask(name, tuple(text for text, _ in found), samples or 1, tuple(style for _, style in found))
+        found = [
+            (text, style)
+            for style in _STYLES
+            for text in read_prompts(f"{source}/{style}.json", "`source`")
+        ]
+        return BenchmarkTask(
+            name, tuple(text for text, _ in found), samples or 1, tuple(style for _, style in found)
+        )
     if name not in _SOURCES and not Path(listed).is_file() and not name.startswith("pocket:"):
-        raise InputError(f"`benchmark` must be one of geneval, {', '.join(_SOURCES)}, or a file of prompts; got "
-                         f"{name!r}")
+        raise InputError(
+            f"`benchmark` must be one of geneval, {', '.join(_SOURCES)}, or a file of prompts; got "
+            f"{name!r}"
+        )
     if name in _SOURCES:
         return BenchmarkTask(name, tuple(read_prompts(str(source), "`source`")), samples or 1)
     if source is not None:
-        raise InputError(f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}")
+        raise InputError(
+            f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}"
+        )
     texts = read_prompts(name, "`benchmark`")
     return BenchmarkTask(_list_name(listed, column), tuple(texts), samples or 1)
 
@@ -107,206 +150,345 @@ def _list_name(path: str, column: str = "") -> str:
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #8a855e0b
 def prepare_benchmark(
-    run: Path, what: BenchmarkTask, out: Path,  # a finished run; the benchmark's folder, which gets manifest.json
+    run: Path,  # a finished run
+    what: BenchmarkTask,  # prompts and samples
+    out: Path,  # the benchmark's folder, which gets manifest.json
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
-) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arms: the step at which the base takes over
-    "Settings and arms; InputError where the run is not finished or the folder has images of other settings."
+    # settings, and arms: the step at which the base takes over
+) -> tuple[setting.Settings, dict[str, int | None]]:
+    """Settings and arms; InputError where the run is not finished or the folder has images of other settings."""
     find_trained_weights(run)
     s = evaluation_settings(run, changes)
-    arms, file = ode_arms(s), Path(out) / "manifest.json"
-    note = {"benchmark": what.name, "prompts_sha256": hashlib.sha256(json.dumps(what.prompts).encode()).hexdigest(),
-            "prompts": len(what.prompts), "samples": what.samples, "arms": arms, "seed": s.eval_seed,
-            "steps": s.eval_steps, "resolution": s.eval_resolution, "guidance": s.guidance,
-            "true_cfg_scale": s.true_cfg_scale, "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
-            "trained_sha256": hash_trained_weights(run)}
+    arms = ode_arms(s)
+    file = Path(out) / "manifest.json"
+    note = {
+        "benchmark": what.name,
+        "prompts_sha256": hashlib.sha256(json.dumps(what.prompts).encode()).hexdigest(),
+        "prompts": len(what.prompts),
+        "samples": what.samples,
+        "arms": arms,
+        "seed": s.eval_seed,
+        "steps": s.eval_steps,
+        "resolution": s.eval_resolution,
+        "guidance": s.guidance,
+        "true_cfg_scale": s.true_cfg_scale,
+        "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
+        "trained_sha256": hash_trained_weights(run),
+    }
     if not file.is_file():
         write_json(file, note)
     for name, value in read_json(file).items():
         if note.get(name) != value:
-            raise InputError(f"`out`: the images in {out} were drawn with {name} {value!r}, not {note.get(name)!r}; "
-                             f"remove the folder to draw them again")
+            raise InputError(
+                f"`out`: the images in {out} were drawn with {name} {value!r}, not {note.get(name)!r}; "
+                f"remove the folder to draw them again"
+            )
     return s, arms
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #ff30d0dc
 def draw_benchmark(
-    run: Path, task: Sequence, out: Path, changes: Mapping | Sequence[str] = (),  # task: for `load_benchmark_task`
-    share: tuple[int, int] = (0, 1), say: Callable[[str], None] = print,  # this process' number, and how many
+    run: Path,  # a finished run
+    task: Sequence,  # arguments for `load_benchmark_task`
+    out: Path,  # the benchmark's folder
+    changes: Mapping | Sequence[str] = (),  # of the run's settings
+    share: tuple[int, int] = (0, 1),  # this process's number, and how many there are
+    say: Callable[[str], None] = print,  # gets lines of progress
     trust: bool = False,  # load what a run from elsewhere names
 ) -> None:
-    "Draw this process' share of what is missing, each image written whole or not at all."
+    """Draw this process' share of what is missing, each image written whole or not at all."""
     what = load_benchmark_task(*task)
     check_trust(run, trust, changed_settings(changes))
     s, arms = prepare_benchmark(run, what, out, changes)
     with drawing_threads(s.threads):
         model = load_trained_policy(run, s)
         for arm, split in arms.items():
-            places, size, began = what.missing(Path(out) / arm, share), 4 * s.rollout_batch, time.monotonic()
+            places = what.missing(Path(out) / arm, share)
+            size = 4 * s.rollout_batch
+            began = time.monotonic()
             for low in range(0, len(places), size):
                 part = places[low : low + size]
-                images = sample_arm_images(model, s, list(what.prompts), part, arm, split).permute(0, 2, 3, 1).numpy()
-                for image, (prompt, sample) in zip(VaeImageProcessor.numpy_to_pil(images), part, strict=True):
+                images = (
+                    sample_arm_images(model, s, list(what.prompts), part, arm, split)
+                    .permute(0, 2, 3, 1)
+                    .numpy()
+                )
+                for image, (prompt, sample) in zip(
+                    VaeImageProcessor.numpy_to_pil(images), part, strict=True
+                ):
                     if what.records:
-                        geneval.write_geneval_image(Path(out) / arm, prompt, sample, what.records[prompt], image)
+                        geneval.write_geneval_image(
+                            Path(out) / arm, prompt, sample, what.records[prompt], image
+                        )
                         continue
                     with atomic_write(Path(out) / arm / what.file(prompt, sample)) as temporary:
                         image.save(temporary, "PNG")
-                done, left = low + len(part), len(places) - low - len(part)
-                say(f"{what.name}, {arm}: {progress_text(done, len(places), time.monotonic() - began, done, left)}")
+                done = low + len(part)
+                left = len(places) - low - len(part)
+                say(
+                    f"{what.name}, {arm}: {progress_text(done, len(places), time.monotonic() - began, done, left)}"
+                )
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #29d22671
-def _score_with_rewards(what: BenchmarkTask, arms: Mapping[str, Path], scorers: Mapping[str, Callable], out: Path,
-                        say: Callable[[str], None] = lambda text: None) -> list[dict]:
-    "Records as an evaluation's, arm by arm; InputError where the scores that are there are of other rewards."
-    file, places, batch = Path(out) / "scores.jsonl", what.places(), 32  # images
+def _score_with_rewards(
+    what: BenchmarkTask,
+    arms: Mapping[str, Path],
+    scorers: Mapping[str, Callable],
+    out: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[dict]:
+    """Records as an evaluation's, arm by arm; InputError where the scores that are there are of other rewards."""
+    # images
+    file = Path(out) / "scores.jsonl"
+    places = what.places()
+    batch = 32
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(file)
     done = {(r["arm"], r["prompt_index"], r["image_index"]): r for r in read_json_lines(file)}
     if done and (old := set(next(iter(done.values()))["scores"])) != set(scorers):
-        raise InputError(f"`out`: {file} has scores of {', '.join(sorted(old))}, not of {', '.join(sorted(scorers))}; "
-                         f"remove it or name another folder")
+        raise InputError(
+            f"`out`: {file} has scores of {', '.join(sorted(old))}, not of {', '.join(sorted(scorers))}; "
+            f"remove it or name another folder"
+        )
     for arm, folder in arms.items():
         files = {place: Path(folder) / what.file(*place) for place in places}
         seen = {place: sha256_of(image) for place, image in files.items()}
-        todo = [place for place in places if done.get((arm, *place), {}).get("image_sha256") != seen[place]]
+        todo = [
+            place
+            for place in places
+            if done.get((arm, *place), {}).get("image_sha256") != seen[place]
+        ]
         for low in range(0, len(todo), batch):
             part = todo[low : low + batch]
             images = [Image.open(files[place]).convert("RGB") for place in part]
             texts = [what.prompts[p] for p, _ in part]
-            scores = {name: rewards.score_images(name, one, images, texts).tolist() for name, one in scorers.items()}
+            scores = {
+                name: rewards.score_images(name, one, images, texts).tolist()
+                for name, one in scorers.items()
+            }
             for i, (p, n) in enumerate(part):
                 done[arm, p, n] = {
-                    "arm": arm, "prompt_index": p, "image_index": n, "prompt": what.prompts[p],
-                    "file": str(files[p, n]), "image_sha256": seen[p, n],
+                    "arm": arm,
+                    "prompt_index": p,
+                    "image_index": n,
+                    "prompt": what.prompts[p],
+                    "file": str(files[p, n]),
+                    "image_sha256": seen[p, n],
                     "category": dict.fromkeys(scorers, what.kinds[p]) if what.kinds else {},
-                    "scores": {name: values[i] for name, values in scores.items()}}
+                    "scores": {name: values[i] for name, values in scores.items()},
+                }
                 append_json_line(file, done[arm, p, n])
             say(f"{what.name}, {arm}: {min(low + batch, len(todo))} of {len(todo)} images scored")
     return [done[arm, *place] for arm in arms for place in places]
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #b0b68202
-PAPER_TABLES = {"table1_preference": "Table 1", "table2_wise_rewritten": "Table 2", "table3_chunk_setting": "Table 3",
-                "table4_pickscore": "Table 4", "table5_geneval": "Table 5"}
+PAPER_TABLES = {
+    "table1_preference": "Table 1",
+    "table2_wise_rewritten": "Table 2",
+    "table3_chunk_setting": "Table 3",
+    "table4_pickscore": "Table 4",
+    "table5_geneval": "Table 5",
+}
 
 
 def read_paper_tables() -> dict:
-    "Everything the paper reports in numbers: by table, trained_on, columns, rows."
-    return json.loads((resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8"))
+    """Everything the paper reports in numbers: by table, trained_on, columns, rows."""
+    return json.loads(
+        (resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8")
+    )
 
 
-def paper_table_rows(key: str) -> list[dict]:  # row, and a number a column; with steps and chunks in Table 3
-    "The rows of one of the PAPER_TABLES."
+def paper_table_rows(
+    key: str,
+) -> list[dict]:  # row, and a number a column; with steps and chunks in Table 3
+    """The rows of one of the PAPER_TABLES."""
     table = read_paper_tables()[key]
-    rows = table["rows"] if isinstance(table["rows"], list) else [[row, *x] for row, x in table["rows"].items()]
+    rows = (
+        table["rows"]
+        if isinstance(table["rows"], list)
+        else [[row, *x] for row, x in table["rows"].items()]
+    )
     return [dict(zip(["row", *table["columns"]], values, strict=True)) for values in rows]
 
 
-def _paper_benchmark_rows(name: str) -> list[dict]:  # geneval, wise, dpg, or a column of Tables 1 and 4
-    "What the paper reports of a benchmark: arm, source, trained on, and a number a column."
+def _paper_benchmark_rows(
+    name: str,
+) -> list[dict]:  # geneval, wise, dpg, or a column of Tables 1 and 4
+    """What the paper reports of a benchmark: arm, source, trained on, and a number a column."""
     name, tables, out = name.removeprefix("pocket-"), read_paper_tables(), []
     whole = {"wise": "table2_wise_rewritten", "geneval": "table5_geneval", "dpg": "dpg_v3"}
-    preference = [key for key in ("table1_preference", "table4_pickscore") if name in tables[key]["columns"]]
+    preference = [
+        key for key in ("table1_preference", "table4_pickscore") if name in tables[key]["columns"]
+    ]
     for key in [whole[name]] if name in whole else preference:
         for row in paper_table_rows(key):
-            numbers = {column: row[column] for column in (tables[key]["columns"] if name in whole else [name])}
+            numbers = {
+                column: row[column]
+                for column in (tables[key]["columns"] if name in whole else [name])
+            }
             source = f"the paper, {PAPER_TABLES.get(key, 'version 3')}"
-            out.append({"arm": row["row"], "source": source, "trained on": tables[key]["trained_on"], **numbers})
+            out.append(
+                {
+                    "arm": row["row"],
+                    "source": source,
+                    "trained on": tables[key]["trained_on"],
+                    **numbers,
+                }
+            )
     return out
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #4fcb188c
-def _check_scoring_tools(what: BenchmarkTask, tools: Mapping, scorers: Mapping[str, Callable] | None) -> None:
-    "InputError where what scores a benchmark is missing."
+def _check_scoring_tools(
+    what: BenchmarkTask, tools: Mapping, scorers: Mapping[str, Callable] | None
+) -> None:
+    """InputError where what scores a benchmark is missing."""
     if what.name in ("wise", "dpg"):
         if not tools.get("judge"):
             raise InputError(f"`judge` must have an address and a model for {what.name}; got none")
         tools["judge"].api_key()
         judged.read_rubric(tools.get("rubric"))
     elif what.records and not tools.get("detector"):
-        raise InputError("`detector` must be the folder of tools/convert_detector.py for GenEval, or "
-                         "facebook/mask2former-swin-small-coco-instance, which is not official; got nothing")
+        raise InputError(
+            "`detector` must be the folder of tools/convert_detector.py for GenEval, or "
+            "facebook/mask2former-swin-small-coco-instance, which is not official; got nothing"
+        )
     elif not what.records and not scorers:
         raise InputError(f"`rewards` must name what scores {what.name}; got none")
 
 
-def _score_with_geneval(what, arms: Mapping[str, Path], out: Path, tools: Mapping, say: Callable) -> dict:
-    "GenEval's summary of every arm, and the pairs; each arm gets a folder with the official results.jsonl."
+def _score_with_geneval(
+    what, arms: Mapping[str, Path], out: Path, tools: Mapping, say: Callable
+) -> dict:
+    """GenEval's summary of every arm, and the pairs; each arm gets a folder with the official results.jsonl."""
     chosen = {key: tools[key] for key in ("clip", "device") if tools.get(key)}
     tables, records = {}, []
     for arm, folder in arms.items():
         images = [(Path(folder) / what.file(p, n), what.records[p]) for p, n in what.places()]
-        lines, tables[arm] = geneval.evaluate_geneval(images, Path(out) / arm, tools["detector"], say=say, **chosen)
-        records += [{"arm": arm, "prompt_index": p, "image_index": n, "prompt": what.prompts[p],
-                     "category": {"geneval": what.kinds[p]}, "scores": {"geneval": float(line["correct"])}}
-                    for (p, n), line in zip(what.places(), lines, strict=True)]
+        lines, tables[arm] = geneval.evaluate_geneval(
+            images, Path(out) / arm, tools["detector"], say=say, **chosen
+        )
+        records += [
+            {
+                "arm": arm,
+                "prompt_index": p,
+                "image_index": n,
+                "prompt": what.prompts[p],
+                "category": {"geneval": what.kinds[p]},
+                "scores": {"geneval": float(line["correct"])},
+            }
+            for (p, n), line in zip(what.places(), lines, strict=True)
+        ]
     weights = dict.fromkeys(what.kinds, 1 / len(set(what.kinds)))
     return {"arms": tables, "overall": compare_arms(records, list(arms), "geneval", weights)}
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #2f28f0dc
 def score_benchmark(
-    what: BenchmarkTask, arms: Mapping[str, Path], out: Path,  # arm -> folder of its images
-    source: str | Path | None = None, scorers: Mapping[str, Callable] | None = None,  # of the prompts; rewards by name
-    tools: Mapping | None = None,  # detector, clip, device for GenEval; judge, rubric for WISE and DPG-Bench
+    what: BenchmarkTask,  # prompts and samples
+    arms: Mapping[str, Path],  # arm -> folder of its images
+    out: Path,  # the benchmark's folder
+    source: str | Path | None = None,  # of the prompts
+    scorers: Mapping[str, Callable] | None = None,  # rewards by name
+    tools: Mapping | None = None,  # detector, clip, device; judge, rubric
     say: Callable[[str], None] = lambda text: None,
 ) -> dict:  # summary.json
-    "Score the images of a benchmark; InputError where one is missing or a tool is."
+    """Score the images of a benchmark; InputError where one is missing or a tool is."""
     tools = tools or {}
     _check_scoring_tools(what, tools, scorers)
     rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     for arm, folder in arms.items():
         if gone := what.missing(folder):
-            raise InputError(f"`images`: {folder} lacks {len(gone)} of {len(what.places())} images of {arm}, first "
-                             f"{what.file(*gone[0])}")
-    answers = Path(out) / "judge"  # not beside the arms: there its scores.jsonl would read as an evaluation's
+            raise InputError(
+                f"`images`: {folder} lacks {len(gone)} of {len(what.places())} images of {arm}, first "
+                f"{what.file(*gone[0])}"
+            )
+    answers = (
+        Path(out) / "judge"
+    )  # not beside the arms: there its scores.jsonl would read as an evaluation's
     if what.name == "wise":
-        found = judged.evaluate_wise(Path(source), arms, tools["judge"], answers, tools.get("rubric"), say)
+        found = judged.evaluate_wise(
+            Path(source), arms, tools["judge"], answers, tools.get("rubric"), say
+        )
     elif what.name == "dpg":
         found = judged.evaluate_dpg(Path(source), arms, tools["judge"], answers, say=say)
     elif what.records:
         found = _score_with_geneval(what, arms, out, tools, say)
     else:
-        found = {"rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))}
+        found = {
+            "rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))
+        }
     names = [what.name] if "rewards" not in found else list(found["rewards"])
-    found |= {"name": what.name, "images_per_prompt": what.samples, **count_prompts(what.prompts),
-              "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
-              "first": [{"prompt": text, "file": str(what.file(p, 0))} for p, text in enumerate(what.prompts)],
-              "paper": {name: _paper_benchmark_rows(name) for name in names}}
+    found |= {
+        "name": what.name,
+        "images_per_prompt": what.samples,
+        **count_prompts(what.prompts),
+        "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
+        "first": [
+            {"prompt": text, "file": str(what.file(p, 0))} for p, text in enumerate(what.prompts)
+        ],
+        "paper": {name: _paper_benchmark_rows(name) for name in names},
+    }
     write_json(Path(out) / "summary.json", found)
     return found
 
 
 def benchmark_table(summary: Mapping) -> pd.DataFrame:
-    "Every arm and measure of a summary with n, standard error and the paired difference, and the paper's rows."
+    """Every arm and measure of a summary with n, standard error and the paired difference, and the paper's rows."""
     measures = summary["rewards"] if "rewards" in summary else {summary["name"]: summary["overall"]}
     rows = []
     for name, row in measures.items():
         for arm in summary["folders"]:
-            value, pair = row.get(arm) or {}, row.get(f"{arm}-base") or {}
-            rows.append({"measure": name, "arm": arm, "source": "measured", "mean": value.get("mean"),
-                         "se": value.get("se"), "n": value.get("n"), "to base": pair.get("mean"), "lo": pair.get("lo"),
-                         "hi": pair.get("hi")})
-        rows += [{"measure": name, "arm": line["arm"], "source": line["source"],
-                  "mean": line.get(name, line.get("overall"))} for line in summary["paper"][name]]
+            value = row.get(arm) or {}
+            pair = row.get(f"{arm}-base") or {}
+            rows.append(
+                {
+                    "measure": name,
+                    "arm": arm,
+                    "source": "measured",
+                    "mean": value.get("mean"),
+                    "se": value.get("se"),
+                    "n": value.get("n"),
+                    "to base": pair.get("mean"),
+                    "lo": pair.get("lo"),
+                    "hi": pair.get("hi"),
+                }
+            )
+        rows += [
+            {
+                "measure": name,
+                "arm": line["arm"],
+                "source": line["source"],
+                "mean": line.get(name, line.get("overall")),
+            }
+            for line in summary["paper"][name]
+        ]
     return pd.DataFrame(rows)
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #712601d3
 def run_benchmark(
-    folder: Path, name: str,  # a finished run; a benchmark, or a file of prompts
-    source: str | Path | None = None, samples: int | None = None,  # images a prompt; None: as the benchmark has it
+    folder: Path,  # a finished run
+    name: str,  # a benchmark, or a file of prompts
+    source: str | Path | None = None,  # images a prompt
+    samples: int | None = None,  # None: as the benchmark has it
     processes: int = 0,  # 0: as many as trained the run, at most one a GPU or core
     changes: Mapping | Sequence[str] = (),  # settings of the evaluation
-    names: Sequence[str] = (), tools: Mapping | None = None,  # rewards, empty: the run's; as in `score_benchmark`
+    names: Sequence[str] = (),  # rewards, empty: the run's
+    tools: Mapping | None = None,  # as in `score_benchmark`
     say: Callable[[str], None] = lambda text: None,
     trust: bool = False,  # load and run what a run from elsewhere names
 ) -> Path:  # the benchmark's folder
-    "Draw and score a benchmark with a run's base, trained and hybrid weights; what is there is kept."
-    what, s = load_benchmark_task(name, source, samples), evaluation_settings(folder, changes)
+    """Draw and score a benchmark with a run's base, trained and hybrid weights; what is there is kept."""
+    what = load_benchmark_task(name, source, samples)
+    s = evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_settings(changes))
     out, processes = Path(folder) / "benchmarks" / what.name, processes or drawing_processes(folder)
     check_run_inputs(folder, s, ("model",))
     here = bool(names) or run_origin(folder) != "foreign"  # whether the working folder counts
     names = list(names) or list(dict.fromkeys([*setting.reward_weights(s), *s.eval_rewards]))
     scored = what.name not in ("wise", "dpg") and not what.records
-    scorers = {n: placement.load_placed_reward(n, here, **s.reward_options.get(n, {}))
-               for n in names} if scored else None
+    scorers = (
+        {n: placement.load_placed_reward(n, here, **s.reward_options.get(n, {})) for n in names}
+        if scored
+        else None
+    )
     _check_scoring_tools(what, tools or {}, scorers)
     rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
     if what.records:  # GenEval's weights, before hours of drawing
@@ -315,8 +497,13 @@ def run_benchmark(
     s, arms = prepare_benchmark(folder, what, out, changes)
     if any(what.missing(out / arm) for arm in arms):
         if processes > 1:
-            order = {"run": str(folder), "task": [name, source and str(source), samples], "out": str(out),
-                     "changes": changes, "trust": trust}
+            order = {
+                "run": str(folder),
+                "task": [name, source and str(source), samples],
+                "out": str(out),
+                "changes": changes,
+                "trust": trust,
+            }
             draw = "chunk_grpo.evaluation.benchmarks:draw_benchmark"
             share_out("benchmark", draw, order, processes)
         else:

@@ -21,29 +21,40 @@ from ..core.files import read_json
 
 # %% ../../nbs/10_evaluation/01_detector.ipynb #50bee796
 def load_detector(
-    name: str | Path, device: str | torch.device = "cpu",  # tools/convert_detector.py's folder, a folder, or a hub id
+    name: str | Path,  # a folder, such as tools/convert_detector.py writes, or a hub id
+    device: str | torch.device = "cpu",  # to compute on
 ) -> tuple[torch.nn.Module, str]:  # the network; what to call it in results
-    "The detector and its label, which says whether it is the official one; InputError where it cannot be had."
-    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation  # here, since it takes seconds
+    """The detector and its label, which says whether it is the official one; InputError where it cannot be had."""
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+    )  # here, since it takes seconds
 
     note = read_json(Path(name) / "source.json") if (Path(name) / "source.json").is_file() else None
     try:
         config = Mask2FormerConfig.from_pretrained(name)
         if config.num_labels != 80:
-            raise InputError(f"`detector` must know the 80 classes of COCO; {str(name)!r} knows {config.num_labels}")
+            raise InputError(
+                f"`detector` must know the 80 classes of COCO; {str(name)!r} knows {config.num_labels}"
+            )
         model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:  # the hub's errors are either
-        raise InputError(f"`detector` must be a folder of weights or a hub id that can be reached; got {str(name)!r} "
-                         f"({str(error).strip().splitlines()[0]})") from None
+        raise InputError(
+            f"`detector` must be a folder of weights or a hub id that can be reached; got {str(name)!r} "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from None
     label = f"{note['source']}, sha256 {note['sha256'][:16]}" if note else str(name)
     label = f"{'official' if note and note['official'] else 'not official'}: {label}"
     return model.eval().requires_grad_(False).to(device), label
 
 # %% ../../nbs/10_evaluation/01_detector.ipynb #97cf24df
-def _resize_like_opencv(pixels: np.ndarray, width: int, height: int) -> np.ndarray:  # (H, W, 3), uint8, both
-    "OpenCV's bilinear resizing of bytes."
+def _resize_like_opencv(
+    pixels: np.ndarray, width: int, height: int
+) -> np.ndarray:  # (H, W, 3), uint8, both
+    """OpenCV's bilinear resizing of bytes."""
+
     def pairs(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        "The two old pixels of each new one and the share of the second in 1/2048; beyond the edge both are the edge's."
+        """The two old pixels of each new one and the share of the second in 1/2048; beyond the edge both are the edge's."""
         at = ((np.arange(new) + 0.5) * (old / new) - 0.5).astype(np.float32)
         first = np.floor(at).astype(int)
         share = np.rint((at - first) * np.float32(2048)).astype(np.int32)
@@ -59,11 +70,13 @@ def _resize_like_opencv(pixels: np.ndarray, width: int, height: int) -> np.ndarr
 
 
 _LONG_SIDE, _SHORT_SIDE, _MULTIPLE = 1333, 800, 32  # pixels
-_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)  # red, green, blue, of 0 ... 255
+# red, green, blue, of 0 ... 255
+_MEAN = (123.675, 116.28, 103.53)
+_STD = (58.395, 57.12, 57.375)
 
 
 def _preprocess_image(image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
-    "An image as the network gets it."
+    """An image as the network gets it."""
     scale = min(_LONG_SIDE / max(image.size), _SHORT_SIDE / min(image.size))
     width, height = (int(side * scale + 0.5) for side in image.size)
     x = _resize_like_opencv(np.asarray(image.convert("RGB")), width, height).astype(np.float32)
@@ -74,25 +87,37 @@ def _preprocess_image(image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
 # %% ../../nbs/10_evaluation/01_detector.ipynb #e37962c9
 @dataclass(frozen=True)
 class DetectedObject:
-    "An object that a detector found."
+    """An object that a detector found."""
 
     label: int  # number of the class
     score: float  # 0 ... 1, a float32
-    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image; zeros for an empty mask
+    # left, top, right, bottom in pixels of the image; zeros for an empty mask
+    box: tuple[float, float, float, float]
     mask: np.ndarray | None = field(default=None, repr=False, compare=False)  # (H, W), bool
 
 
-def _post_process(classes: Tensor, masks: Tensor, padded: tuple[int, int], fitted: tuple[int, int],
-                  original: tuple[int, int], min_score: float = 0.0) -> list[DetectedObject]:
+def _post_process(
+    classes: Tensor,
+    masks: Tensor,
+    padded: tuple[int, int],
+    fitted: tuple[int, int],
+    original: tuple[int, int],
+    min_score: float = 0.0,
+) -> list[DetectedObject]:
     """The objects of one image, the best first, by its logits (Q, C + 1) and (Q, h, w); height and width of what the
     network got, of that before padding, and of the image."""
     chances = classes.float().softmax(-1)[:, :-1]
     best, order = chances.flatten().topk(min(100, chances.numel()))  # pairs of query and class
-    best, order = best[best > min_score], order[best > min_score]  # a score is at most its class's probability
+    best, order = (
+        best[best > min_score],
+        order[best > min_score],
+    )  # a score is at most its class's probability
     found = []
     for chance, number in zip(best, order.tolist(), strict=True):
         query, label = divmod(number, chances.shape[1])
-        x = F.interpolate(masks[query].float()[None, None], size=padded, mode="bilinear")[..., : fitted[0], : fitted[1]]
+        x = F.interpolate(masks[query].float()[None, None], size=padded, mode="bilinear")[
+            ..., : fitted[0], : fitted[1]
+        ]
         x = F.interpolate(x, size=original, mode="bilinear")[0, 0]
         inside = (x > 0).float()
         score = float(chance * ((x.sigmoid() * inside).sum() / (inside.sum() + 1e-6)))
@@ -104,11 +129,15 @@ def _post_process(classes: Tensor, masks: Tensor, padded: tuple[int, int], fitte
 
 
 @torch.inference_mode()
-def detect_objects(model: torch.nn.Module, image: Image.Image, min_score: float = 0.0) -> list[DetectedObject]:
-    "The objects of an image, the best first; InputError where a side is so short that nothing can be seen."
+def detect_objects(
+    model: torch.nn.Module, image: Image.Image, min_score: float = 0.0
+) -> list[DetectedObject]:
+    """The objects of an image, the best first; InputError where a side is so short that nothing can be seen."""
     image = ImageOps.exif_transpose(image)
     if min(image.size) < 2:
-        raise InputError(f"`image` must have sides of at least 2 pixels; got {image.width} x {image.height}")
+        raise InputError(
+            f"`image` must have sides of at least 2 pixels; got {image.width} x {image.height}"
+        )
     x, size = _preprocess_image(image)
     out = model(pixel_values=x.to(next(model.parameters()).device))
     classes, masks = out.class_queries_logits[0], out.masks_queries_logits[0]
@@ -116,38 +145,72 @@ def detect_objects(model: torch.nn.Module, image: Image.Image, min_score: float 
 
 # %% ../../nbs/10_evaluation/01_detector.ipynb #2f7a1124
 def _crop_object(image: Image.Image, one: DetectedObject) -> Image.Image:
-    "An object on grey, as CLIP sees it; without a mask its box as it is."
+    """An object on grey, as CLIP sees it; without a mask its box as it is."""
     grey = Image.new("RGB", image.size, "#999")
     whole = image if one.mask is None else Image.composite(image, grey, Image.fromarray(one.mask))
     return whole.crop(tuple(round(x) for x in one.box))
 
 
-GENEVAL_COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-_COLOUR_TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}",
-                    "a photo of a {colour} object")
+GENEVAL_COLOURS = (
+    "red",
+    "orange",
+    "yellow",
+    "green",
+    "blue",
+    "purple",
+    "pink",
+    "brown",
+    "black",
+    "white",
+)
+_COLOUR_TEMPLATES = (
+    "a photo of a {colour} {name}",
+    "a photo of a {colour}-colored {name}",
+    "a photo of a {colour} object",
+)
 GENEVAL_CLIP_ID = "openai/clip-vit-large-patch14"
 
 
 def _colour_directions(model: torch.nn.Module, tokenizer: Callable, thing: str) -> torch.Tensor:
-    "Where in CLIP's space the colours of a thing lie."
-    texts = [s.format(colour=colour, name=thing) for colour in GENEVAL_COLOURS for s in _COLOUR_TEMPLATES]
+    """Where in CLIP's space the colours of a thing lie."""
+    texts = [
+        s.format(colour=colour, name=thing) for colour in GENEVAL_COLOURS for s in _COLOUR_TEMPLATES
+    ]
     tokens = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-    features = F.normalize(model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output, dim=-1)
-    return F.normalize(features.reshape(len(GENEVAL_COLOURS), len(_COLOUR_TEMPLATES), -1).mean(1), dim=-1)
+    features = F.normalize(
+        model.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output, dim=-1
+    )
+    return F.normalize(
+        features.reshape(len(GENEVAL_COLOURS), len(_COLOUR_TEMPLATES), -1).mean(1), dim=-1
+    )
 
 
 def load_colour_classifier(
-    name: str | Path = GENEVAL_CLIP_ID, device: str | torch.device = "cpu",  # a folder or hub id of a CLIP
-) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:  # image, objects, class's name -> a colour each
-    "A function that tells the colours of objects; InputError where the CLIP cannot be had."
-    from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel  # here, since it takes seconds
+    name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
+    device: str | torch.device = "cpu",  # to compute on
+    # image, objects, class's name -> a colour each
+) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
+    """A function that tells the colours of objects; InputError where the CLIP cannot be had."""
+    from transformers import (
+        AutoTokenizer,
+        CLIPImageProcessorPil,
+        CLIPModel,
+    )  # here, since it takes seconds
 
     try:
-        model = CLIPModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False).to(device)
-        tokenizer, processor = AutoTokenizer.from_pretrained(name), CLIPImageProcessorPil.from_pretrained(name)
+        model = (
+            CLIPModel.from_pretrained(name, dtype=torch.float32)
+            .eval()
+            .requires_grad_(False)
+            .to(device)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        processor = CLIPImageProcessorPil.from_pretrained(name)
     except (OSError, ValueError) as error:  # the hub's errors are either
-        raise InputError(f"`clip` must be a folder of a CLIP or a hub id that can be reached; got {str(name)!r} "
-                         f"({str(error).strip().splitlines()[0]})") from None
+        raise InputError(
+            f"`clip` must be a folder of a CLIP or a hub id that can be reached; got {str(name)!r} "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from None
     known: dict[str, torch.Tensor] = {}
 
     @torch.inference_mode()
@@ -156,6 +219,9 @@ def load_colour_classifier(
             known[thing] = _colour_directions(model, tokenizer, thing)
         crops = processor(images=[_crop_object(image, one) for one in objects], return_tensors="pt")
         seen = model.get_image_features(pixel_values=crops["pixel_values"].to(device)).pooler_output
-        return [GENEVAL_COLOURS[i] for i in (F.normalize(seen, dim=-1) @ known[thing].T).argmax(1).tolist()]
+        return [
+            GENEVAL_COLOURS[i]
+            for i in (F.normalize(seen, dim=-1) @ known[thing].T).argmax(1).tolist()
+        ]
 
     return classify

@@ -25,77 +25,114 @@ from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
 from ..models.inputs import read_prompts
 from ..runs import run_folder
-from ..runs.run_images import (
-    AS_TRAINED_ARMS, begun_folder, draw_share, drawing_processes, evaluation_parts, move_into_place, only_evaluation,
-    progress_watcher, read_parts, share_out)
+from chunk_grpo.runs.run_images import (
+    AS_TRAINED_ARMS,
+    begun_folder,
+    draw_share,
+    drawing_processes,
+    evaluation_parts,
+    move_into_place,
+    only_evaluation,
+    progress_watcher,
+    read_parts,
+    share_out,
+)
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9e196587
 def ode_arms(s: setting.Settings) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
-    "The arms that are drawn along the ODE; without a split between the ends there is no hybrid."
+    """The arms that are drawn along the ODE; without a split between the ends there is no hybrid."""
     arms = {"base": 0, "plain": None}
     return arms | ({"hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps else {})
 
 
 def split_sweep_arms(s: setting.Settings, every: int = 5) -> dict[str, int | None]:
-    "Arms at a split every so many steps: base, split-05, split-10 and so on, plain."
+    """Arms at a split every so many steps: base, split-05, split-10 and so on, plain."""
     if type(every) is not int or every < 1:
         raise InputError(f"`every` must be a whole number of steps from 1; got {every!r}")
-    return {"base": 0, **{f"split-{step:02d}": step for step in range(every, s.eval_steps, every)}, "plain": None}
+    return {
+        "base": 0,
+        **{f"split-{step:02d}": step for step in range(every, s.eval_steps, every)},
+        "plain": None,
+    }
 
 
 def reference_arm(arm: str) -> str | None:  # None for a reference itself
-    "The arm that another is compared with: the base's weights, sampled alike."
+    """The arm that another is compared with: the base's weights, sampled alike."""
     if arm in ("base", "base-as-trained"):
         return None
     return "base-as-trained" if arm in AS_TRAINED_ARMS else "base"
 
 
-_RESERVED_ARM_NAMES = ("categories", "overall", "preserved", "trained")  # keys of summaries and reports
+_RESERVED_ARM_NAMES = (
+    "categories",
+    "overall",
+    "preserved",
+    "trained",
+)  # keys of summaries and reports
 
 
 def _check_arms(arms: Mapping[str, int | None], steps: int) -> None:
-    "InputError where an evaluation cannot have these arms."
+    """InputError where an evaluation cannot have these arms."""
     for name, split in arms.items():
         if not re.fullmatch("[a-z][a-z0-9-]*(?<!-base)", str(name)) or name in _RESERVED_ARM_NAMES:
-            raise InputError(f"a name in `arms` must be small letters, digits and hyphens, must not end in -base "
-                             f"and be none of {', '.join(_RESERVED_ARM_NAMES)}; got {name!r}")
+            raise InputError(
+                f"a name in `arms` must be small letters, digits and hyphens, must not end in -base "
+                f"and be none of {', '.join(_RESERVED_ARM_NAMES)}; got {name!r}"
+            )
         if split is not None and (type(split) is not int or not 0 <= split <= steps):
-            raise InputError(f"`arms` must give {name} a whole step from 0 to {steps}, where the base takes over, or "
-                             f"None for never; got {split!r}")
+            raise InputError(
+                f"`arms` must give {name} a whole step from 0 to {steps}, where the base takes over, or "
+                f"None for never; got {split!r}"
+            )
     for pair in ({"base": 0, "plain": None}, AS_TRAINED_ARMS):
         if not pair.items() <= dict(arms).items() and ("base" in pair or pair.keys() & arms.keys()):
-            raise InputError(f"`arms` must hold {' and '.join(f'{arm}: {step}' for arm, step in pair.items())}; got "
-                             f"{dict(arms)}")
+            raise InputError(
+                f"`arms` must hold {' and '.join(f'{arm}: {step}' for arm, step in pair.items())}; got "
+                f"{dict(arms)}"
+            )
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #a25696a4
-def _first_listed(records: Sequence[Mapping], name: str) -> dict[int, int]:  # place in the list -> first place
-    "Where each prompt of the list stands first: a text that is listed again, in one category, is the same prompt."
-    texts = {r["prompt_index"]: (r.get("category", {}).get(name), r.get("prompt", r["prompt_index"])) for r in records}
+def _first_listed(
+    records: Sequence[Mapping], name: str
+) -> dict[int, int]:  # place in the list -> first place
+    """Where each prompt of the list stands first: a text that is listed again, in one category, is the same prompt."""
+    texts = {
+        r["prompt_index"]: (r.get("category", {}).get(name), r.get("prompt", r["prompt_index"]))
+        for r in records
+    }
     first: dict = {}
     return {place: first.setdefault(texts[place], place) for place in sorted(texts)}
 
 
 def _scores_by_prompt(records: Sequence[Mapping], arm: str, name: str) -> dict[int, list[float]]:
     first = _first_listed(records, name)
-    mine = sorted((first[r["prompt_index"]], r["prompt_index"], r["image_index"], r["scores"][name])
-                  for r in records if r["arm"] == arm)
-    return {prompt: [score for *_, score in part] for prompt, part in groupby(mine, key=lambda one: one[0])}
+    mine = sorted(
+        (first[r["prompt_index"]], r["prompt_index"], r["image_index"], r["scores"][name])
+        for r in records
+        if r["arm"] == arm
+    )
+    return {
+        prompt: [score for *_, score in part]
+        for prompt, part in groupby(mine, key=lambda one: one[0])
+    }
 
 
 def _prompt_kinds(records: Sequence[Mapping], name: str) -> list[str]:
-    "The category of each prompt, in the order of the prompts; empty where the reward knows none."
+    """The category of each prompt, in the order of the prompts; empty where the reward knows none."""
     first = _first_listed(records, name)
-    kinds = {first[r["prompt_index"]]: r["category"][name] for r in records if name in r["category"]}
+    kinds = {
+        first[r["prompt_index"]]: r["category"][name] for r in records if name in r["category"]
+    }
     return [kinds[place] for place in sorted(kinds)]
 
 
 def prompt_means(records: Sequence[Mapping], arm: str, name: str) -> np.ndarray:  # (n,)
-    "The mean score of each prompt, in the order of the prompts; one that is listed again counts once."
+    """The mean score of each prompt, in the order of the prompts; one that is listed again counts once."""
     return np.array([np.mean(scores) for scores in _scores_by_prompt(records, arm, name).values()])
 
 
 def category_means(records: Sequence[Mapping], arm: str, name: str) -> dict[str, float]:
-    "Mean score of the images of each category, as GenEval's columns; empty where the reward knows none."
+    """Mean score of the images of each category, as GenEval's columns; empty where the reward knows none."""
     groups: dict[str, list[float]] = {}
     for record in records:
         if record["arm"] == arm and name in record["category"]:
@@ -104,34 +141,48 @@ def category_means(records: Sequence[Mapping], arm: str, name: str) -> dict[str,
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9bc58caa
 def paired_records(records: Sequence[Mapping]) -> list[Mapping]:
-    "The records of the images that every arm has: pairs need both sides."
+    """The records of the images that every arm has: pairs need both sides."""
     arms = {r["arm"] for r in records}
     seen = Counter((r["prompt_index"], r["image_index"]) for r in records)
     return [r for r in records if seen[r["prompt_index"], r["image_index"]] == len(arms)]
 
 
 def compare_arms(
-    records: Sequence[Mapping], arms: Sequence[str], name: str,  # base first, where there is one; of the score
+    records: Sequence[Mapping],  # one per image
+    arms: Sequence[str],  # base first, if there is one
+    name: str,  # of the score
     weights: Mapping[str, float] | None = None,  # of the categories; None: there are none
-) -> dict[str, dict | None]:  # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
-    "The score of each arm, and its difference to the base over prompts that all arms have."
-    def scores(rows: Sequence[Mapping], arm: str) -> tuple[list[np.ndarray], list[str] | None] | None:
+    # arm, and arm-base: mean, se, lo, hi, n over prompts; None: a category has no score
+) -> dict[str, dict | None]:
+    """The score of each arm, and its difference to the base over prompts that all arms have."""
+
+    def scores(
+        rows: Sequence[Mapping], arm: str
+    ) -> tuple[list[np.ndarray], list[str] | None] | None:
         own = [r for r in rows if r["arm"] == arm]
         images: dict[int, list[float]] = {}  # of each entry of the list
         for r in sorted(own, key=lambda r: (r["prompt_index"], r["image_index"])):
             images.setdefault(r["prompt_index"], []).append(r["scores"][name])
-        first, listed = _first_listed(own, name), {}
+        first = _first_listed(own, name)
+        listed = {}
         for place in images:  # a number each time that the prompt is listed
             listed.setdefault(first[place], []).append(np.mean(images[place]))
         values = [np.array(listed[place]) for place in sorted(listed)]
         kinds = None if weights is None else _prompt_kinds(own, name)
-        return (values, kinds) if len(values) and (kinds is None or set(kinds) == set(weights)) else None
+        return (
+            (values, kinds)
+            if len(values) and (kinds is None or set(kinds) == set(weights))
+            else None
+        )
 
     pairs = paired_records(records)
-    out = {arm: (found := scores(records, arm)) and bootstrap_images(*found, weights) for arm in arms}
+    out = {
+        arm: (found := scores(records, arm)) and bootstrap_images(*found, weights) for arm in arms
+    }
     for arm in arms:
         if arm != "base" and "base" in arms:
-            one, base = scores(pairs, arm), scores(pairs, "base")
+            one = scores(pairs, arm)
+            base = scores(pairs, "base")
             out[f"{arm}-base"] = None
             if one and base:
                 apart = [a - b for a, b in zip(one[0], base[0], strict=True)]
@@ -140,65 +191,111 @@ def compare_arms(
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9ccf3702
 def preservation_rates(
-    records: Sequence[Mapping], arm: str, name: str, against: str = "base",  # the reward; the arm that was before
-) -> dict[str, dict | None]:  # objects and images: lost and gained, each as `bootstrap_ratio`; None where not known
-    "What an arm lost of what another drew rightly from the same noise, and gained of what that missed."
-    before, after = ({(r["prompt_index"], r["image_index"]): r for r in records if r["arm"] == a}
-                     for a in (against, arm))
+    records: Sequence[Mapping],  # one per image
+    arm: str,  # that is compared
+    name: str,  # of the reward
+    against: str = "base",  # the arm that it is compared with
+    # objects and images: lost and gained, each as `bootstrap_ratio`; None where not known
+) -> dict[str, dict | None]:
+    """What an arm lost of what another drew rightly from the same noise, and gained of what that missed."""
+    before, after = (
+        {(r["prompt_index"], r["image_index"]): r for r in records if r["arm"] == a}
+        for a in (against, arm)
+    )
     if not before or before.keys() != after.keys():
-        raise InputError(f"`records` must hold the same images of {against} and {arm}; got {len(before)} images of "
-                         f"the one and {len(after)} of the other")
+        raise InputError(
+            f"`records` must hold the same images of {against} and {arm}; got {len(before)} images of "
+            f"the one and {len(after)} of the other"
+        )
     out: dict[str, dict | None] = {}
     first = _first_listed(list(before.values()), name)
-    for kind, read in {"objects": lambda r: r.get("objects", {}).get(name, ()),
-                       "images": lambda r: (r["scores"][name],)}.items():
-        rows = np.array([(first[place[0]], was, now) for place, record in before.items()
-                         for was, now in zip(read(record), read(after[place]), strict=True)]).reshape(-1, 3)
+    for kind, read in {
+        "objects": lambda r: r.get("objects", {}).get(name, ()),
+        "images": lambda r: (r["scores"][name],),
+    }.items():
+        rows = np.array(
+            [
+                (first[place[0]], was, now)
+                for place, record in before.items()
+                for was, now in zip(read(record), read(after[place]), strict=True)
+            ]
+        ).reshape(-1, 3)
         out[kind] = None
         if len(rows) and np.isin(rows[:, 1:], (0, 1)).all():
             prompt, was, now = rows.astype(int).T
             out[kind] = {
-                way: bootstrap_ratio(np.bincount(prompt, (was == x) & (now != x)), np.bincount(prompt, was == x))
-                for way, x in (("lost", 1), ("gained", 0))}
+                way: bootstrap_ratio(
+                    np.bincount(prompt, (was == x) & (now != x)), np.bincount(prompt, was == x)
+                )
+                for way, x in (("lost", 1), ("gained", 0))
+            }
     return out
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #1c206ed9
 def summarise_evaluation(records: Sequence[Mapping]) -> dict[str, dict]:  # by reward
-    "The table of an evaluation, with intervals over prompts and images. GenEval's mean is that of its categories."
-    arms, table = list(dict.fromkeys(r["arm"] for r in records)), {}
+    """The table of an evaluation, with intervals over prompts and images. GenEval's mean is that of its categories."""
+    arms = list(dict.fromkeys(r["arm"] for r in records))
+    table = {}
     against = {arm: base for arm in arms if (base := reference_arm(arm)) and base in arms}
     for name in records[0]["scores"]:
         kinds = _prompt_kinds(records, name) or None
-        rows = {arm: [np.array(x) for x in _scores_by_prompt(records, arm, name).values()] for arm in arms}
+        rows = {
+            arm: [np.array(x) for x in _scores_by_prompt(records, arm, name).values()]
+            for arm in arms
+        }
         counts = sorted({*Counter((r["arm"], r["prompt_index"]) for r in records).values()})
         if len(counts) > 1:
-            raise InputError(f"`records` must hold equally many images of every prompt; got {counts[0]} to "
-                             f"{counts[-1]}")
+            raise InputError(
+                f"`records` must hold equally many images of every prompt; got {counts[0]} to "
+                f"{counts[-1]}"
+            )
         row: dict[str, Any] = {arm: bootstrap_images(x, kinds) for arm, x in rows.items()}
-        row |= {f"{arm}-base": bootstrap_images([a - b for a, b in zip(rows[arm], rows[base], strict=True)], kinds)
-                for arm, base in against.items()}
-        row["categories"] = {arm: category_means(records, arm, name) for arm in arms} if kinds else None
+        row |= {
+            f"{arm}-base": bootstrap_images(
+                [a - b for a, b in zip(rows[arm], rows[base], strict=True)], kinds
+            )
+            for arm, base in against.items()
+        }
+        row["categories"] = (
+            {arm: category_means(records, arm, name) for arm in arms} if kinds else None
+        )
         row["overall"] = {arm: row[arm]["mean"] for arm in arms} if kinds else None
         seen = any(name in r.get("objects", {}) for r in records)
-        rates = {arm: preservation_rates(records, arm, name, base) for arm, base in against.items()} if seen else None
+        rates = (
+            {arm: preservation_rates(records, arm, name, base) for arm, base in against.items()}
+            if seen
+            else None
+        )
         table[name] = row | {"preserved": rates}
     return table
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #36babdd0
-_EVALUATION_CHANGEABLE_FIELDS = ("eval_prompts", "eval_rewards", "reward_options", "eval_images", "eval_steps",
-                                "eval_resolution", "eval_seed", "hybrid_split", "rollout_batch", "threads")
+_EVALUATION_CHANGEABLE_FIELDS = (
+    "eval_prompts",
+    "eval_rewards",
+    "reward_options",
+    "eval_images",
+    "eval_steps",
+    "eval_resolution",
+    "eval_seed",
+    "hybrid_split",
+    "rollout_batch",
+    "threads",
+)
 
 
 def check_evaluation_changes(trained_with: setting.Settings, s: setting.Settings) -> None:
-    "InputError where an evaluation has settings that only a training can have changed."
+    """InputError where an evaluation has settings that only a training can have changed."""
     for name in setting.diff_settings(trained_with, s):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
-            raise InputError(f"`{name}` cannot be changed in an evaluation; what can is "
-                             f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}")
+            raise InputError(
+                f"`{name}` cannot be changed in an evaluation; what can is "
+                f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}"
+            )
 
 
 def evaluation_settings(run: Path | str, changes: Mapping | Sequence[str]) -> setting.Settings:
-    "The settings of an evaluation of a run; InputError for what an evaluation cannot change."
+    """The settings of an evaluation of a run; InputError for what an evaluation cannot change."""
     trained_with = run_folder.read_run_settings(run)
     s = setting.load_settings(trained_with, changes)
     check_evaluation_changes(trained_with, s)
@@ -206,42 +303,55 @@ def evaluation_settings(run: Path | str, changes: Mapping | Sequence[str]) -> se
 
 
 def changed_settings(changes: Mapping | Sequence[str]) -> list[str]:
-    "Name the settings that are given, as a mapping or as texts `name=value`."
+    """Name the settings that are given, as a mapping or as texts `name=value`."""
     return [text.partition("=")[0].strip() for text in changes]
 
 
-def count_prompts(prompts: Sequence[str]) -> dict[str, int]:  # n_prompts, and n_listed where some stand again
-    "Count the prompts of a list once each, and its entries where these are more."
+def count_prompts(
+    prompts: Sequence[str],
+) -> dict[str, int]:  # n_prompts, and n_listed where some stand again
+    """Count the prompts of a list once each, and its entries where these are more."""
     different = len(set(prompts))
-    return {"n_prompts": different} | ({"n_listed": len(prompts)} if different < len(prompts) else {})
+    return {"n_prompts": different} | (
+        {"n_listed": len(prompts)} if different < len(prompts) else {}
+    )
 
 
 def write_scores(folder: Path, records: Sequence[Mapping], summary: Mapping) -> None:
-    "scores.jsonl and summary.json, each whole or not at all."
+    """scores.jsonl and summary.json, each whole or not at all."""
     with atomic_write(Path(folder) / "scores.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
     write_json(Path(folder) / "summary.json", summary)
 
 
 @checked(run=path(), processes=whole_number(0), changes=Mapping[str, Any] | Sequence[str])
 def evaluate(
-    run: Path | str, say: Callable[[str], None] = lambda text: None,  # a finished run's folder; gets evaluation/
-    changes: Mapping | Sequence[str] = (),  # settings of this evaluation: a mapping, or texts such as "eval_images=4"
-    arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over; None: all
-    processes: int = 0,  # that share the drawing; 0: as many as trained the run, at most one a GPU or core
+    run: Path | str,  # a finished run's folder
+    say: Callable[[str], None] = lambda text: None,  # gets evaluation/
+    changes: Mapping | Sequence[str] = (),  # settings, or texts like "eval_images=4"
+    arms: Mapping[str, int | None] | None = None,  # arm -> step at which the base takes over
+    # that share the drawing; 0: as many as trained the run, at most one a GPU or core
+    processes: int = 0,
     trust: bool = False,  # load and run what a run from elsewhere names
 ) -> dict:  # summary.json
-    "Evaluate a finished run on all its held-out prompts; what a killed evaluation had drawn is not drawn again."
+    """Evaluate a finished run on all its held-out prompts; what a killed evaluation had drawn is not drawn again."""
     run, s = Path(run), evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, changed_settings(changes))
     arms = ode_arms(s) | AS_TRAINED_ARMS if arms is None else dict(arms)
     _check_arms(arms, s.eval_steps)
     run_folder.check_run_inputs(run, s)
     prompts = read_prompts(s.eval_prompts, "eval_prompts")
-    folder, parts = begun_folder(run, s, arms, prompts), evaluation_parts(s, len(prompts), arms)
+    folder = begun_folder(run, s, arms, prompts)
+    parts = evaluation_parts(s, len(prompts), arms)
     summary = count_prompts(prompts) | {
-        "images_per_prompt": s.eval_images, "steps": s.eval_steps, "split": arms.get("hybrid", s.hybrid_split),
-        "arms": arms, "seed": s.eval_seed}
+        "images_per_prompt": s.eval_images,
+        "steps": s.eval_steps,
+        "split": arms.get("hybrid", s.hybrid_split),
+        "arms": arms,
+        "seed": s.eval_seed,
+    }
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(s, name) for name in names}}
@@ -250,8 +360,13 @@ def evaluate(
         count = min(processes or drawing_processes(run), missing)
         watch = progress_watcher(s, parts, folder, say)
         if count > 1:
-            order = {"run": str(run), "s": s.model_dump(mode="json"), "arms": arms, "folder": str(folder),
-                     "trust": trust}
+            order = {
+                "run": str(run),
+                "s": s.model_dump(mode="json"),
+                "arms": arms,
+                "folder": str(folder),
+                "trust": trust,
+            }
             share_out("evaluation", "chunk_grpo.runs.run_images:draw_share", order, count, watch)
         elif missing:
             draw_share(run, s, arms, folder, watch=watch, trust=trust)

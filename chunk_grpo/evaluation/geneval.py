@@ -20,7 +20,13 @@ from PIL import Image, ImageOps
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import append_json_line, atomic_write, drop_partial_line, read_json_lines, sha256_of
+from chunk_grpo.core.files import (
+    append_json_line,
+    atomic_write,
+    drop_partial_line,
+    read_json_lines,
+    sha256_of,
+)
 from ..core.files import write_json
 from ..core.statistics import percentile_interval
 from .detector import GENEVAL_CLIP_ID, GENEVAL_COLOURS, DetectedObject
@@ -34,16 +40,22 @@ COCO_CLASSES = tuple(
     "skis,snowboard,sports ball,kite,baseball bat,baseball glove,skateboard,surfboard,tennis racket,bottle,wine glass,"
     "cup,fork,knife,spoon,bowl,banana,apple,sandwich,orange,broccoli,carrot,hot dog,pizza,donut,cake,chair,couch,"
     "potted plant,bed,dining table,toilet,tv,laptop,computer mouse,tv remote,computer keyboard,cell phone,microwave,"
-    "oven,toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush".split(",")
+    "oven,toaster,sink,refrigerator,book,clock,vase,scissors,teddy bear,hair drier,toothbrush".split(
+        ","
+    )
 )
 POSITIONS = ("left of", "right of", "above", "below")
 GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-GENEVAL_METADATA_FILE = Path(chunk_grpo.__file__).parent / "evaluation/geneval_prompts/evaluation_metadata.jsonl"
-_GENEVAL_METADATA_SHA256 = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"  # of the shipped file
+GENEVAL_METADATA_FILE = (
+    Path(chunk_grpo.__file__).parent / "evaluation/geneval_prompts/evaluation_metadata.jsonl"
+)
+# of the shipped file
+_GENEVAL_METADATA_SHA256 = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"
 
 
 def _check_record(record: Mapping, place: str) -> None:
-    "InputError where a record asks for something that cannot be judged."
+    """InputError where a record asks for something that cannot be judged."""
+
     def need(good: bool, field: str, allowed: str, got) -> None:
         if not good:
             raise InputError(f"{place}: `{field}` must be {allowed}; got {got!r}")
@@ -54,23 +66,36 @@ def _check_record(record: Mapping, place: str) -> None:
     need(isinstance(prompt, str), "prompt", "a text", prompt)
     need(isinstance(include, list) and include, "include", "a list of at least one object", include)
     for i, clause in [*enumerate(include), *enumerate(record.get("exclude", []))]:
-        name, count, colour = clause.get("class"), clause.get("count"), clause.get("color", "red")
+        name = clause.get("class")
+        count = clause.get("count")
+        colour = clause.get("color", "red")
         need(name in COCO_CLASSES, "class", "one of the 80 classes of COCO", name)
         need(type(count) is int and count >= 1, "count", "a whole number from 1", count)
         need(colour in GENEVAL_COLOURS, "color", f"one of {', '.join(GENEVAL_COLOURS)}", colour)
         if "position" in clause:
             where, of = clause["position"]
-            need(where in POSITIONS and type(of) is int and -1 <= of < i, "position",
-                 "a position and the number of an earlier object", [where, of])
+            need(
+                where in POSITIONS and type(of) is int and -1 <= of < i,
+                "position",
+                "a position and the number of an earlier object",
+                [where, of],
+            )
 
 
-def read_geneval_prompts(path: str | Path | None = None) -> list[dict]:  # a file of your own; None: the shipped one
-    "The prompts with what they ask for; InputError that names the line where one cannot be judged."
+def read_geneval_prompts(
+    path: str | Path | None = None,
+) -> list[dict]:  # a file of your own; None: the shipped one
+    """The prompts with what they ask for; InputError that names the line where one cannot be judged."""
     path = Path(path or GENEVAL_METADATA_FILE)
     if not path.is_file():
-        raise InputError(f"`prompts` must be a file of GenEval's metadata, one line a prompt; {path} is no file")
+        raise InputError(
+            f"`prompts` must be a file of GenEval's metadata, one line a prompt; {path} is no file"
+        )
     data = path.read_bytes()
-    if path == GENEVAL_METADATA_FILE and hashlib.sha256(data).hexdigest() != _GENEVAL_METADATA_SHA256:
+    if (
+        path == GENEVAL_METADATA_FILE
+        and hashlib.sha256(data).hexdigest() != _GENEVAL_METADATA_SHA256
+    ):
         raise InputError(f"`prompts`: {path} is damaged; install the package again")
     records = []
     for where, _, record in read_prompt_records(str(path), "`prompts`"):
@@ -79,13 +104,15 @@ def read_geneval_prompts(path: str | Path | None = None) -> list[dict]:  # a fil
     return records
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #b6150f52
-_SCORE_THRESHOLD, _COUNTING_THRESHOLD = 0.3, 0.9  # scores must be above; the second for counting prompts
+# scores must be above; the second for counting prompts
+_SCORE_THRESHOLD = 0.3
+_COUNTING_THRESHOLD = 0.9
 _MAX_OBJECTS = 16  # of one class
 _POSITION_SHARE = 0.1  # of the two objects' sizes, by which one must be off the other
 
 
 def select_objects(found: Sequence[DetectedObject], tag: str) -> dict[str, list[DetectedObject]]:
-    "The objects of an image that a prompt of this tag looks at, by the class's name, the best first."
+    """The objects of an image that a prompt of this tag looks at, by the class's name, the best first."""
     least = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
     kept = {}
     for label, name in enumerate(COCO_CLASSES):
@@ -95,7 +122,7 @@ def select_objects(found: Sequence[DetectedObject], tag: str) -> dict[str, list[
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #6c4c331d
 def _relative_position(a: Sequence[float], b: Sequence[float]) -> list[str]:
-    "Where A lies relative to B."
+    """Where A lies relative to B."""
     a, b = (np.asarray(box[:4], np.float32).reshape(2, 2) for box in (a, b))
     offset = a.mean(0) - b.mean(0)
     sizes = np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
@@ -103,18 +130,26 @@ def _relative_position(a: Sequence[float], b: Sequence[float]) -> list[str]:
     if np.all(np.abs(left) < 1e-3):
         return []
     x, y = left / np.linalg.norm(offset)
-    return [name for name, true in zip(POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True) if true]
+    return [
+        name
+        for name, true in zip(POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True)
+        if true
+    ]
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #e08c1b60
 def geneval_verdict(
-    objects: Mapping[str, list[DetectedObject]], record: Mapping,  # of `select_objects`; what was asked for
-    colours: Callable[[Sequence[DetectedObject], str], list[str]],  # objects, their class's name -> a colour each
+    objects: Mapping[str, list[DetectedObject]],  # of `select_objects`
+    record: Mapping,  # what was asked for
+    colours: Callable[[Sequence[DetectedObject], str], list[str]],  # (objects, class) -> colours
 ) -> tuple[bool, str]:  # whether the image is right; why it is not, one line a fault
-    "GenEval's decision on one image."
+    """GenEval's decision on one image."""
     faults: list[str] = []
-    groups: list[list[DetectedObject] | None] = []  # the objects that met a clause; None where it was not met
+    # the objects that met a clause; None where it was not met
+    groups: list[list[DetectedObject] | None] = []
     for clause in record["include"]:
-        name, count, colour = clause["class"], clause["count"], clause.get("color")
+        name = clause["class"]
+        count = clause["count"]
+        colour = clause.get("color")
         mine, (asked, at) = objects.get(name, [])[:count], clause.get("position", (None, -1))
         seen = colours(mine, name) if colour and len(mine) == count else []
         table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
@@ -123,10 +158,16 @@ def geneval_verdict(
         wrong = [place for place in places if asked not in place]
         rules = (  # the first that is broken is the fault
             (len(mine) < count, f"expected {name}>={count}, found {len(mine)}"),
-            (seen.count(colour) < count and colour,
-             f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"),
+            (
+                seen.count(colour) < count and colour,
+                f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}",
+            ),
             (asked and target is None, f"no target for {name} to be {asked}"),
-            (wrong, f"expected {name} {asked} target, found {' and '.join(wrong[0] if wrong else ())} target"))
+            (
+                wrong,
+                f"expected {name} {asked} target, found {' and '.join(wrong[0] if wrong else ())} target",
+            ),
+        )
         fault = [why for broken, why in rules if broken][:1]
         faults += fault
         groups.append(None if fault else mine)
@@ -137,15 +178,21 @@ def geneval_verdict(
     return not faults, "\n".join(faults)
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #c12cbbca
-GENEVAL_LAYOUT = "{prompt:05d}/samples/{sample:05d}.png"  # where an image lies; metadata.jsonl is beside samples/
+# where an image lies; metadata.jsonl is beside samples/
+GENEVAL_LAYOUT = "{prompt:05d}/samples/{sample:05d}.png"
 
 
-def write_geneval_image(folder: str | Path, prompt: int, sample: int, record: Mapping, image: Image.Image) -> Path:
-    "Write an image and its prompt's metadata; InputError where the folder has another prompt of this number."
+def write_geneval_image(
+    folder: str | Path, prompt: int, sample: int, record: Mapping, image: Image.Image
+) -> Path:
+    """Write an image and its prompt's metadata; InputError where the folder has another prompt of this number."""
     file = Path(folder) / GENEVAL_LAYOUT.format(prompt=prompt, sample=sample)
-    note, line = file.parents[1] / "metadata.jsonl", json.dumps(record) + "\n"
+    note = file.parents[1] / "metadata.jsonl"
+    line = json.dumps(record) + "\n"
     if note.is_file() and note.read_text(encoding="utf-8") != line:
-        raise InputError(f"`folder` must be new; {note} is of another prompt than {record['prompt']!r}")
+        raise InputError(
+            f"`folder` must be new; {note} is of another prompt than {record['prompt']!r}"
+        )
     if not note.is_file():
         with atomic_write(note) as temporary:
             temporary.write_text(line, encoding="utf-8")
@@ -155,21 +202,31 @@ def write_geneval_image(folder: str | Path, prompt: int, sample: int, record: Ma
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #b91c14b7
 def score_geneval_images(
-    images: Sequence[tuple[Path, Mapping]], out: str | Path,  # files, what was asked for; results.jsonl, to resume
+    images: Sequence[tuple[Path, Mapping]],  # files, what was asked for
+    out: str | Path,  # results.jsonl, to resume
     see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
     colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
-    scorer: str, say: Callable[[str], None] = lambda text: None,  # what to call detector and colour judge
+    scorer: str,  # what to call detector and colour judge
+    say: Callable[[str], None] = lambda text: None,  # gets lines of progress
 ) -> list[dict]:  # the lines, in the order of the images
-    "Score the images that have no verdict yet; InputError where those there are of other images or another scorer."
+    """Score the images that have no verdict yet; InputError where those there are of other images or another scorer."""
     out = Path(out)
-    known = {str(file): {"metadata": json.dumps(record), "image_sha256": sha256_of(file), "scorer": scorer}
-             for file, record in images}
+    known = {
+        str(file): {
+            "metadata": json.dumps(record),
+            "image_sha256": sha256_of(file),
+            "scorer": scorer,
+        }
+        for file, record in images
+    }
     done = {line["filename"]: line for line in read_json_lines(out)}
     for name, line in done.items():
         for field, value in known.get(name, {"filename": "an image that is asked for"}).items():
             if line[field] != value:
-                raise InputError(f"`out` must be a new file: {out} has a verdict on {name} with {field} "
-                                 f"{line[field]!r}, not {value!r}")
+                raise InputError(
+                    f"`out` must be a new file: {out} has a verdict on {name} with {field} "
+                    f"{line[field]!r}, not {value!r}"
+                )
     out.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(out)
     for i, (file, record) in enumerate(images, 1):
@@ -178,49 +235,81 @@ def score_geneval_images(
         image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
         objects = select_objects(see(image), record["tag"])
         correct, reason = geneval_verdict(objects, record, partial(colours, image))
-        details = json.dumps({name: [[*one.box, one.score] for one in mine] for name, mine in objects.items()})
-        done[str(file)] = {"filename": str(file), "tag": record["tag"], "prompt": record["prompt"], "correct": correct,
-                           "reason": reason, "metadata": json.dumps(record), "details": details} | known[str(file)]
+        details = json.dumps(
+            {name: [[*one.box, one.score] for one in mine] for name, mine in objects.items()}
+        )
+        done[str(file)] = {
+            "filename": str(file),
+            "tag": record["tag"],
+            "prompt": record["prompt"],
+            "correct": correct,
+            "reason": reason,
+            "metadata": json.dumps(record),
+            "details": details,
+        } | known[str(file)]
         append_json_line(out, done[str(file)])
         say(f"{i} of {len(images)} images")
     return [done[str(file)] for file, _ in images]
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #2f9d117d
-def summarise_geneval(lines: Sequence[Mapping], draws: int = 4000) -> dict:  # of results.jsonl; of the bootstrap
-    "GenEval's table: accuracy, standard error and interval over prompts of each task present and of their mean."
+def summarise_geneval(
+    lines: Sequence[Mapping], draws: int = 4000
+) -> dict:  # of results.jsonl; of the bootstrap
+    """GenEval's table: accuracy, standard error and interval over prompts of each task present and of their mean."""
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
     found: dict[str, dict[str, list[int]]] = {}  # tag -> prompt -> right images and images
     for line in lines:
-        cell = found.setdefault(line["tag"], {}).setdefault(line.get("prompt") or line["metadata"], [0, 0])
+        cell = found.setdefault(line["tag"], {}).setdefault(
+            line.get("prompt") or line["metadata"], [0, 0]
+        )
         cell[0] += bool(line["correct"])
         cell[1] += 1
     counts = {tag: np.array(list(found[tag].values())) for tag in GENEVAL_TAGS if tag in found}
-    rng, tasks, means = np.random.default_rng(0), {}, []
+    rng = np.random.default_rng(0)
+    tasks = {}
+    means = []
     for tag, table in counts.items():
         drawn = table[rng.integers(0, len(table), (draws, len(table)))].sum(1)  # (draws, 2)
         means.append(drawn[:, 0] / drawn[:, 1])
         right, of = table.sum(0).tolist()
-        tasks[tag] = {"accuracy": right / of, **percentile_interval(means[-1], len(table)), "images": of,
-                      "prompts": len(table)}
-    mean, fewest = np.mean([task["accuracy"] for task in tasks.values()]), min(map(len, counts.values()))
-    every, published = np.concatenate(list(counts.values())), {json.dumps(r) for r in read_geneval_prompts()}
-    return {"scorer": sorted({line["scorer"] for line in lines}), "tasks": tasks,
-            "overall": {"accuracy": float(mean), **percentile_interval(np.mean(means, 0), fewest), "tasks": len(tasks)},
-            "images": len(lines), "prompts": len(every), "correct_images": float(every[:, 0].sum() / len(lines)),
-            "correct_prompts": float((every[:, 0] > 0).mean()),
-            "missing_tasks": [tag for tag in GENEVAL_TAGS if tag not in tasks],
-            "published_prompts": {line["metadata"] for line in lines} == published,
-            "errors": f"bootstrap over prompts within tasks, {draws} draws"}
+        tasks[tag] = {
+            "accuracy": right / of,
+            **percentile_interval(means[-1], len(table)),
+            "images": of,
+            "prompts": len(table),
+        }
+    mean = np.mean([task["accuracy"] for task in tasks.values()])
+    fewest = min(map(len, counts.values()))
+    every = np.concatenate(list(counts.values()))
+    published = {json.dumps(r) for r in read_geneval_prompts()}
+    return {
+        "scorer": sorted({line["scorer"] for line in lines}),
+        "tasks": tasks,
+        "overall": {
+            "accuracy": float(mean),
+            **percentile_interval(np.mean(means, 0), fewest),
+            "tasks": len(tasks),
+        },
+        "images": len(lines),
+        "prompts": len(every),
+        "correct_images": float(every[:, 0].sum() / len(lines)),
+        "correct_prompts": float((every[:, 0] > 0).mean()),
+        "missing_tasks": [tag for tag in GENEVAL_TAGS if tag not in tasks],
+        "published_prompts": {line["metadata"] for line in lines} == published,
+        "errors": f"bootstrap over prompts within tasks, {draws} draws",
+    }
 
 
 def evaluate_geneval(
-    images: Sequence[tuple[Path, Mapping]], out: str | Path,  # files, what was asked for; folder of the results
-    detector: str | Path,  # a folder of tools/convert_detector.py, or a folder or hub id of transformers
-    clip: str | Path = GENEVAL_CLIP_ID, device: str | torch.device | None = None,  # None: CUDA where there is one
+    images: Sequence[tuple[Path, Mapping]],  # files, what was asked for
+    out: str | Path,  # folder of the results
+    detector: str | Path,  # a folder or a hub id of transformers
+    clip: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of the colour judge
+    device: str | torch.device | None = None,  # None: CUDA if there is one
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[dict], dict]:  # the lines of results.jsonl; summary.json
-    "Score images with GenEval; InputError where something is missing, the images first, then the weights."
+    """Score images with GenEval; InputError where something is missing, the images first, then the weights."""
     for file, _ in images:
         try:
             Image.open(file).close()
@@ -230,8 +319,14 @@ def evaluate_geneval(
     model, label = load_detector(detector, device)
     judge = load_colour_classifier(clip, device)
     label += "" if str(clip) == GENEVAL_CLIP_ID else f"; colours not official: {clip}"
-    lines = score_geneval_images(images, Path(out) / "results.jsonl",
-                                 lambda image: detect_objects(model, image, _SCORE_THRESHOLD), judge, label, say)
+    lines = score_geneval_images(
+        images,
+        Path(out) / "results.jsonl",
+        lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
+        judge,
+        label,
+        say,
+    )
     summary = summarise_geneval(lines)
     write_json(Path(out) / "summary.json", summary)
     return lines, summary

@@ -32,7 +32,7 @@ from ..core.files import append_json_line, drop_partial_line, read_json_lines, s
 # %% ../../nbs/10_evaluation/03_judge.ipynb #cc601065
 @dataclass(frozen=True)
 class Judge:
-    "A model behind an OpenAI-compatible endpoint, and how it is asked."
+    """A model behind an OpenAI-compatible endpoint, and how it is asked."""
 
     base_url: str  # such as http://127.0.0.1:8000/v1
     model: str  # the name the endpoint knows it by
@@ -43,38 +43,56 @@ class Judge:
     pause: float = 1.0  # seconds before the first retry; doubled with each, at most 60
     tries: int = 3  # answers to one question, until one can be read
     max_tokens: int = 1024  # of an answer
-    options: Mapping = field(default_factory=dict)  # added to the request's body; a null takes a field out
+    options: Mapping = field(
+        default_factory=dict
+    )  # added to the request's body; a null takes a field out
 
     def body(self) -> dict:
-        "The body of every request without its messages: what decides an answer besides question and image."
-        body = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens} | dict(self.options)
-        return json.loads(json.dumps({name: value for name, value in body.items() if value is not None}))
+        """The body of every request without its messages: what decides an answer besides question and image."""
+        body = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens} | dict(
+            self.options
+        )
+        return json.loads(
+            json.dumps({name: value for name, value in body.items() if value is not None})
+        )
 
     def api_key(self) -> str | None:  # None: the endpoint wants none
-        "Check the settings and look the key up; InputError where one is wrong or missing."
+        """Check the settings and look the key up; InputError where one is wrong or missing."""
         url = httpx.URL(self.base_url)
         if url.scheme not in ("http", "https") or not url.host or url.userinfo:
             got = "one with a user's name" if url.userinfo else repr(self.base_url)
-            raise InputError(f"`base_url` must be http:// or https:// with a host and without a user's name, such as "
-                             f"http://127.0.0.1:8000/v1; got {got}")
-        for name, lowest in {"max_concurrency": 1, "retries": 0, "tries": 1, "max_tokens": 1, "pause": 0,
-                             "timeout": 0.001}.items():
+            raise InputError(
+                f"`base_url` must be http:// or https:// with a host and without a user's name, such as "
+                f"http://127.0.0.1:8000/v1; got {got}"
+            )
+        for name, lowest in {
+            "max_concurrency": 1,
+            "retries": 0,
+            "tries": 1,
+            "max_tokens": 1,
+            "pause": 0,
+            "timeout": 0.001,
+        }.items():
             if not getattr(self, name) >= lowest:
                 raise InputError(f"`{name}` must be at least {lowest}; got {getattr(self, name)!r}")
         if not self.key_variable:
             return None
         if not re.fullmatch("[A-Z][A-Z0-9_]*", self.key_variable):
-            raise InputError("`key_variable` must be the name of an environment variable in capitals, such as "
-                             "OPENAI_API_KEY, never the key itself; what came is not shown, since it may be one")
+            raise InputError(
+                "`key_variable` must be the name of an environment variable in capitals, such as "
+                "OPENAI_API_KEY, never the key itself; what came is not shown, since it may be one"
+            )
         if not (key := os.environ.get(self.key_variable, "").strip()):
-            raise InputError(f"`key_variable` must name what holds the judge's key: the environment variable "
-                             f"{self.key_variable} is not set or empty. A server that wants no key needs none.")
+            raise InputError(
+                f"`key_variable` must name what holds the judge's key: the environment variable "
+                f"{self.key_variable} is not set or empty. A server that wants no key needs none."
+            )
         return key
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #ff8fe81b
 @dataclass(frozen=True)
 class ImageQuestion:
-    "A text about an image."
+    """A text about an image."""
 
     id: str  # one of its kind in a file of answers
     text: str  # all that the judge reads
@@ -83,14 +101,17 @@ class ImageQuestion:
 
 @lru_cache(maxsize=32)  # questions about one image follow each other
 def _image_url(image: Path) -> str:
-    "An image as PNG in a data URL: the file as it is where it is one, otherwise encoded without loss."
-    content, file = Path(image).read_bytes(), io.BytesIO()
+    """An image as PNG in a data URL: the file as it is where it is one, otherwise encoded without loss."""
+    content = Path(image).read_bytes()
+    file = io.BytesIO()
     if not content.startswith(b"\x89PNG\r\n"):
         try:
             with Image.open(io.BytesIO(content)) as picture:
                 picture.save(file, "PNG", compress_level=1)
         except (UnidentifiedImageError, OSError) as error:
-            raise InputError(f"`images`: {image} cannot be read as an image ({type(error).__name__})") from None
+            raise InputError(
+                f"`images`: {image} cannot be read as an image ({type(error).__name__})"
+            ) from None
     return f"data:image/png;base64,{base64.b64encode(file.getvalue() or content).decode()}"
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #5d66da55
@@ -98,65 +119,93 @@ _REFUSAL_CODES = ("content_filter", "content_policy_violation")  # error codes a
 
 
 class _Unanswered(Exception):
-    "A request that may succeed when it is sent again: why, and the seconds that the server asks to wait."
+    """A request that may succeed when it is sent again: why, and the seconds that the server asks to wait."""
 
 
 def _ask_once(client, judge: Judge, question: ImageQuestion) -> dict:
-    "One request; InputError where another one is of no use."
+    """One request; InputError where another one is of no use."""
     import openai  # here, since it takes a second
 
-    body, key = judge.body(), judge.api_key()
+    body = judge.body()
+    key = judge.api_key()
     image = {"type": "image_url", "image_url": {"url": _image_url(question.image)}}
-    unsent = ("OpenAI-Organization", "OpenAI-Project", *([] if key else ["Authorization"]))  # of the environment
+    unsent = (
+        "OpenAI-Organization",
+        "OpenAI-Project",
+        *([] if key else ["Authorization"]),
+    )  # of the environment
     try:
         reply = client.chat.completions.with_raw_response.create(
-            model=body.pop("model"), extra_body=body, timeout=judge.timeout,
-            messages=[{"role": "user", "content": [image, {"type": "text", "text": question.text}]}],
-            extra_headers=dict.fromkeys(unsent, openai.Omit())).http_response.json()
+            model=body.pop("model"),
+            extra_body=body,
+            timeout=judge.timeout,
+            messages=[
+                {"role": "user", "content": [image, {"type": "text", "text": question.text}]}
+            ],
+            extra_headers=dict.fromkeys(unsent, openai.Omit()),
+        ).http_response.json()
         choice = reply["choices"][0]
-        return {"judge": reply.get("model"), "text": "" + (choice["message"]["content"] or ""), "refused": False,
-                "finish": choice.get("finish_reason"), "usage": reply.get("usage")}
+        return {
+            "judge": reply.get("model"),
+            "text": "" + (choice["message"]["content"] or ""),
+            "refused": False,
+            "finish": choice.get("finish_reason"),
+            "usage": reply.get("usage"),
+        }
     except openai.APIConnectionError as error:
         raise _Unanswered(type(error.__cause__ or error).__name__, 0) from None
     except openai.APIStatusError as error:
         said = " ".join(error.response.text.replace(key or "\0", "[the key]").split())[:300]
         if error.status_code == 400 and any(code in said for code in _REFUSAL_CODES):
             return {"judge": None, "text": said, "refused": True, "finish": None, "usage": None}
-        wrong, after = f"status {error.status_code}: {said}", error.response.headers.get("Retry-After", "")
+        wrong = f"status {error.status_code}: {said}"
+        after = error.response.headers.get("Retry-After", "")
         if error.status_code not in (408, 429) and error.status_code < 500:
-            raise InputError(f"judge: {judge.base_url} does not take the request ({wrong}). Asking again would not "
-                             "help.") from None
+            raise InputError(
+                f"judge: {judge.base_url} does not take the request ({wrong}). Asking again would not "
+                "help."
+            ) from None
         raise _Unanswered(wrong, min(60, int(after)) if after.isdecimal() else 0) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise _Unanswered("a reply that is not of the protocol", 0) from None
 
 
 def _send_question(client, judge: Judge, question: ImageQuestion, stop: Event) -> dict:
-    "Ask until a reply of the protocol comes; InputError where that is of no use."
+    """Ask until a reply of the protocol comes; InputError where that is of no use."""
+
     def pause(seconds: float) -> None:
         if stop.wait(seconds):
             raise _Unanswered("the run ended while it waited", 0)
 
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(_Unanswered), stop=tenacity.stop_after_attempt(judge.retries + 1),
-        wait=lambda at: max(at.outcome.exception().args[1], min(60.0, judge.pause * 2 ** (at.attempt_number - 1))),
-        sleep=pause, reraise=True)
+        retry=tenacity.retry_if_exception_type(_Unanswered),
+        stop=tenacity.stop_after_attempt(judge.retries + 1),
+        wait=lambda at: max(
+            at.outcome.exception().args[1], min(60.0, judge.pause * 2 ** (at.attempt_number - 1))
+        ),
+        sleep=pause,
+        reraise=True,
+    )
     try:
         return retrying(_ask_once, client, judge, question)
     except _Unanswered as error:
-        raise InputError(f"judge: {judge.base_url} gave no answer about {question.id} in "
-                         f"{retrying.statistics['attempt_number']} requests, at last {error.args[0]}. What it answered "
-                         "before is kept; run it again to resume.") from None
+        raise InputError(
+            f"judge: {judge.base_url} gave no answer about {question.id} in "
+            f"{retrying.statistics['attempt_number']} requests, at last {error.args[0]}. What it answered "
+            "before is kept; run it again to resume."
+        ) from None
 
 
 def _open_client(judge: Judge, http: httpx.Client | None = None):
     import openai  # here, since it takes a second
 
-    return openai.OpenAI(base_url=judge.base_url, api_key=judge.api_key() or "none", max_retries=0, http_client=http)
+    return openai.OpenAI(
+        base_url=judge.base_url, api_key=judge.api_key() or "none", max_retries=0, http_client=http
+    )
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #72f3e90d
 def parse_scale_scores(text: str, scales: Mapping[str, str], highest: int) -> dict[str, int] | None:
-    "The number after each scale's name, a regular expression; None where there is not exactly one up to `highest`."
+    """The number after each scale's name, a regular expression; None where there is not exactly one up to `highest`."""
     spoken = text.rpartition("</think>")[2]  # what a judge that thinks aloud says in the end
     found, markup = {}, r"""[\s*_"'`\[(]*"""  # what judges put around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
@@ -170,7 +219,7 @@ def parse_scale_scores(text: str, scales: Mapping[str, str], highest: int) -> di
 
 
 def parse_yes_no(text: str) -> bool | None:
-    "Yes or no: the first word, or the only one of the two in the answer; else None."
+    """Yes or no: the first word, or the only one of the two in the answer; else None."""
     said = text.rpartition("</think>")[2].lower()
     first = re.match(r"\W*(yes|no)\b", said)
     found = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", said))
@@ -181,12 +230,20 @@ _IDENTITY_FIELDS = {"prompt_sha256": "text", "image_sha256": "image", "asked": "
 
 
 def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, dict]:
-    "What each answer belongs to, by id; InputError where an image is missing or an id comes twice."
+    """What each answer belongs to, by id; InputError where an image is missing or an id comes twice."""
     if missing := [q.image for q in questions if not Path(q.image).is_file()]:
-        raise InputError(f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}")
+        raise InputError(
+            f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}"
+        )
     images = {path: sha256_of(path) for path in {q.image for q in questions}}
-    found = {q.id: {"prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(), "image_sha256": images[q.image],
-                    "asked": judge.body()} for q in questions}
+    found = {
+        q.id: {
+            "prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(),
+            "image_sha256": images[q.image],
+            "asked": judge.body(),
+        }
+        for q in questions
+    }
     if len(found) < len(questions):
         twice = Counter(q.id for q in questions).most_common(1)[0][0]
         raise InputError(f"`questions` must have one question an id; {twice} comes more than once")
@@ -194,18 +251,25 @@ def _identities(judge: Judge, questions: Sequence[ImageQuestion]) -> dict[str, d
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #dbad3726
 def ask_judge(
-    judge: Judge, questions: Sequence[ImageQuestion],
-    parse: Callable[[str], object | None],  # a judge's words -> what they mean as JSON; None: cannot be read
-    file: Path, say: Callable[[str], None] = lambda text: None,  # answers.jsonl; what it holds is not asked again
+    judge: Judge,
+    questions: Sequence[ImageQuestion],
+    parse: Callable[[str], object | None],  # an answer as JSON; None: it cannot be read
+    file: Path,  # answers.jsonl
+    say: Callable[[str], None] = lambda text: None,  # what it holds is not asked again
     http: httpx.Client | None = None,  # with proxies or certificates of your own; None: a plain one
-) -> tuple[dict[str, dict], dict]:  # by id: the record of the readable answer, else of the last; who judged
-    "Ask what is not answered yet, and keep every answer; InputError where the judge cannot be asked."
+    # by id: the record of the readable answer, else of the last; who judged
+) -> tuple[dict[str, dict], dict]:
+    """Ask what is not answered yet, and keep every answer; InputError where the judge cannot be asked."""
     client, known, file = _open_client(judge, http), _identities(judge, questions), Path(file)
     answers: dict[str, list[dict]] = {name: [] for name in known}
-    stop, one_writes, failed = Event(), Lock(), []
+    stop = Event()
+    one_writes = Lock()
+    failed = []
 
     def settled(name: str) -> bool:
-        return len(answers[name]) >= judge.tries or any(r["parsed"] is not None or r["refused"] for r in answers[name])
+        return len(answers[name]) >= judge.tries or any(
+            r["parsed"] is not None or r["refused"] for r in answers[name]
+        )
 
     def settle(question: ImageQuestion) -> None:
         while not settled(question.id) and not stop.is_set():
@@ -215,8 +279,14 @@ def ask_judge(
             except InputError as error:
                 failed.append(error)
                 return stop.set()
-            seconds, parsed = round(time.monotonic() - start, 3), None if reply["refused"] else parse(reply["text"])
-            record = {"id": question.id} | known[question.id] | reply | {"parsed": parsed, "seconds": seconds}
+            seconds = round(time.monotonic() - start, 3)
+            parsed = None if reply["refused"] else parse(reply["text"])
+            record = (
+                {"id": question.id}
+                | known[question.id]
+                | reply
+                | {"parsed": parsed, "seconds": seconds}
+            )
             with one_writes:
                 append_json_line(file, record)
             answers[question.id].append(record)
@@ -225,14 +295,20 @@ def ask_judge(
     try:
         held = FileLock(f"{file}.lock").acquire(blocking=False)
     except Timeout:
-        raise InputError(f"answers: another process is asking for {file}; wait until it ends.") from None
+        raise InputError(
+            f"answers: another process is asking for {file}; wait until it ends."
+        ) from None
     with held, ThreadPoolExecutor(judge.max_concurrency) as pool:
         drop_partial_line(file)
         for record in read_json_lines(file):
             wanted = known.get(record["id"], {})
-            if other := [_IDENTITY_FIELDS[part] for part, value in wanted.items() if record[part] != value]:
-                raise InputError(f"answers: {file} has an answer about {record['id']} that belongs to another "
-                                 f"{other[0]}; take a new folder, or remove the file to ask everything again.")
+            if other := [
+                _IDENTITY_FIELDS[part] for part, value in wanted.items() if record[part] != value
+            ]:
+                raise InputError(
+                    f"answers: {file} has an answer about {record['id']} that belongs to another "
+                    f"{other[0]}; take a new folder, or remove the file to ask everything again."
+                )
             answers.get(record["id"], []).append(record)
         todo = [pool.submit(settle, question) for question in questions if not settled(question.id)]
         try:
@@ -245,9 +321,15 @@ def ask_judge(
             pool.shutdown(cancel_futures=True)
     if failed:
         raise failed[0]
-    best = {name: next((r for r in records if r["parsed"] is not None), records[-1])
-            for name, records in answers.items()}
+    best = {
+        name: next((r for r in records if r["parsed"] is not None), records[-1])
+        for name, records in answers.items()
+    }
     judges = Counter(r["judge"] or "unnamed" for r in best.values())
-    return best, {"asked": judge.body(), "judges": dict(sorted(judges.items())), "questions": len(best),
-                  "unparsed": sum(r["parsed"] is None for r in best.values()),
-                  "refused": sum(r["refused"] for r in best.values())}
+    return best, {
+        "asked": judge.body(),
+        "judges": dict(sorted(judges.items())),
+        "questions": len(best),
+        "unparsed": sum(r["parsed"] is None for r in best.values()),
+        "refused": sum(r["refused"] for r in best.values()),
+    }

@@ -23,12 +23,23 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from .. import InputError
 from ..core.statistics import bootstrap_mean, bootstrap_ratio
 from ..core.validation import validation_message
-from .evaluate import compare_arms, paired_records, preservation_rates, write_scores
-from .judge import ImageQuestion, Judge, ask_judge, parse_scale_scores, parse_yes_no
+from chunk_grpo.evaluation.evaluate import (
+    compare_arms,
+    paired_records,
+    preservation_rates,
+    write_scores,
+)
+from chunk_grpo.evaluation.judge import (
+    ImageQuestion,
+    Judge,
+    ask_judge,
+    parse_scale_scores,
+    parse_yes_no,
+)
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #623a34a2
 class _Proposition(NamedTuple):
-    "A question of DPG-Bench about an image."
+    """A question of DPG-Bench about an image."""
 
     number: int  # proposition_id
     question: str
@@ -37,7 +48,7 @@ class _Proposition(NamedTuple):
 
 
 class JudgedPrompt(NamedTuple):
-    "A prompt, and what its judge is asked by."
+    """A prompt, and what its judge is asked by."""
 
     name: int | str  # WISE's prompt_id, DPG-Bench's item_id
     prompt: str
@@ -46,8 +57,19 @@ class JudgedPrompt(NamedTuple):
     propositions: tuple[_Proposition, ...] = ()  # of DPG-Bench, in the order of the file
 
 
-WISE_WEIGHTS = {"culture": 0.4, "time": 0.167, "space": 0.133, "biology": 0.1, "physics": 0.1, "chemistry": 0.1}
-WISE_FILE_STEMS = ("cultural_common_sense", "spatio-temporal_reasoning", "natural_science")  # a file each
+WISE_WEIGHTS = {
+    "culture": 0.4,
+    "time": 0.167,
+    "space": 0.133,
+    "biology": 0.1,
+    "physics": 0.1,
+    "chemistry": 0.1,
+}
+WISE_FILE_STEMS = (
+    "cultural_common_sense",
+    "spatio-temporal_reasoning",
+    "natural_science",
+)  # a file each
 _LAST_IDS = (400, 567, 700, 800, 900, 1000)  # of the categories
 
 
@@ -57,42 +79,73 @@ class _WISERow(BaseModel, strict=True):
     Explanation: str
 
 
-def read_wise_prompts(checkout: Path) -> tuple[list[JudgedPrompt], dict[str, str]]:  # 1,000; sha256 of each file
-    "The rewritten prompts of a checkout of WISE; InputError where it does not hold all of them."
-    names, folders = [f"{part}_rewrite.json" for part in WISE_FILE_STEMS], ("WISE_legacy/data", "data", ".")
-    found = [{file.name.lower(): file for file in (Path(checkout) / folder).glob("*.json")} for folder in folders]
+def read_wise_prompts(
+    checkout: Path,
+) -> tuple[list[JudgedPrompt], dict[str, str]]:  # 1,000; sha256 of each file
+    """The rewritten prompts of a checkout of WISE; InputError where it does not hold all of them."""
+    names = [f"{part}_rewrite.json" for part in WISE_FILE_STEMS]
+    folders = ("WISE_legacy/data", "data", ".")
+    found = [
+        {file.name.lower(): file for file in (Path(checkout) / folder).glob("*.json")}
+        for folder in folders
+    ]
     there = next((files for files in found if set(names) <= set(files)), None)
     if there is None:
-        raise InputError(f"`checkout` must be one of PKU-YuanGroup/WISE with the rewritten prompts; {checkout} does "
-                         f"not hold {', '.join(names)} in {' or '.join(folders)}")
+        raise InputError(
+            f"`checkout` must be one of PKU-YuanGroup/WISE with the rewritten prompts; {checkout} does "
+            f"not hold {', '.join(names)} in {' or '.join(folders)}"
+        )
     rows: list[_WISERow] = []
     for name in names:
         try:
             rows += TypeAdapter(list[_WISERow]).validate_json(there[name].read_bytes())
         except ValidationError as error:
-            raise InputError(f"`checkout`: {there[name]} must be a JSON list of objects with prompt_id, Prompt and "
-                             f"Explanation; {validation_message(error)}") from None
+            raise InputError(
+                f"`checkout`: {there[name]} must be a JSON list of objects with prompt_id, Prompt and "
+                f"Explanation; {validation_message(error)}"
+            ) from None
     rows.sort(key=lambda row: row.prompt_id)
     if [row.prompt_id for row in rows] != list(range(1, 1001)):
-        raise InputError(f"`checkout` must hold the ids 1 to 1000, each once; {checkout} has {len(rows)} prompts")
+        raise InputError(
+            f"`checkout` must hold the ids 1 to 1000, each once; {checkout} has {len(rows)} prompts"
+        )
     kinds = list(WISE_WEIGHTS)
-    items = [JudgedPrompt(row.prompt_id, row.Prompt, kinds[np.searchsorted(_LAST_IDS, row.prompt_id)], row.Explanation)
-             for row in rows]
-    return items, {there[name].name: hashlib.sha256(there[name].read_bytes()).hexdigest() for name in names}
+    items = [
+        JudgedPrompt(
+            row.prompt_id,
+            row.Prompt,
+            kinds[np.searchsorted(_LAST_IDS, row.prompt_id)],
+            row.Explanation,
+        )
+        for row in rows
+    ]
+    return items, {
+        there[name].name: hashlib.sha256(there[name].read_bytes()).hexdigest() for name in names
+    }
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #cff3cbb4
-WISCORE_SCALES = {"consistency": "consistency", "realism": "realism", "aesthetics": "aesthetics?(?: quality)?"}
+WISCORE_SCALES = {
+    "consistency": "consistency",
+    "realism": "realism",
+    "aesthetics": "aesthetics?(?: quality)?",
+}
 PAPER_JUDGE = "gpt-4o-2024-05-13"
 
 
 def read_rubric(file: Path | None = None) -> str:  # a rubric of your own; None: the shipped one
-    "The text the judge reads; InputError where a file has no place for the prompt."
+    """The text the judge reads; InputError where a file has no place for the prompt."""
     if file is None:
-        return (resources.files("chunk_grpo") / "evaluation/rubrics/wiscore.txt").read_text("utf-8").removesuffix("\n")
+        return (
+            (resources.files("chunk_grpo") / "evaluation/rubrics/wiscore.txt")
+            .read_text("utf-8")
+            .removesuffix("\n")
+        )
     text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else ""
     if "{prompt}" not in text:
-        raise InputError(f"`rubric` must be a text with {{prompt}} in it, or the judge would not know what was asked "
-                         f"for; {file} {'has none' if text else 'is no such file'}")
+        raise InputError(
+            f"`rubric` must be a text with {{prompt}} in it, or the judge would not know what was asked "
+            f"for; {file} {'has none' if text else 'is no such file'}"
+        )
     return text
 
 
@@ -101,12 +154,14 @@ def _fill_rubric(rubric: str, item: JudgedPrompt) -> str:
 
 
 def _wiscore(parsed: Mapping[str, int]) -> float:  # in [0, 1]
-    "The score of one image."
+    """The score of one image."""
     return (0.7 * parsed["consistency"] + 0.2 * parsed["realism"] + 0.1 * parsed["aesthetics"]) / 2
 
 
 def _comparability(judges: Sequence[str], rubric: Path | None, unparsed: int) -> str:
-    differs = [f"the judge is {' and '.join(judges)} instead of {PAPER_JUDGE}"] * (list(judges) != [PAPER_JUDGE])
+    differs = [f"the judge is {' and '.join(judges)} instead of {PAPER_JUDGE}"] * (
+        list(judges) != [PAPER_JUDGE]
+    )
     differs += ["the judge reads this package's rubric instead of WISE's"] * (rubric is None)
     differs += [f"{unparsed} answers are unread"] * bool(unparsed)
     if differs:
@@ -114,38 +169,62 @@ def _comparability(judges: Sequence[str], rubric: Path | None, unparsed: int) ->
     return f"comparable with the paper's Table 2 as far as {Path(rubric).name} is WISE's own instruction"
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #1ccd48dd
-DPG_COLUMNS = ("item_id", "text", "proposition_id", "dependency", "tuple", "question_natural_language")
+DPG_COLUMNS = (
+    "item_id",
+    "text",
+    "proposition_id",
+    "dependency",
+    "tuple",
+    "question_natural_language",
+)
 
 
-def read_dpg_prompts(file: Path) -> tuple[list[JudgedPrompt], dict[str, str]]:  # in the file's order; its sha256
-    "The prompts and questions of dpg_bench.csv; InputError where the file is not of its form."
+def read_dpg_prompts(
+    file: Path,
+) -> tuple[list[JudgedPrompt], dict[str, str]]:  # in the file's order; its sha256
+    """The prompts and questions of dpg_bench.csv; InputError where the file is not of its form."""
     if not Path(file).is_file():
-        raise InputError(f"`questions` must be dpg_bench.csv from a checkout of TencentQQGYLab/ELLA; {file} is no file")
+        raise InputError(
+            f"`questions` must be dpg_bench.csv from a checkout of TencentQQGYLab/ELLA; {file} is no file"
+        )
     try:
         table = pd.read_csv(file, dtype=str, keep_default_na=False, encoding="utf-8")
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise InputError(f"`questions` must be a table in CSV; {file} is none ({type(error).__name__}: "
-                         f"{error})") from None
+        raise InputError(
+            f"`questions` must be a table in CSV; {file} is none ({type(error).__name__}: {error})"
+        ) from None
     if missing := [name for name in DPG_COLUMNS if name not in table]:
-        raise InputError(f"`questions` must be DPG-Bench's dpg_bench.csv; {file} lacks the columns "
-                         f"{', '.join(missing)}")
+        raise InputError(
+            f"`questions` must be DPG-Bench's dpg_bench.csv; {file} lacks the columns "
+            f"{', '.join(missing)}"
+        )
     numbers = re.compile(r" *\d+ *(, *\d+ *)*")
-    if len(bad := table[~table.proposition_id.str.fullmatch(r" *\d+ *") | ~table.dependency.str.fullmatch(numbers)]):
-        raise InputError(f"`questions`: {file}, row {bad.index[0] + 2}, must have whole numbers as proposition_id and "
-                         f"dependency; got {bad.proposition_id.iloc[0]!r} and {bad.dependency.iloc[0]!r}")
+    if len(
+        bad := table[
+            ~table.proposition_id.str.fullmatch(r" *\d+ *")
+            | ~table.dependency.str.fullmatch(numbers)
+        ]
+    ):
+        raise InputError(
+            f"`questions`: {file}, row {bad.index[0] + 2}, must have whole numbers as proposition_id and "
+            f"dependency; got {bad.proposition_id.iloc[0]!r} and {bad.dependency.iloc[0]!r}"
+        )
     items = []
     for name, rows in table.groupby("item_id", sort=False):
         asked = {}  # a number that comes twice is the later one
         for row in rows.itertuples():
-            number, parents = int(row.proposition_id), tuple(p for p in map(int, row.dependency.split(",")) if p)
+            number = int(row.proposition_id)
+            parents = tuple(p for p in map(int, row.dependency.split(",")) if p)
             kind = re.split(r"[-(]", row.tuple)[0].strip().lower()
             asked[number] = _Proposition(number, row.question_natural_language, parents, kind)
         items.append(JudgedPrompt(str(name), rows.text.iloc[0], propositions=tuple(asked.values())))
     return items, {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #9d822eb4
-def apply_dependencies(item: JudgedPrompt, yes: Mapping[int, bool]) -> list[bool]:  # answers by proposition_id
-    "Which questions count, in their order: answered yes, and so are all that they rest on."
+def apply_dependencies(
+    item: JudgedPrompt, yes: Mapping[int, bool]
+) -> list[bool]:  # answers by proposition_id
+    """Which questions count, in their order: answered yes, and so are all that they rest on."""
     out = dict(yes)
     for p in item.propositions:
         out[p.number] = yes[p.number] and all(out.get(parent, True) for parent in p.parents)
@@ -153,78 +232,151 @@ def apply_dependencies(item: JudgedPrompt, yes: Mapping[int, bool]) -> list[bool
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #aab7ed37
 def _judge_images(
-    name: str, items: Sequence[JudgedPrompt], images: Mapping[str, Path], judge: Judge, out: Path, say: Callable,
+    name: str,
+    items: Sequence[JudgedPrompt],
+    images: Mapping[str, Path],
+    judge: Judge,
+    out: Path,
+    say: Callable,
     http: httpx.Client | None,
-    ask: Callable[[JudgedPrompt], dict[str, str]],  # a prompt -> end of an id: what is asked about its image
-    parse: Callable[[str], object | None], score: Callable[[JudgedPrompt, list], dict],  # answers -> of its record
+    ask: Callable[[JudgedPrompt], dict[str, str]],  # prompt -> {end of an id: question}
+    parse: Callable[[str], object | None],  # an answer; None if it cannot be read
+    score: Callable[[JudgedPrompt, list], dict],  # prompt and answers -> entries of its record
     weights: Mapping[str, float] | None = None,  # of categories
-) -> tuple[list[dict], dict]:  # a record an image whose answers could all be read; judge, arms and overall
-    "Ask about every image; InputError where one is missing."
+    # a record an image whose answers could all be read; judge, arms and overall
+) -> tuple[list[dict], dict]:
+    """Ask about every image; InputError where one is missing."""
     asked: dict[tuple[str, int], list[ImageQuestion]] = {}
     for arm, folder in images.items():
         if not re.fullmatch("[a-z][a-z0-9-]*", arm) or arm.endswith("-base"):
-            raise InputError(f"`images` must name arms in small letters, digits and hyphens, without -base at the end; "
-                             f"got {arm!r}")
+            raise InputError(
+                f"`images` must name arms in small letters, digits and hyphens, without -base at the end; "
+                f"got {arm!r}"
+            )
         files = [Path(folder) / f"{item.name}.png" for item in items]
         if missing := [file.name for file in files if not file.is_file()]:
-            raise InputError(f"`images`: {folder} lacks {len(missing)} of {len(items)} images, first {missing[0]}")
-        asked |= {(arm, i): [ImageQuestion(f"{arm}/{items[i].name}{end}", text, file)
-                             for end, text in ask(items[i]).items()] for i, file in enumerate(files)}
+            raise InputError(
+                f"`images`: {folder} lacks {len(missing)} of {len(items)} images, first {missing[0]}"
+            )
+        asked |= {
+            (arm, i): [
+                ImageQuestion(f"{arm}/{items[i].name}{end}", text, file)
+                for end, text in ask(items[i]).items()
+            ]
+            for i, file in enumerate(files)
+        }
     questions = [question for part in asked.values() for question in part]
     answers, account = ask_judge(judge, questions, parse, Path(out) / "answers.jsonl", say, http)
     records, arms = [], {}
     for (arm, i), part in asked.items():
         parsed = [answers[question.id]["parsed"] for question in part]
         if None not in parsed:
-            records.append({"arm": arm, "prompt_index": i, "image_index": 0, "prompt": items[i].prompt,
-                            "prompt_id": items[i].name, "file": str(part[0].image), "category": {}}
-                           | score(items[i], parsed))
+            records.append(
+                {
+                    "arm": arm,
+                    "prompt_index": i,
+                    "image_index": 0,
+                    "prompt": items[i].prompt,
+                    "prompt_id": items[i].name,
+                    "file": str(part[0].image),
+                    "category": {},
+                }
+                | score(items[i], parsed)
+            )
     for arm in images:
         scores = [r["scores"][name] for r in records if r["arm"] == arm]
-        unread, total = len(items) - len(scores), sum(scores)
-        arms[arm] = {"images": len(scores), "unparsed": unread,
-                     "between": [x / len(items) for x in (total, total + unread)]}
-    return records, {"judge": account, "arms": arms, "overall": compare_arms(records, list(arms), name, weights)}
+        unread = len(items) - len(scores)
+        total = sum(scores)
+        arms[arm] = {
+            "images": len(scores),
+            "unparsed": unread,
+            "between": [x / len(items) for x in (total, total + unread)],
+        }
+    return records, {
+        "judge": account,
+        "arms": arms,
+        "overall": compare_arms(records, list(arms), name, weights),
+    }
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #952f4767
 def evaluate_wise(
-    checkout: Path, images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png; base is compared with
-    judge: Judge, out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
+    checkout: Path,  # arm -> folder with {prompt_id}.png
+    images: Mapping[str, Path],  # base is compared with
+    judge: Judge,  # the model that answers
+    out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
     rubric: Path | None = None,  # a text of your own with {prompt} and {explanation}
-    say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    http: httpx.Client | None = None,
 ) -> dict:  # summary.json
-    "Judge the images of all arms; InputError where something is missing, before the first question."
+    """Judge the images of all arms; InputError where something is missing, before the first question."""
     (items, files), text = read_wise_prompts(checkout), read_rubric(rubric)
 
     def score(item: JudgedPrompt, parsed: list) -> dict:
-        return {"parts": parsed[0], "scores": {"wise": _wiscore(parsed[0])}, "category": {"wise": item.category}}
+        return {
+            "parts": parsed[0],
+            "scores": {"wise": _wiscore(parsed[0])},
+            "category": {"wise": item.category},
+        }
 
     records, found = _judge_images(
-        "wise", items, images, judge, out, say, http, lambda item: {"": _fill_rubric(text, item)},
-        lambda words: parse_scale_scores(words, WISCORE_SCALES, 2), score, WISE_WEIGHTS)
+        "wise",
+        items,
+        images,
+        judge,
+        out,
+        say,
+        http,
+        lambda item: {"": _fill_rubric(text, item)},
+        lambda words: parse_scale_scores(words, WISCORE_SCALES, 2),
+        score,
+        WISE_WEIGHTS,
+    )
     for arm, row in found["arms"].items():
         row["categories"] = {}
         for name, share in WISE_WEIGHTS.items():
-            values = [r["scores"]["wise"] for r in records if r["arm"] == arm and r["category"]["wise"] == name]
+            values = [
+                r["scores"]["wise"]
+                for r in records
+                if r["arm"] == arm and r["category"]["wise"] == name
+            ]
             empty = {"mean": None, "se": None, "lo": None, "hi": None, "n": 0}
             row["categories"][name] = (bootstrap_mean(values) if values else empty) | {
-                "unparsed": round(1000 * share) - len(values)}
+                "unparsed": round(1000 * share) - len(values)
+            }
     label = _comparability(list(found["judge"]["judges"]), rubric, found["judge"]["unparsed"])
-    summary = {"benchmark": "WISE", "version": "rewritten", "files": files, "label": label,
-               "rubric_sha256": hashlib.sha256(text.encode()).hexdigest(), **found}
+    summary = {
+        "benchmark": "WISE",
+        "version": "rewritten",
+        "files": files,
+        "label": label,
+        "rubric_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        **found,
+    }
     write_scores(out, records, summary)
     return summary
 
 # %% ../../nbs/10_evaluation/04_judged.ipynb #fb80a5db
-DPG_QUESTION = "Look at the image and answer with one word, yes or no.\nQuestion: {question}\nAnswer:"
+DPG_QUESTION = (
+    "Look at the image and answer with one word, yes or no.\nQuestion: {question}\nAnswer:"
+)
 _DPG_PROMPT_COUNT = 1065  # of the whole benchmark
 
 
 def _category_shares(items: Sequence[JudgedPrompt], records: Sequence[Mapping]) -> dict[str, dict]:
-    "The share of questions answered yes, and of those that count, with intervals over prompts."
-    rows = pd.DataFrame([(r["prompt"], p.category, one, two) for r in records for p, one, two in
-                         zip(items[r["prompt_index"]].propositions, r["answered"], r["objects"]["dpg"], strict=True)],
-                        columns=["prompt", "category", "answered", "score"])
+    """The share of questions answered yes, and of those that count, with intervals over prompts."""
+    rows = pd.DataFrame(
+        [
+            (r["prompt"], p.category, one, two)
+            for r in records
+            for p, one, two in zip(
+                items[r["prompt_index"]].propositions,
+                r["answered"],
+                r["objects"]["dpg"],
+                strict=True,
+            )
+        ],
+        columns=["prompt", "category", "answered", "score"],
+    )
     out = {}
     for name, part in rows.groupby("category"):
         sums = part.groupby("prompt")[["answered", "score"]].sum()
@@ -234,32 +386,49 @@ def _category_shares(items: Sequence[JudgedPrompt], records: Sequence[Mapping]) 
 
 
 def evaluate_dpg(
-    file: Path, images: Mapping[str, Path],  # dpg_bench.csv; arm -> folder with {item_id}.png; base is compared with
-    judge: Judge, out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
-    say: Callable[[str], None] = lambda text: None, http: httpx.Client | None = None,
+    file: Path,  # dpg_bench.csv
+    images: Mapping[str, Path],  # arm -> folder with {item_id}.png; base is compared with
+    judge: Judge,  # the model that answers
+    out: Path,  # gets answers.jsonl, scores.jsonl, summary.json
+    say: Callable[[str], None] = lambda text: None,
+    http: httpx.Client | None = None,
 ) -> dict:  # summary.json
-    "Judge the images of all arms; InputError where something is missing, before the first question."
+    """Judge the images of all arms; InputError where something is missing, before the first question."""
     items, files = read_dpg_prompts(file)
 
     def ask(item: JudgedPrompt) -> dict[str, str]:
         return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
 
     def score(item: JudgedPrompt, yes: list) -> dict:
-        counts = apply_dependencies(item, dict(zip((p.number for p in item.propositions), yes, strict=True)))
-        return {"scores": {"dpg": float(np.mean(counts))}, "objects": {"dpg": [int(c) for c in counts]},
-                "answered": [int(y) for y in yes]}
+        counts = apply_dependencies(
+            item, dict(zip((p.number for p in item.propositions), yes, strict=True))
+        )
+        return {
+            "scores": {"dpg": float(np.mean(counts))},
+            "objects": {"dpg": [int(c) for c in counts]},
+            "answered": [int(y) for y in yes],
+        }
 
-    records, found = _judge_images("dpg", items, images, judge, out, say, http, ask, parse_yes_no, score)
+    records, found = _judge_images(
+        "dpg", items, images, judge, out, say, http, ask, parse_yes_no, score
+    )
     arms = found["arms"]
     for arm, row in arms.items():
         row["categories"] = _category_shares(items, [r for r in records if r["arm"] == arm])
     known = "base" in arms and all(row["images"] for row in arms.values())
     pairs = paired_records(records) if known else []
-    kept = {arm: preservation_rates(pairs, arm, "dpg") for arm in arms if arm != "base"} if pairs else None
-    label = (f"judge, not mPLUG: asked {' and '.join(found['judge']['judges'])}, not comparable with published "
-             "DPG-Bench scores"
-             + f"; {len(items)} prompts instead of {_DPG_PROMPT_COUNT}" * (len(items) != _DPG_PROMPT_COUNT)
-             + "; 1 image a prompt instead of 4")
+    kept = (
+        {arm: preservation_rates(pairs, arm, "dpg") for arm in arms if arm != "base"}
+        if pairs
+        else None
+    )
+    label = (
+        f"judge, not mPLUG: asked {' and '.join(found['judge']['judges'])}, not comparable with published "
+        "DPG-Bench scores"
+        + f"; {len(items)} prompts instead of {_DPG_PROMPT_COUNT}"
+        * (len(items) != _DPG_PROMPT_COUNT)
+        + "; 1 image a prompt instead of 4"
+    )
     summary = {"benchmark": "DPG-Bench", "files": files, "label": label, **found, "preserved": kept}
     write_scores(out, records, summary)
     return summary

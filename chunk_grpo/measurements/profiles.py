@@ -27,88 +27,131 @@ DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each o
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a74f88e8
 @torch.no_grad()
 def _sample_with_predictions(
-    policy: Policy, rows: dict[str, Tensor],  # conditioning, one row an image
-    keys: list[tuple[int, int, int, int]], sampler: Sampler,  # keys of every image's noise, as in `rollout`
+    policy: Policy,
+    rows: dict[str, Tensor],  # of `encode`, one per image
+    keys: list[tuple[int, int, int, int]],  # of every image's noise, as in `rollout`
+    sampler: Sampler,  # of T steps
 ) -> tuple[Tensor, Tensor]:  # latents, and the images predicted from them: (B, T + 1, S, C) each
-    "Latents from noise to image, with the noise of `rollout`, and what they predict."
-    path = sample_trajectories(policy, rows, torch.arange(len(keys)), keys, sampler, len(keys)).latents
-    predicted = [predict_endpoints(x, policy.velocity(x, sigma.expand(len(x)), rows), sigma)[0]
-                 for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True)]
+    """Latents from noise to image, with the noise of `rollout`, and what they predict."""
+    path = sample_trajectories(
+        policy, rows, torch.arange(len(keys)), keys, sampler, len(keys)
+    ).latents
+    predicted = [
+        predict_endpoints(x, policy.velocity(x, sigma.expand(len(x)), rows), sigma)[0]
+        for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True)
+    ]
     return path, torch.stack([*predicted, path[:, -1]], dim=1)
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #97912e8a
 @dataclass(frozen=True)
 class TrajectoryFrames:
-    "Decoded trajectories of base and trained weights."
+    """Decoded trajectories of base and trained weights."""
 
     prompts: tuple[str, ...]
     sigmas: tuple[float, ...]  # T + 1 noise levels, from 1 to 0
     images: np.ndarray  # (2, 2, P, T + 1, H, W, 3) uint8: base and trained, latent and predicted
 
 
-def _decode_path(policy: Policy, latents: Tensor, side: int) -> np.ndarray:  # (T + 1, H, W, 3) uint8
-    "Every latent of a trajectory (T + 1, S, C) as an image of at most `side` pixels."
+def _decode_path(
+    policy: Policy, latents: Tensor, side: int
+) -> np.ndarray:  # (T + 1, H, W, 3) uint8
+    """Every latent of a trajectory (T + 1, S, C) as an image of at most `side` pixels."""
     images = decode_latents(policy, latents)
     images = F.interpolate(images, size=side, mode="area") if images.shape[-1] > side else images
     return (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #0dda0931
 def render_frames(
-    policy: Policy,  # with trained weights, as `load_trainable_policy` and `load_trained_weights` give
-    prompts: Sequence[str], steps: int = 17, shift: float = 3.0,  # transitions, and the shift of their schedule
-    sampler: str = "flow", eta: float = 0.7,  # one of sampler.KINDS, "ode" for none of the noise, and its strength
-    seed: int = 0, side: int = 192,  # of the noise; pixels, to which larger images are made smaller
+    # with trained weights, as `load_trainable_policy` and `load_trained_weights` give
+    policy: Policy,
+    prompts: Sequence[str],  # one image each
+    steps: int = 17,  # T
+    shift: float = 3.0,  # of the schedule
+    sampler: str = "flow",  # one of SAMPLER_KINDS; ode: without noise
+    eta: float = 0.7,  # strength of the noise
+    seed: int = 0,  # of the noise
+    side: int = 192,  # pixels, to which larger images are made smaller
 ) -> TrajectoryFrames:
-    "Trajectories of every prompt with base and with trained weights, from the same noise, as images."
-    grid, keys = sigmas(steps, shift), [(seed, -1, p, 0) for p in range(len(prompts))]
-    rows, how = policy.encode(list(prompts)), Sampler(grid, sampler, eta)
+    """Trajectories of every prompt with base and with trained weights, from the same noise, as images."""
+    grid = sigmas(steps, shift)
+    keys = [(seed, -1, p, 0) for p in range(len(prompts))]
+    rows = policy.encode(list(prompts))
+    how = Sampler(grid, sampler, eta)
     with base_weights(policy):
         base = _sample_with_predictions(policy, rows, keys, how)
     paths = *base, *_sample_with_predictions(policy, rows, keys, how)
     images = np.stack([_decode_path(policy, one, side) for path in paths for one in path])
-    return TrajectoryFrames(tuple(prompts), tuple(grid.tolist()), images.reshape(2, 2, len(prompts), *images.shape[1:]))
+    return TrajectoryFrames(
+        tuple(prompts), tuple(grid.tolist()), images.reshape(2, 2, len(prompts), *images.shape[1:])
+    )
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #979cbe0a
 def measure_distances(
-    policy: Policy, prompts: Sequence[str], chosen: Sequence[int],  # the whole list, and P positions in it
-    images: int, seed: int, sampler: Sampler, batch: int = 16,  # G seeds of each prompt; images in one forward
+    policy: Policy,
+    prompts: Sequence[str],  # the whole list
+    chosen: Sequence[int],  # P positions in it
+    images: int,  # G per prompt
+    seed: int,  # of the noise
+    sampler: Sampler,  # of T steps
+    batch: int = 16,  # images per forward pass
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
     """Relative distances (15) of P prompts times G seeds, in all three measures. InputError as the sampler's."""
     if not len(chosen) or images < 1:
-        raise InputError(f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both.")
+        raise InputError(
+            f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both."
+        )
     keys = [(seed, 0, p, g) for p in chosen for g in range(images)]
-    row, conditioning = torch.arange(len(keys)) // images, policy.encode([prompts[p] for p in chosen])
+    row = torch.arange(len(keys)) // images
+    conditioning = policy.encode([prompts[p] for p in chosen])
     parts = []
     for low in range(0, len(keys), batch):  # whole trajectories of one batch are in memory
         part = slice(low, low + batch)
-        path = sample_trajectories(policy, conditioning, row[part], keys[part], sampler, batch).latents
-        parts.append({name: relative_distance(path, name).cpu().double() for name in DISTANCE_KINDS})
-    return {name: torch.cat([x[name] for x in parts]).reshape(len(chosen), images, -1) for name in DISTANCE_KINDS}
+        path = sample_trajectories(
+            policy, conditioning, row[part], keys[part], sampler, batch
+        ).latents
+        parts.append(
+            {name: relative_distance(path, name).cpu().double() for name in DISTANCE_KINDS}
+        )
+    return {
+        name: torch.cat([x[name] for x in parts]).reshape(len(chosen), images, -1)
+        for name in DISTANCE_KINDS
+    }
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a42a7e15
 def variance_shares(distance: Tensor) -> dict[str, float]:
     """Shares of the variation of a profile (P, G, n), equations (a) and (b): step, prompt and seed add up to 1;
     prompt_only is without the seeds' part, nan where G is 1. InputError on another shape or no variation."""
     if distance.ndim != 3 or not distance.numel():
-        raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (P, G, n), each at least 1.")
+        raise InputError(
+            f"distance: got shape {tuple(distance.shape)}, allowed is (P, G, n), each at least 1."
+        )
     count, images, _ = distance.shape
     d = distance.double()
-    by_step, by_prompt = d.mean((0, 1)), d.mean(1)
-    parts = {"step": count * images * (by_step - d.mean()).square().sum(),
-             "prompt": images * (by_prompt - by_step).square().sum(),
-             "seed": (d - by_prompt[:, None]).square().sum()}
+    by_step = d.mean((0, 1))
+    by_prompt = d.mean(1)
+    parts = {
+        "step": count * images * (by_step - d.mean()).square().sum(),
+        "prompt": images * (by_prompt - by_step).square().sum(),
+        "seed": (d - by_prompt[:, None]).square().sum(),
+    }
     total = float(sum(parts.values()))
     if not total > 0:
-        raise InputError(f"distance: got {float(d.mean())} everywhere, allowed are distances that differ.")
+        raise InputError(
+            f"distance: got {float(d.mean())} everywhere, allowed are distances that differ."
+        )
     shares = {name: float(part) / total for name, part in parts.items()}
     chance = (count - 1) / (count * (images - 1)) * shares["seed"] if images > 1 else float("nan")
     return shares | {"prompt_only": shares["prompt"] - chance}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #5d396975
-def profile_departure(base: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:  # distances (P, G, n) on the same keys
+def profile_departure(
+    base: Tensor, trained: Tensor
+) -> tuple[Tensor, Tensor]:  # distances (P, G, n) on the same keys
     # returns mean log-ratio (n,), and its standard error over prompts, nan where P is 1
     """How far training moved the profile, equation (c). InputError on different shapes."""
     if base.ndim != 3 or base.shape != trained.shape:
-        raise InputError(f"trained: got shape {tuple(trained.shape)}, allowed is the base's {tuple(base.shape)}.")
+        raise InputError(
+            f"trained: got shape {tuple(trained.shape)}, allowed is the base's {tuple(base.shape)}."
+        )
     ratio = (trained / base).log().mean(1)
     return ratio.mean(0), ratio.std(0) / len(ratio) ** 0.5

@@ -43,7 +43,7 @@ from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #0d9e5164
 def time_call(function: Callable, device: torch.device) -> tuple[object, float]:
-    "The result of a call without arguments and its seconds, the device's work included."
+    """The result of a call without arguments and its seconds, the device's work included."""
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -53,7 +53,7 @@ def time_call(function: Callable, device: torch.device) -> tuple[object, float]:
 
 
 def _measure_peak_bytes(function: Callable, device: torch.device) -> int:
-    "The most memory that a call takes at once, in bytes above what was there before."
+    """The most memory that a call takes at once, in bytes above what was there before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -66,7 +66,7 @@ def _measure_peak_bytes(function: Callable, device: torch.device) -> int:
 # %% ../../nbs/11_measurements/01_speed.ipynb #ea75c8fa
 @contextlib.contextmanager
 def eager(policy: Policy):
-    "Within this context nothing is compiled, checkpointed or filled up."
+    """Within this context nothing is compiled, checkpointed or filled up."""
     net, checkpointing = policy.transformer, policy.transformer.is_gradient_checkpointing
     net.disable_gradient_checkpointing()
     with mock.patch.object(policy, "compiled", False), torch.compiler.set_stance("force_eager"):
@@ -76,81 +76,141 @@ def eager(policy: Policy):
 
 
 def _count_flops(policy: Policy, conditioning: dict[str, Tensor]) -> dict[str, int]:
-    "Floating-point operations of forward and backward of one transition and of decoding, counted on shapes alone."
+    """Floating-point operations of forward and backward of one transition and of decoding, counted on shapes alone."""
     forward, backward, decode = (FlopCounterMode(display=False) for _ in range(3))
     with eager(policy), FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH):
         latents = policy.noise(torch.Generator())[None].to(policy.device)
         with forward:
-            velocity = policy.velocity(latents, torch.full((1,), 0.5), {k: v[:1] for k, v in conditioning.items()})
+            velocity = policy.velocity(
+                latents, torch.full((1,), 0.5), {k: v[:1] for k, v in conditioning.items()}
+            )
         with backward:
             torch.autograd.grad(velocity.sum(), policy.trained, allow_unused=True)
         with decode:
             policy.decode(latents)
-    return {"forward": forward.get_total_flops(), "backward": backward.get_total_flops(),
-            "decode": decode.get_total_flops()}
+    return {
+        "forward": forward.get_total_flops(),
+        "backward": backward.get_total_flops(),
+        "decode": decode.get_total_flops(),
+    }
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #37ea5fec
 _FLUX = FluxPolicy.known_configs["black-forest-labs/FLUX.1-dev"]
-_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG = json.loads(_FLUX.transformer), json.loads(_FLUX.autoencoder)
+_FLUX_TRANSFORMER_CONFIG = json.loads(_FLUX.transformer)
+_FLUX_VAE_CONFIG = json.loads(_FLUX.autoencoder)
 
 
 class RandomFluxPolicy(FluxPolicy):
-    "A FLUX policy with random weights, made where they stay, and random embeddings."
+    """A FLUX policy with random weights, made where they stay, and random embeddings."""
 
-    def __init__(self, s: Settings, *configs: dict):  # of the transformer and the VAE; none: FLUX.1-dev's
+    def __init__(
+        self, s: Settings, *configs: dict
+    ):  # of the transformer and the VAE; none: FLUX.1-dev's
         self.configs = configs or (_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG)
-        dtype, device = TORCH_DTYPES[s.dtype], machine.choose_device(s.device)
+        dtype = TORCH_DTYPES[s.dtype]
+        device = machine.choose_device(s.device)
         weights = dtype if s.lora_rank else torch.float32  # as a run keeps them
         super().__init__(Path(), s.resolution, s.max_tokens, s.guidance, dtype, device, weights)
 
     def load_networks(self, weights: torch.dtype, host: bool) -> tuple[nn.Module, ...]:
-        "Transformer and VAE."
-        made, usual = [], torch.get_default_dtype()
+        """Transformer and VAE."""
+        made = []
+        usual = torch.get_default_dtype()
         with torch.random.fork_rng(), self.device:
             torch.manual_seed(0)
-            for name, config, dtype in zip(self.network_classes, self.configs, (weights, self.dtype), strict=True):
+            for name, config, dtype in zip(
+                self.network_classes, self.configs, (weights, self.dtype), strict=True
+            ):
                 torch.set_default_dtype(dtype)
                 made.append(import_class(name)(**config).eval().requires_grad_(False))
                 torch.set_default_dtype(usual)
         return tuple(made)
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        "Random rows, one a prompt, each prompt's own."
+        """Random rows, one a prompt, each prompt's own."""
         config = self.transformer.config
-        sizes = {"prompt_embeds": (self.max_tokens, config.joint_attention_dim),
-                 "pooled_prompt_embeds": (config.pooled_projection_dim,)}
+        sizes = {
+            "prompt_embeds": (self.max_tokens, config.joint_attention_dim),
+            "pooled_prompt_embeds": (config.pooled_projection_dim,),
+        }
         sources = [make_generator(0, 0, prompt, 0, stream="embedding") for prompt in prompts]
-        return {name: torch.stack([torch.randn(size, generator=g) for g in sources]).to(self.device, self.dtype)
-                for name, size in sizes.items()}
+        return {
+            name: torch.stack([torch.randn(size, generator=g) for g in sources]).to(
+                self.device, self.dtype
+            )
+            for name, size in sizes.items()
+        }
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #838ae093
 _WORKLOADS = {
-    "pocket": {"model": "pocket", "prompts": "pocket:train", "eval_prompts": "pocket:test", "resolution": 64,
-               "eval_resolution": 64, "max_tokens": 12, "dtype": "float32", "prompts_per_iteration": 2,
-               "rollout_batch": 24, "update_batch": 96, "gradient_checkpointing": False, "reward": "pocket-clip",
-               "clip_range": 1e-3},
-    "flux-size": {"model": "flux-size", "prompts_per_iteration": 1, "lora_rank": 32, "rollout_batch": 12,
-                  "update_batch": 4, "gradient_checkpointing": False, "clip_range": 1e-3}}
+    "pocket": {
+        "model": "pocket",
+        "prompts": "pocket:train",
+        "eval_prompts": "pocket:test",
+        "resolution": 64,
+        "eval_resolution": 64,
+        "max_tokens": 12,
+        "dtype": "float32",
+        "prompts_per_iteration": 2,
+        "rollout_batch": 24,
+        "update_batch": 96,
+        "gradient_checkpointing": False,
+        "reward": "pocket-clip",
+        "clip_range": 1e-3,
+    },
+    "flux-size": {
+        "model": "flux-size",
+        "prompts_per_iteration": 1,
+        "lora_rank": 32,
+        "rollout_batch": 12,
+        "update_batch": 4,
+        "gradient_checkpointing": False,
+        "clip_range": 1e-3,
+    },
+}
 
 
 def load_workload_settings(model: str, changes: Sequence[str] | dict = ()) -> Settings:
-    "The settings of a measurement of pocket, flux-size, a file or preset; InputError where there are none."
-    if model not in _WORKLOADS and not model.endswith((".yaml", ".yml")) and model not in setting.list_presets():
-        raise InputError(f"`--model` must be {', '.join(_WORKLOADS)}, a settings file or a preset such as "
-                         f"pocket/demo; got {model!r}")
+    """The settings of a measurement of pocket, flux-size, a file or preset; InputError where there are none."""
+    if (
+        model not in _WORKLOADS
+        and not model.endswith((".yaml", ".yml"))
+        and model not in setting.list_presets()
+    ):
+        raise InputError(
+            f"`--model` must be {', '.join(_WORKLOADS)}, a settings file or a preset such as "
+            f"pocket/demo; got {model!r}"
+        )
     s = setting.load_settings(_WORKLOADS.get(model, model), changes)
     if s.chunk_rule.kind != "fixed":
-        raise InputError(f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {s.chunks!r}")
+        raise InputError(
+            f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {s.chunks!r}"
+        )
     return s
 
 
 def load_workload_policy(s: Settings, *configs: dict) -> Policy:  # configs: of `RandomFluxPolicy`
-    "The policy that the settings name, as they say; flux-size can have other configurations than FLUX.1-dev's."
-    trained = {name: getattr(s, name) for name in ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")}
+    """The policy that the settings name, as they say; flux-size can have other configurations than FLUX.1-dev's."""
+    trained = {
+        name: getattr(s, name)
+        for name in ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")
+    }
     if s.model != "flux-size":
-        rest = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "dtype", "compile", "attention")
-        return trainable.load_trainable_policy(s.model, device=machine.choose_device(s.device),
-                                               **trained, **{name: getattr(s, name) for name in rest})
+        rest = (
+            "resolution",
+            "max_tokens",
+            "guidance",
+            "true_cfg_scale",
+            "dtype",
+            "compile",
+            "attention",
+        )
+        return trainable.load_trainable_policy(
+            s.model,
+            device=machine.choose_device(s.device),
+            **trained,
+            **{name: getattr(s, name) for name in rest},
+        )
     policy = RandomFluxPolicy(s, *configs)
     trainable.set_attention_backend(policy, s.attention)
     if s.compile:
@@ -161,7 +221,7 @@ def load_workload_policy(s: Settings, *configs: dict) -> Policy:  # configs: of 
 # %% ../../nbs/11_measurements/01_speed.ipynb #42793649
 @dataclass(frozen=True)
 class Workload:
-    "A policy with the work of one iteration."
+    """A policy with the work of one iteration."""
 
     s: Settings
     policy: Policy
@@ -175,33 +235,43 @@ class Workload:
     reward: Callable | None  # None: none is at hand for this model
 
     def rollout(self) -> Trajectories:
-        "The trajectories."
+        """The trajectories."""
         s = self.s
-        return sample_trajectories(self.policy, self.conditioning, self.row, self.keys, self.sampler, s.rollout_batch,
-                                   s.shared_noise)
+        return sample_trajectories(
+            self.policy,
+            self.conditioning,
+            self.row,
+            self.keys,
+            self.sampler,
+            s.rollout_batch,
+            s.shared_noise,
+        )
 
     def chosen(self, paths: Trajectories) -> Tensor:  # (B, k)
-        "The chunks that are trained."
+        """The chunks that are trained."""
         return sample_chunks(paths, self.chunks, self.s.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
-        "Leave the gradient in the weights; the number of transitions."
+        """Leave the gradient in the weights; the number of transitions."""
         self.policy.transformer.zero_grad()
-        work = build_update_batch(torch.arange(len(self.keys)), self.chosen(paths), self.chunks, self.s.update_batch)
+        work = build_update_batch(
+            torch.arange(len(self.keys)), self.chosen(paths), self.chunks, self.s.update_batch
+        )
         context = ReplayContext(self.policy, self.conditioning, paths)
         accumulate_gradients(context, work, self.advantage, Method(self.s))
         return len(work.segment)
 
     def gradient(self) -> Tensor:
-        "The gradient that an update left."
+        """The gradient that an update left."""
         return torch.cat([p.grad.flatten() for p in self.policy.trained])
 
 
 def prepare_workload(s: Settings, *configs: dict) -> Workload:  # configs: of `RandomFluxPolicy`
-    "Load or make the policy, and lay out an iteration."
+    """Load or make the policy, and lay out an iteration."""
     policy = load_workload_policy(s, *configs)
     if s.model == "flux-size":
-        prompts, reward = [f"prompt {i}" for i in range(s.prompts_per_iteration)], None
+        prompts = [f"prompt {i}" for i in range(s.prompts_per_iteration)]
+        reward = None
     else:
         prompts = read_prompts(s.prompts, "prompts")[: s.prompts_per_iteration]
         name = next(iter(setting.reward_weights(s)))
@@ -209,18 +279,26 @@ def prepare_workload(s: Settings, *configs: dict) -> Workload:  # configs: of `R
     keys = [(s.seed, 0, p, g) for p in range(len(prompts)) for g in range(s.images_per_prompt)]
     row = torch.arange(len(prompts)).repeat_interleave(s.images_per_prompt)
     advantage = torch.randn(len(keys), generator=torch.Generator().manual_seed(s.seed))
-    rest = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta), s.chunk_rule.chunks, advantage, reward
+    rest = (
+        Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta),
+        s.chunk_rule.chunks,
+        advantage,
+        reward,
+    )
     return Workload(s, policy, prompts, policy.encode(prompts), keys, row, *rest)
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
 def measure_iteration(
-    s: Settings, repeats: int = 3, say: Callable[[str], None] = lambda text: None,
-    beside: Callable | None = None,  # called in each repeat with workload, trajectories and the timer: other orders
+    s: Settings,
+    repeats: int = 3,
+    say: Callable[[str], None] = lambda text: None,
+    beside: Callable | None = None,  # called in each repeat, see `measure_speed`
     configs: Sequence[dict] = (),  # of `RandomFluxPolicy`
 ) -> dict:  # numbers for JSON
-    "Measure an iteration of these settings: medians of its phases, operations, and memory at most."
+    """Measure an iteration of these settings: medians of its phases, operations, and memory at most."""
     say("making the policy")
-    b, rate = prepare_workload(s, *configs), plan.measure_matmul_rate(s.dtype, 1.0)
+    b = prepare_workload(s, *configs)
+    rate = plan.measure_matmul_rate(s.dtype, 1.0)
     say(f"the device multiplies matrices of {s.dtype} at {rate / 1e12:.3g} TFLOP/s")
     torch._dynamo.utils.counters.clear()
     seconds: dict[str, list[float]] = {}
@@ -234,7 +312,8 @@ def measure_iteration(
         paths = timed("rollout", b.rollout)
         images = timed("decode", decode_latents, b.policy, paths.latents[:, -1], s.rollout_batch)
         if b.reward is not None:
-            name, asked = s.reward if isinstance(s.reward, str) else "reward", [b.prompts[i] for i in b.row.tolist()]
+            name = s.reward if isinstance(s.reward, str) else "reward"
+            asked = [b.prompts[i] for i in b.row.tolist()]
             timed("reward", rewards.score_images, name, b.reward, images, asked)
         transitions = timed("update", b.update, paths)
         if beside and n:
@@ -243,51 +322,104 @@ def measure_iteration(
         say(f"{'warming up' if n == 0 else f'repeat {n} of {repeats}'}:  {spent}")
         if n == 0:
             seconds.clear()
-    one, count = _count_flops(b.policy, b.conditioning), len(b.keys)
+    one = _count_flops(b.policy, b.conditioning)
+    count = len(b.keys)
     forwards = count * (s.steps - 1) + (len(b.prompts) if s.shared_noise else count)
-    work = {"rollout": forwards * one["forward"], "decode": count * one["decode"],
-            "update": transitions * (one["forward"] + one["backward"])}
+    work = {
+        "rollout": forwards * one["forward"],
+        "decode": count * one["decode"],
+        "update": transitions * (one["forward"] + one["backward"]),
+    }
     say("measuring memory")
-    calls = {"rollout": b.rollout, "update": lambda: b.update(paths),
-             "decode": lambda: decode_latents(b.policy, paths.latents[:, -1], s.rollout_batch)}
+    calls = {
+        "rollout": b.rollout,
+        "update": lambda: b.update(paths),
+        "decode": lambda: decode_latents(b.policy, paths.latents[:, -1], s.rollout_batch),
+    }
     peaks = {name: _measure_peak_bytes(call, b.policy.device) for name, call in calls.items()}
-    phases = {name: {"seconds": (took := statistics.median(each)), "all_seconds": each,
-                     "images_per_second": count / took, "flop": work.get(name), "peak_bytes": peaks.get(name),
-                     "share": work[name] / took / rate if name in work else None} for name, each in seconds.items()}
-    where = {"device": str(b.policy.device), "threads": torch.get_num_threads(), "machine": machine.machine_info(),
-             "versions": machine.library_versions(), "git_commit": machine.current_git_commit()}
-    return {"settings": s.model_dump(mode="json"), **where, "matrix_rate": rate, "images": count,
-            "transitions": transitions, "parameters": sum(p.numel() for p in b.policy.transformer.parameters()),
-            "trained": sum(p.numel() for p in b.policy.trained), "flop": one, "phases": phases,
-            "recomputed_flop": transitions * one["forward"] * s.gradient_checkpointing,
-            "compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    phases = {
+        name: {
+            "seconds": (took := statistics.median(each)),
+            "all_seconds": each,
+            "images_per_second": count / took,
+            "flop": work.get(name),
+            "peak_bytes": peaks.get(name),
+            "share": work[name] / took / rate if name in work else None,
+        }
+        for name, each in seconds.items()
+    }
+    where = {
+        "device": str(b.policy.device),
+        "threads": torch.get_num_threads(),
+        "machine": machine.machine_info(),
+        "versions": machine.library_versions(),
+        "git_commit": machine.current_git_commit(),
+    }
+    return {
+        "settings": s.model_dump(mode="json"),
+        **where,
+        "matrix_rate": rate,
+        "images": count,
+        "transitions": transitions,
+        "parameters": sum(p.numel() for p in b.policy.transformer.parameters()),
+        "trained": sum(p.numel() for p in b.policy.trained),
+        "flop": one,
+        "phases": phases,
+        "recomputed_flop": transitions * one["forward"] * s.gradient_checkpointing,
+        "compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #34934419
 def speed_table(result: dict) -> pd.DataFrame:  # of `measure_iteration`
-    "The phases as a table of texts."
+    """The phases as a table of texts."""
     unit, size = ("TFLOP", 1e12) if result["matrix_rate"] > 1e12 else ("GFLOP", 1e9)
-    spent, flop = (sum(result["phases"][name][what] for name in ("rollout", "update")) for what in ("seconds", "flop"))
-    both = {"seconds": spent, "images_per_second": result["images"] / spent, "flop": flop,
-            "share": flop / spent / result["matrix_rate"]}
-    columns = {"seconds": ("seconds", 1, "{:.3g}"), "images/s": ("images_per_second", 1, "{:.3g}"),
-               unit: ("flop", size, "{:.3g}"), "share of rate": ("share", 1, "{:.0%}"),
-               "peak": ("peak_bytes", 1e6, "{:,.0f} MB")}
+    spent, flop = (
+        sum(result["phases"][name][what] for name in ("rollout", "update"))
+        for what in ("seconds", "flop")
+    )
+    both = {
+        "seconds": spent,
+        "images_per_second": result["images"] / spent,
+        "flop": flop,
+        "share": flop / spent / result["matrix_rate"],
+    }
+    columns = {
+        "seconds": ("seconds", 1, "{:.3g}"),
+        "images/s": ("images_per_second", 1, "{:.3g}"),
+        unit: ("flop", size, "{:.3g}"),
+        "share of rate": ("share", 1, "{:.0%}"),
+        "peak": ("peak_bytes", 1e6, "{:,.0f} MB"),
+    }
     rows = result["phases"] | {"rollout and update": both}
-    return pd.DataFrame({
-        title: {name: form.format(phase[key] / by) if phase.get(key) else "" for name, phase in rows.items()}
-        for title, (key, by, form) in columns.items()})
+    return pd.DataFrame(
+        {
+            title: {
+                name: form.format(phase[key] / by) if phase.get(key) else ""
+                for name, phase in rows.items()
+            }
+            for title, (key, by, form) in columns.items()
+        }
+    )
 
 
 def speed_lines(result: dict) -> list[str]:  # of `measure_iteration`
-    "What the command prints."
-    s, here, body = result["settings"], result["machine"], speed_table(result).to_string().splitlines()
-    out = [f"{', '.join(here['gpus'][:1]) or here['processor']}, {result['threads']} threads; {s['model']}, "
-           f"{result['parameters']:,} parameters, {result['trained']:,} trained, {s['dtype']}, {s['resolution']} px",
-           f"{result['images']} images of {s['steps']} steps, {result['transitions']} transitions trained, chunks "
-           f"{s['chunks']}; batches of {s['rollout_batch']} and {s['update_batch']}",
-           f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted", "", *body]
+    """What the command prints."""
+    s = result["settings"]
+    here = result["machine"]
+    body = speed_table(result).to_string().splitlines()
+    out = [
+        f"{', '.join(here['gpus'][:1]) or here['processor']}, {result['threads']} threads; {s['model']}, "
+        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {s['dtype']}, {s['resolution']} px",
+        f"{result['images']} images of {s['steps']} steps, {result['transitions']} transitions trained, chunks "
+        f"{s['chunks']}; batches of {s['rollout_batch']} and {s['update_batch']}",
+        f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted",
+        "",
+        *body,
+    ]
     if result["recomputed_flop"]:
-        out.append(f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP again, which are not counted")
+        out.append(
+            f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP again, which are not counted"
+        )
     if s["compile"]:
         out.append(f"{result['compilations']} compilations, before the seconds that are shown")
     return out

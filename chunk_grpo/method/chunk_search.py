@@ -22,12 +22,20 @@ def centered_log_profile(
 ) -> Tensor:  # (n,) float64, mean 0, nine decimals
     """Log-distance less its mean (a), the same for every multiple of a profile. InputError on other values."""
     profile = torch.as_tensor(profile, dtype=torch.float64)
-    if profile.ndim != 1 or not len(profile) or not bool((profile.isfinite() & (profile > 0)).all()):
-        raise InputError(f"{field}: got {profile.tolist()}, allowed are finite values above 0, one a transition.")
+    if (
+        profile.ndim != 1
+        or not len(profile)
+        or not bool((profile.isfinite() & (profile > 0)).all())
+    ):
+        raise InputError(
+            f"{field}: got {profile.tolist()}, allowed are finite values above 0, one a transition."
+        )
     return (profile.log() - profile.log().mean()).round(decimals=9)
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #52617d1a
-def first_chunk_size(y: Tensor) -> int:  # y: log-distance, (n,); returns transitions of the first chunk, 1 ... n
+def first_chunk_size(
+    y: Tensor,
+) -> int:  # y: log-distance, (n,); returns transitions of the first chunk, 1 ... n
     """Transitions up to the first turning point (b); of a curve without one, up to its steepest early change."""
     change = y.diff()
     turns = (change[:-1] * change[1:] < 0).nonzero()
@@ -38,7 +46,8 @@ def first_chunk_size(y: Tensor) -> int:  # y: log-distance, (n,); returns transi
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #433808d2
 def last_chunk_start(
-    base: Tensor, trained: Tensor | None = None,  # distances of the base, (n,); of a trained model, (n,)
+    base: Tensor,  # distances of the base, (n,)
+    trained: Tensor | None = None,  # of a trained model, (n,)
     half: float = 0.5,  # share of the largest departure that counts as parted, in (0, 1]
 ) -> int:  # index at which the last chunk starts, 0 ... n - 1
     """Where a trained model's profile departs (c) from the base's; without one, or where none departs, at 9/16 n."""
@@ -50,14 +59,17 @@ def last_chunk_start(
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #cb81cde3
 def equal_curvature_sizes(
-    y: Tensor, parts: int,  # log-distance of the middle, (m,); chunks that it should become, from 1
+    y: Tensor,  # log-distance of the middle, (m,)
+    parts: int,  # chunks that it should become, from 1
 ) -> list[int]:  # sizes; fewer than `parts` where the curve is too short or too straight
     """Cut a stretch of the profile into parts of the same summed second difference, (d) and (e)."""
     bending = y.diff(n=2).abs().round(decimals=9)
     if not bool(bending.any()):
         return [len(y)]
     share = (bending.cumsum(0) / bending.sum()).round(decimals=9)
-    ends = {int((share >= k / parts).nonzero()[0]) + 2 for k in range(1, parts)}            # share[0] is transition 1's
+    ends = {
+        int((share >= k / parts).nonzero()[0]) + 2 for k in range(1, parts)
+    }  # share[0] is transition 1's
     return [len(part) for part in y.tensor_split(sorted(ends))]
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #13a77f47
@@ -73,11 +85,14 @@ def paper_rule_chunks(
         raise InputError(f"middle: got {middle!r}, allowed is a whole number of chunks from 1.")
     if not 0 < half <= 1:
         raise InputError(f"half: got {half}, allowed is above 0 and at most 1.")
-    base, trained = torch.as_tensor(base_profile, dtype=torch.float64), None
+    base = torch.as_tensor(base_profile, dtype=torch.float64)
+    trained = None
     if trained_profile is not None:
         trained = torch.as_tensor(trained_profile, dtype=torch.float64)
         if len(centered_log_profile(trained, "trained_profile")) != len(y):
-            raise InputError(f"trained_profile: got {len(trained)} values, allowed are the base's {len(y)}.")
+            raise InputError(
+                f"trained_profile: got {len(trained)} values, allowed are the base's {len(y)}."
+            )
     first = first_chunk_size(y)
     last = max(first, last_chunk_start(base, trained, half))
     inner = equal_curvature_sizes(y[first:last], middle) if last > first else []
@@ -87,12 +102,14 @@ def paper_rule_chunks(
 def optimal_chunks(
     profile: Tensor,  # distance of each trained transition, (n,), positive
     max_chunks: int | None = None,  # K, at most n are made; None: by the penalty
-    penalty: float | None = None,  # share of the variation that a further chunk has to explain, above 0
+    penalty: float | None = None,  # above 0: share of variation that a chunk must explain
 ) -> Chunks:
     """The cut of least squared deviation (f), for a given K, or for the K of a penalty (g). Raises InputError."""
     y = centered_log_profile(profile)
     if (max_chunks is None) == (penalty is None):
-        raise InputError(f"max_chunks: got {max_chunks} with penalty {penalty}, allowed is one of the two.")
+        raise InputError(
+            f"max_chunks: got {max_chunks} with penalty {penalty}, allowed is one of the two."
+        )
     if penalty is None:
         return chunks_from_profile(y.exp(), max_chunks)
     if not penalty > 0:
@@ -104,7 +121,9 @@ def optimal_chunks(
     return Chunks(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #57f3c04e
-def change_points(values: Tensor, order: int) -> list[int]:  # values: (m,); order: of the difference, from 1
+def change_points(
+    values: Tensor, order: int
+) -> list[int]:  # values: (m,); order: of the difference, from 1
     """Where the difference of an order changes its sign; differences below 1e-6 have none."""
     change = values.diff(n=order).round(decimals=6).sign()
     signed = change.nonzero().flatten()
@@ -113,18 +132,24 @@ def change_points(values: Tensor, order: int) -> list[int]:  # values: (m,); ord
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #5c05586d
 def split_recursively(
-    values: Tensor, min_size: int,  # a part of a profile, (m,); transitions that a chunk has at least
+    values: Tensor,  # a part of a profile, (m,)
+    min_size: int,  # transitions that a chunk has at least
     order: int = 1,  # of the difference to look at
 ) -> list[int]:  # sizes
     """Split by the sign of the difference, else in halves, and each part by the next higher difference."""
-    total, cuts = len(values), [0]
+    total = len(values)
+    cuts = [0]
     if total < 2 * min_size:
         return [total]
     for cut in change_points(values, order):
         if min(cut - cuts[-1], total - cut) >= min_size:
             cuts.append(cut)
     cuts = cuts[1:] or [total // 2]
-    return [size for part in values.tensor_split(cuts) for size in split_recursively(part, min_size, order + 1)]
+    return [
+        size
+        for part in values.tensor_split(cuts)
+        for size in split_recursively(part, min_size, order + 1)
+    ]
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #28fecf7c
 def adaptive_chunks(
@@ -136,4 +161,7 @@ def adaptive_chunks(
         raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (B, n).")
     if type(min_size) is not int or min_size < 1:
         raise InputError(f"min_size: got {min_size!r}, allowed is a whole number from 1.")
-    return [Chunks(tuple(split_recursively(centered_log_profile(row, "distance").exp(), min_size))) for row in distance]
+    return [
+        Chunks(tuple(split_recursively(centered_log_profile(row, "distance").exp(), min_size)))
+        for row in distance
+    ]

@@ -32,7 +32,9 @@ class Chunks:
     def __post_init__(self):
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if not self.sizes or any(type(size) is not int or size < 1 for size in self.sizes):
-            raise InputError(f"`chunks` must hold one or more sizes, whole numbers from 1; got {list(self.sizes)}")
+            raise InputError(
+                f"`chunks` must hold one or more sizes, whole numbers from 1; got {list(self.sizes)}"
+            )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -57,7 +59,9 @@ class Chunks:
         """Sizes with commas between, "2,3,4,7". InputError unless they are whole numbers from 1."""
         sizes = [part.strip() for part in text.split(",")]
         if not all(re.fullmatch("[1-9][0-9]{0,5}", size) for size in sizes):
-            raise InputError(f"`chunks` must be sizes from 1 with commas between, such as 2,3,4,7; got {text!r}")
+            raise InputError(
+                f"`chunks` must be sizes from 1 with commas between, such as 2,3,4,7; got {text!r}"
+            )
         return cls(tuple(map(int, sizes)))
 
     @classmethod
@@ -78,14 +82,17 @@ class Chunks:
         """Chunks of one size. InputError, with the sizes that are allowed, unless it divides the transitions."""
         allowed = [n for n in range(1, transitions + 1) if transitions % n == 0]
         if size not in allowed:
-            raise InputError(f"`chunks` of equal size must divide the {transitions} transitions, so the size is one "
-                             f"of {', '.join(map(str, allowed))}; got {size}")
+            raise InputError(
+                f"`chunks` of equal size must divide the {transitions} transitions, so the size is one "
+                f"of {', '.join(map(str, allowed))}; got {size}"
+            )
         return cls((size,) * (transitions // size))
 
 # %% ../../nbs/00_method/02_chunks.ipynb #d8892eab
 def chunks_from_setting(
     text: str,  # the setting `chunks`: "2,3,4,7", "steps", "whole", "equal:SIZE" or "profile"
-    transitions: int,  # transitions that are trained: sampling steps less the deterministic last one
+    # transitions that are trained: sampling steps less the deterministic last one
+    transitions: int,
     profile: Chunks | None = None,  # what "profile" stands for, measured on the base model
 ) -> Chunks:
     """The chunks that the setting means. InputError unless it is one of the five forms and covers the transitions."""
@@ -93,15 +100,21 @@ def chunks_from_setting(
     if word == "equal" and re.fullmatch("[0-9]{1,6}", size):
         return Chunks.equal(transitions, int(size))
     if text.strip() == "profile" and profile is None:
-        raise InputError("`chunks` can be profile only where the base model's dynamics were measured; got no profile")
+        raise InputError(
+            "`chunks` can be profile only where the base model's dynamics were measured; got no profile"
+        )
     named = {"steps": Chunks.steps, "whole": Chunks.whole, "profile": lambda _: profile}
     if text.strip() not in named and not re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text):
-        raise InputError("`chunks` must be sizes like 2,3,4,7, or steps, whole, equal:SIZE, profile or adaptive; "
-                         f"got {text!r}")
+        raise InputError(
+            "`chunks` must be sizes like 2,3,4,7, or steps, whole, equal:SIZE, profile or adaptive; "
+            f"got {text!r}"
+        )
     chunks = named.get(text.strip(), lambda _: Chunks.parse(text))(transitions)
     if chunks.transitions != transitions:
-        raise InputError(f"`chunks` must add up to the {transitions} transitions that are trained; "
-                         f"got {chunks}, which adds up to {chunks.transitions}")
+        raise InputError(
+            f"`chunks` must add up to the {transitions} transitions that are trained; "
+            f"got {chunks}, which adds up to {chunks.transitions}"
+        )
     return chunks
 
 # %% ../../nbs/00_method/02_chunks.ipynb #938caea5
@@ -113,9 +126,15 @@ def parse_chunk_numbers(
     if text.strip() == "all":
         return list(range(count))
     found = [int(part) for part in text.split(",") if re.fullmatch(" *[0-9]{1,6} *", part)]
-    if len(found) < len(text.split(",")) or len(set(found)) < len(found) or not set(found) <= set(range(1, count + 1)):
-        raise InputError(f"`train_chunks` must be all, or different numbers from 1 to {count}, the number of chunks, "
-                         f"with commas between, such as 1; got {text!r}")
+    if (
+        len(found) < len(text.split(","))
+        or len(set(found)) < len(found)
+        or not set(found) <= set(range(1, count + 1))
+    ):
+        raise InputError(
+            f"`train_chunks` must be all, or different numbers from 1 to {count}, the number of chunks, "
+            f"with commas between, such as 1; got {text!r}"
+        )
     return sorted(n - 1 for n in found)
 
 # %% ../../nbs/00_method/02_chunks.ipynb #7d377ebe
@@ -130,25 +149,36 @@ class ChunkRule:
     @classmethod
     @cache
     def parse(
-        cls, text: str, transitions: int,  # the setting `chunks`; transitions that are trained
-        covers: bool = True,  # given sizes must cover them; not where a method has its own number of them
+        cls,
+        text: str,  # the setting `chunks`
+        transitions: int,  # transitions that are trained
+        # given sizes must cover them; not where a method has its own number of them
+        covers: bool = True,
     ) -> "ChunkRule":
         """The rule that a text means. InputError unless it is one of the seven forms and fits the transitions."""
         if text.strip() == "profile":
             return cls("profile")
-        if re.fullmatch(r".*\D:[A-Za-z_]\w*", text.strip()) and not text.strip().startswith(("equal:", "adaptive:")):
+        if re.fullmatch(r".*\D:[A-Za-z_]\w*", text.strip()) and not text.strip().startswith(
+            ("equal:", "adaptive:")
+        ):
             return cls("code")
         word, colon, size = text.strip().partition(":")
         if word == "equal" and not covers and re.fullmatch("[1-9][0-9]{0,5}", size):
             return cls("fixed", Chunks((int(size),) * -(-transitions // int(size))))
         if word != "adaptive":
             sizes = re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text) and not covers
-            return cls("fixed", Chunks.parse(text) if sizes else chunks_from_setting(text, transitions))
+            return cls(
+                "fixed", Chunks.parse(text) if sizes else chunks_from_setting(text, transitions)
+            )
         if colon and not re.fullmatch("[1-9][0-9]{0,5}", size):
-            raise InputError(f"`chunks` must be adaptive or adaptive:SIZE with a size from 1; got {text!r}")
+            raise InputError(
+                f"`chunks` must be adaptive or adaptive:SIZE with a size from 1; got {text!r}"
+            )
         if int(size or 2) > transitions:
-            raise InputError(f"`chunks` of at least {size or 2} transitions must fit into the {transitions} that are "
-                             "trained")
+            raise InputError(
+                f"`chunks` of at least {size or 2} transitions must fit into the {transitions} that are "
+                "trained"
+            )
         return cls("adaptive", min_size=int(size or 2))
 
 # %% ../../nbs/00_method/02_chunks.ipynb #9e1e2ffb
@@ -159,37 +189,50 @@ def step_weights(chunks: Chunks, dtype: torch.dtype = torch.float32) -> Tensor: 
 
 # %% ../../nbs/00_method/02_chunks.ipynb #67c89f69
 def flatten_chunks(
-    chunks: Chunks | Sequence[Chunks],  # K chunks, the same for every sample, or a partition for each
-    chosen: Tensor,  # chunk numbers drawn for each sample, (B, k) long, 0 ... K - 1; -1 where a sample has fewer
-) -> tuple[Tensor, Tensor, Tensor]:  # sample, transition, segment: each (M,) long on the device of chosen
+    chunks: Chunks | Sequence[Chunks],  # the same for every sample, or one partition per sample
+    # chunk numbers drawn for each sample, (B, k) long, 0 ... K - 1; -1 where a sample has fewer
+    chosen: Tensor,
+    # sample, transition, segment: each (M,) long on the device of chosen
+) -> tuple[Tensor, Tensor, Tensor]:
     """All transitions of the drawn chunks, flat, item by item, in the order of `chosen`. InputError on a bad number."""
     if chosen.ndim != 2 or chosen.dtype != torch.long:
-        raise InputError(f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k).")
+        raise InputError(
+            f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k)."
+        )
     each = [chunks] * len(chosen) if isinstance(chunks, Chunks) else list(chunks)
     last = torch.tensor([len(partition) - 1 for partition in each], device=chosen.device)
     if len(each) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
-        raise InputError(f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
-                         "a row for each partition and its numbers alone.")
+        raise InputError(
+            f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
+            "a row for each partition and its numbers alone."
+        )
     if isinstance(chunks, Chunks):
         size = torch.tensor(chunks.sizes, device=chosen.device).expand(len(chosen), -1)
     else:
-        size = pad_sequence([torch.tensor(one.sizes, device=chosen.device) for one in each], batch_first=True)
+        size = pad_sequence(
+            [torch.tensor(one.sizes, device=chosen.device) for one in each], batch_first=True
+        )
     owner, position = (chosen >= 0).nonzero(as_tuple=True)
     drawn = chosen[owner, position]
-    length, start = size[owner, drawn], (size.cumsum(1) - size)[owner, drawn]
+    length = size[owner, drawn]
+    start = (size.cumsum(1) - size)[owner, drawn]
     segment = torch.arange(len(drawn), device=chosen.device).repeat_interleave(length)
     place = torch.arange(len(segment), device=chosen.device) - (length.cumsum(0) - length)[segment]
     return owner[segment], start[segment] + place, segment
 
 # %% ../../nbs/00_method/02_chunks.ipynb #99fcd578
-def fits_in_batch(segment: Tensor, limit: int) -> bool:  # item of each transition, (M,) long; of one forward, from 1
+def fits_in_batch(
+    segment: Tensor, limit: int
+) -> bool:  # item of each transition, (M,) long; of one forward, from 1
     """Whether every item fits whole into one batch of `limit` transitions. InputError on a limit below 1."""
     if limit < 1:
         raise InputError(f"`update_batch` must be at least 1 transition; got {limit}")
     return segment.numel() == 0 or int(segment.bincount().max()) <= limit
 
 
-def split_into_batches(segment: Tensor, limit: int) -> list[Tensor]:  # segment: (M,) long; returns positions, (m,) each
+def split_into_batches(
+    segment: Tensor, limit: int
+) -> list[Tensor]:  # segment: (M,) long; returns positions, (m,) each
     """Cover all transitions once, items whole and in order; an item longer than `limit` is cut, see `fits_in_batch`."""
     fits_in_batch(segment, limit)
     packed: list[list[Tensor]] = [[]]

@@ -18,9 +18,10 @@ CREDIT_FORMS = ("group", "batch", "none", "sum", "gdpo", "wins", "scale")
 
 
 def combine_rewards(
-    scores: dict[str, Tensor], weights: dict[str, float],  # raw scores by name, each (P, G); weight by name
+    scores: dict[str, Tensor],  # raw scores by name, each (P, G)
+    weights: dict[str, float],  # weight by name
 ) -> Tensor:  # (P, G), what the advantage `group` is computed from
-    "One reward as it is; of several the weighted sum, each normalised within its group first."
+    """One reward as it is; of several the weighted sum, each normalised within its group first."""
     if len(weights) == 1:
         return scores[next(iter(weights))]
     total = torch.zeros_like(next(iter(scores.values())))
@@ -30,22 +31,30 @@ def combine_rewards(
     return total
 
 # %% ../../nbs/00_method/07_credit.ipynb #513c3abf
-def win_rates(scores: Tensor) -> Tensor:  # scores: (P, G), of P prompts with G images; returns (P, G) in [0, 1]
-    "The share of its siblings that each image beats; a tie counts half. InputError on groups of one."
+def win_rates(
+    scores: Tensor,
+) -> Tensor:  # scores: (P, G), of P prompts with G images; returns (P, G) in [0, 1]
+    """The share of its siblings that each image beats; a tie counts half. InputError on groups of one."""
     if scores.ndim != 2 or scores.shape[1] < 2:
         raise InputError(f"`scores` must be (P, G) with G at least 2; got {tuple(scores.shape)}")
-    beats = (scores[:, :, None] > scores[:, None]).float() + (scores[:, :, None] == scores[:, None]).float() / 2
+    beats = (scores[:, :, None] > scores[:, None]).float() + (
+        scores[:, :, None] == scores[:, None]
+    ).float() / 2
     return (beats.sum(2) - 0.5) / (scores.shape[1] - 1)
 
 # %% ../../nbs/00_method/07_credit.ipynb #72abe2d3
 def credit_advantages(
-    scores: dict[str, Tensor], weights: dict[str, float],  # by reward, (P, G) of all groups of an iteration; of each
-    form: str = "group", clamp: float = 5.0,  # one of CREDIT_FORMS; largest |advantage|, with `none` in reward units
+    scores: dict[str, Tensor],  # by reward, (P, G) of all groups of an iteration
+    weights: dict[str, float],  # of each
+    form: str = "group",  # one of CREDIT_FORMS
+    clamp: float = 5.0,  # largest |advantage|, with `none` in reward units
 ) -> Tensor:  # (P, G), detached, float32 or better
-    "Advantages of every image of an iteration. InputError on an unknown form, and on scores that are not finite."
+    """Advantages of every image of an iteration. InputError on an unknown form, and on scores that are not finite."""
     if form not in CREDIT_FORMS:
         raise InputError(f"`credit` must be one of {', '.join(CREDIT_FORMS)}; got {form!r}")
-    advantage = group_advantages(combine_rewards(scores, weights), clamp)  # refuses what is no (P, G) of finite numbers
+    advantage = group_advantages(
+        combine_rewards(scores, weights), clamp
+    )  # refuses what is no (P, G) of finite numbers
     if form == "group":
         return advantage
 
@@ -56,8 +65,12 @@ def credit_advantages(
         return group_advantages(weighted(win_rates), clamp)
     if form == "scale":
         spread = {k: (x - x.amin(1, keepdim=True)).std(1, keepdim=True) for k, x in scores.items()}
-        told = {k: torch.where(spread[k] > 0, x / (spread[k] + 1e-8), 0.0) for k, x in scores.items()}
-        advantage = sum(weight * told[name] for name, weight in weights.items()).to(advantage).detach()
+        told = {
+            k: torch.where(spread[k] > 0, x / (spread[k] + 1e-8), 0.0) for k, x in scores.items()
+        }
+        advantage = (
+            sum(weight * told[name] for name, weight in weights.items()).to(advantage).detach()
+        )
     elif form in ("sum", "gdpo"):
         advantage = weighted(lambda x: group_advantages(x, clamp))
         if form == "gdpo":
@@ -71,23 +84,33 @@ def credit_advantages(
 
 # %% ../../nbs/00_method/07_credit.ipynb #200cca05
 def outrun_images(
-    trained: Tensor, others: list[Tensor], share: float,  # (P, G) of the reward; of other rewards; part of the images
+    trained: Tensor,  # (P, G) of the reward
+    others: list[Tensor],  # of other rewards
+    share: float,  # part of the images
 ) -> Tensor:  # (P, G) bool
     """Choose the images whose reward outruns the others most; without others those with most wins (GARDO, 2512.24138).
 
     Of images that outrun alike, those come first whose reward is further above that of their group.
     """
     gap = (win_rates(trained) - sum(map(win_rates, others)) / max(len(others), 1)).flatten()
-    order = group_advantages(trained, torch.finfo(torch.float32).max).flatten().argsort(descending=True, stable=True)
+    order = (
+        group_advantages(trained, torch.finfo(torch.float32).max)
+        .flatten()
+        .argsort(descending=True, stable=True)
+    )
     order = order[gap[order].argsort(descending=True, stable=True)]
     chosen = torch.zeros_like(gap, dtype=torch.bool)
     chosen[order[: max(1, round(share * gap.numel()))]] = True
     return chosen.reshape(trained.shape)
 
 # %% ../../nbs/00_method/07_credit.ipynb #2f1277ba
-def nearest_distances(features: Tensor) -> Tensor:  # features: (P, G, E), of P prompts with G images; returns (P, G)
-    "Cosine distance of each image to its nearest sibling, over the group's mean of it (GARDO, 2512.24138)."
+def nearest_distances(
+    features: Tensor,
+) -> Tensor:  # features: (P, G, E), of P prompts with G images; returns (P, G)
+    """Cosine distance of each image to its nearest sibling, over the group's mean of it (GARDO, 2512.24138)."""
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     away = (1 - unit @ unit.mT).clamp(0, 2)
-    nearest = away.masked_fill(torch.eye(away.shape[1], dtype=torch.bool, device=away.device), torch.inf).amin(2)
+    nearest = away.masked_fill(
+        torch.eye(away.shape[1], dtype=torch.bool, device=away.device), torch.inf
+    ).amin(2)
     return nearest / nearest.mean(1, keepdim=True).clamp(min=1e-8)

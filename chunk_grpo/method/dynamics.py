@@ -35,7 +35,9 @@ def relative_distance(
     if kind not in DISTANCE_KINDS:
         raise InputError(f"distance: got {kind!r}, allowed is one of {', '.join(DISTANCE_KINDS)}.")
     if latents.ndim < 3 or latents.shape[1] < 2:
-        raise InputError(f"latents: got shape {tuple(latents.shape)}, allowed is (B, T + 1, ...) with T at least 1.")
+        raise InputError(
+            f"latents: got shape {tuple(latents.shape)}, allowed is (B, T + 1, ...) with T at least 1."
+        )
     x = latents.detach().to(torch.promote_types(latents.dtype, torch.float32)).flatten(2)
     now, after = x[:, :-1], x[:, 1:]
     if kind == "cosine":
@@ -45,19 +47,23 @@ def relative_distance(
         distance = (now - after).norm(norm, dim=2) / now.norm(norm, dim=2)
     broken = (~distance.isfinite()).any(0).nonzero()
     if len(broken):
-        raise InputError(f"latents: got a distance that is not finite at transition {int(broken[0])}, "
-                         "allowed are finite latents that are not all zero.")
+        raise InputError(
+            f"latents: got a distance that is not finite at transition {int(broken[0])}, "
+            "allowed are finite latents that are not all zero."
+        )
     return distance
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #5961debb
 def gaussian_profile(
-    sampler: Sampler, scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
+    sampler: Sampler,  # of T transitions
+    scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
     """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
     spread: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sampler.sigmas.to(torch.float64)
     a, b, std = replace(sampler, sigmas=sigmas).coefficients(torch.arange(len(sampler)))
-    variance, profile = torch.ones_like(spread), []
+    variance = torch.ones_like(spread)
+    profile = []
     for i, sigma in enumerate(sigmas[:-1]):
         gain = a[i] + b[i] * gaussian_velocity(torch.ones_like(spread), sigma, 0.0, spread)
         moved = (gain - 1) ** 2 * variance + std[i] ** 2
@@ -75,61 +81,89 @@ def optimal_sizes(values: list[float], count: int) -> list[int]:  # count: 1 ...
 @checked(profile=Tensor | np.ndarray | Sequence[float], max_chunks=whole_number(1) | None)
 def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
-    max_chunks: int | None = None,  # number of chunks K; None: 4 as in the paper; at most n are made
+    max_chunks: int | None = None,  # number of chunks K, at most n; None: 4, as in the paper
 ) -> Chunks:  # min(K, n) chunks that cover the n transitions
     """Chunks whose transitions have similar log-distance: the optimal piecewise-constant cut. Raises InputError."""
     profile = torch.as_tensor(profile, dtype=torch.float64)
     count = DEFAULT_CHUNKS if max_chunks is None else max_chunks
-    if profile.ndim != 1 or not len(profile) or not bool((profile.isfinite() & (profile > 0)).all()):
-        raise InputError(f"profile: got {profile.tolist()}, allowed are finite values above 0, one a transition.")
+    if (
+        profile.ndim != 1
+        or not len(profile)
+        or not bool((profile.isfinite() & (profile > 0)).all())
+    ):
+        raise InputError(
+            f"profile: got {profile.tolist()}, allowed are finite values above 0, one a transition."
+        )
     if count < 1:
         raise InputError(f"max_chunks: got {max_chunks}, allowed is a whole number from 1.")
     return Chunks(tuple(optimal_sizes(profile.log().tolist(), min(count, len(profile)))))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #7d9b493a
 @checked()
-def chunk_weights(distance: Tensor, chunks: Chunks) -> Tensor:  # distance: (B, n); returns (B, K), rows sum to 1
+def chunk_weights(
+    distance: Tensor, chunks: Chunks
+) -> Tensor:  # distance: (B, n); returns (B, K), rows sum to 1
     """Weight of each chunk by its mean distance, equation (16); raises InputError where shapes or values do not fit."""
     if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
-        raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
-                         f"for chunks {chunks}.")
+        raise InputError(
+            f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
+            f"for chunks {chunks}."
+        )
     mean = torch.stack([part.mean(1) for part in distance.split(list(chunks.sizes), dim=1)], dim=1)
     total = mean.sum(1, keepdim=True)
     if not bool((mean.isfinite() & (mean >= 0) & (total > 0)).all()):
-        raise InputError("distance: got values that are negative, not finite or all zero, allowed are distances.")
+        raise InputError(
+            "distance: got values that are negative, not finite or all zero, allowed are distances."
+        )
     return mean / total
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #fa1c33bc
 def tempered_weights(
     weights: Tensor,  # chunk weights (16), rows sum to 1, (B, K)
-    uniform: float = 0.0, temperature: float = 1.0,  # share u of uniform drawing, 0 ... 1; tau, above 0
+    uniform: float = 0.0,  # share u of uniform drawing, 0 ... 1
+    temperature: float = 1.0,  # tau, above 0
 ) -> Tensor:  # (B, K), rows sum to 1
     """Chunk weights flattened by a temperature and mixed with uniform ones; raises InputError on other values."""
     if not 0 <= uniform <= 1 or not temperature > 0:
-        raise InputError(f"uniform, temperature: got {uniform} and {temperature}, allowed are 0 to 1, and above 0.")
+        raise InputError(
+            f"uniform, temperature: got {uniform} and {temperature}, allowed are 0 to 1, and above 0."
+        )
     flat = (weights.log() / temperature).softmax(dim=1)
     return (1 - uniform) * flat + uniform / weights.shape[1]
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #c9a6112b
-def chunk_count(chunks: int, fraction: float) -> int:  # chunks: K; fraction: in (0, 1]; returns at least 1
+def chunk_count(
+    chunks: int, fraction: float
+) -> int:  # chunks: K; fraction: in (0, 1]; returns at least 1
     """max(1, int(K * fraction)): how many chunks of each trajectory an update trains; raises InputError."""
     if chunks < 1 or not 0 < fraction <= 1:
-        raise InputError(f"chunk_fraction: got {fraction} of {chunks} chunks, allowed is above 0 and at most 1.")
+        raise InputError(
+            f"chunk_fraction: got {fraction} of {chunks} chunks, allowed is above 0 and at most 1."
+        )
     return max(1, int(chunks * fraction))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #3f2b3ed9
 def sample_without_replacement(
-    weights: Tensor,  # chunk weights of each trajectory, (B, K), not negative; ones for uniform draws
+    # chunk weights of each trajectory, (B, K), not negative; ones for uniform draws
+    weights: Tensor,
     count: int,  # chunks to draw for each, 1 ... K
     uniforms: Tensor,  # one uniform draw in [0, 1) a trajectory and chunk, (B, K)
 ) -> Tensor:  # (B, count) long, chunk numbers in increasing order
     """Draw `count` chunks a trajectory without replacement, in proportion to weights. InputError on bad input."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
-        raise InputError(f"uniforms: got shape {tuple(uniforms.shape)}, allowed is weights' {tuple(weights.shape)}.")
+        raise InputError(
+            f"uniforms: got shape {tuple(uniforms.shape)}, allowed is weights' {tuple(weights.shape)}."
+        )
     if not 1 <= count <= weights.shape[1]:
         raise InputError(f"count: got {count}, allowed is 1 to {weights.shape[1]} chunks.")
-    if not bool((weights.isfinite() & (weights >= 0)).all()) or bool(((weights > 0).sum(1) < count).any()):
-        raise InputError(f"weights: got {weights.tolist()}, allowed are finite values from 0, {count} a row above 0.")
-    uniforms = uniforms.to(weights.device, torch.float64).clamp(min=torch.finfo(torch.float64).tiny, max=1 - 2**-53)
+    if not bool((weights.isfinite() & (weights >= 0)).all()) or bool(
+        ((weights > 0).sum(1) < count).any()
+    ):
+        raise InputError(
+            f"weights: got {weights.tolist()}, allowed are finite values from 0, {count} a row above 0."
+        )
+    uniforms = uniforms.to(weights.device, torch.float64).clamp(
+        min=torch.finfo(torch.float64).tiny, max=1 - 2**-53
+    )
     arrival = -uniforms.log() / weights.to(torch.float64)
     return arrival.topk(count, dim=1, largest=False).indices.sort(dim=1).values

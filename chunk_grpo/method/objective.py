@@ -21,7 +21,9 @@ def group_advantages(
 ) -> Tensor:  # (P, G), float32 or better, detached
     """Advantage (4) within each group: unbiased std + 1e-8, clamped. InputError on G below 2 or non-finite rewards."""
     if rewards.ndim != 2 or rewards.shape[1] < 2:
-        raise InputError(f"rewards: got shape {tuple(rewards.shape)}, allowed is (P, G) with G at least 2.")
+        raise InputError(
+            f"rewards: got shape {tuple(rewards.shape)}, allowed is (P, G) with G at least 2."
+        )
     if not bool(rewards.isfinite().all()):
         raise InputError("rewards: got a value that is not finite, allowed are finite numbers.")
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
@@ -37,9 +39,15 @@ def chunk_ratio(
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), exactly 1 where nothing changed; differentiable in new_logp
     """Ratio (14) of every chunk: difference first, then mean, then exp. InputError unless shapes are (B, n)."""
-    if new_logp.ndim != 2 or new_logp.shape != old_logp.shape or new_logp.shape[1] != chunks.transitions:
-        raise InputError(f"new_logp, old_logp: got shapes {tuple(new_logp.shape)} and {tuple(old_logp.shape)}, "
-                         f"allowed is (B, {chunks.transitions}) for chunks {chunks}.")
+    if (
+        new_logp.ndim != 2
+        or new_logp.shape != old_logp.shape
+        or new_logp.shape[1] != chunks.transitions
+    ):
+        raise InputError(
+            f"new_logp, old_logp: got shapes {tuple(new_logp.shape)} and {tuple(old_logp.shape)}, "
+            f"allowed is (B, {chunks.transitions}) for chunks {chunks}."
+        )
     change = new_logp - old_logp
     return torch.stack([change[:, part].mean(1) for part in chunks.slices], dim=1).exp()
 
@@ -48,12 +56,20 @@ def item_sizes(
     segment: Tensor,  # item of each transition, (M,) long, 0 ... N - 1
 ) -> Tensor:  # (N,) long, transitions of each item, every one at least 1
     """How many transitions each item has. InputError where an item number is left out."""
-    if segment.ndim != 1 or segment.dtype != torch.long or (len(segment) and int(segment.min()) < 0):
-        raise InputError(f"segment: got {segment.dtype} {tuple(segment.shape)}, allowed is long (M,), numbers from 0.")
+    if (
+        segment.ndim != 1
+        or segment.dtype != torch.long
+        or (len(segment) and int(segment.min()) < 0)
+    ):
+        raise InputError(
+            f"segment: got {segment.dtype} {tuple(segment.shape)}, allowed is long (M,), numbers from 0."
+        )
     sizes = segment.bincount()
     if bool((sizes == 0).any()):
-        raise InputError(f"segment: got no transition for item {int((sizes == 0).nonzero()[0])}, allowed are the "
-                         f"numbers 0 to {len(sizes) - 1} without a gap.")
+        raise InputError(
+            f"segment: got no transition for item {int((sizes == 0).nonzero()[0])}, allowed are the "
+            f"numbers 0 to {len(sizes) - 1} without a gap."
+        )
     return sizes
 
 
@@ -64,28 +80,40 @@ def segment_ratio(
 ) -> Tensor:  # (N,), one ratio an item; differentiable in new_logp
     """Ratio (14) of ragged chunks laid out flat. InputError unless all are (M,) and no item number is left out."""
     if not new_logp.shape == old_logp.shape == segment.shape:
-        raise InputError(f"new_logp, old_logp, segment: got shapes {tuple(new_logp.shape)}, {tuple(old_logp.shape)} "
-                         f"and {tuple(segment.shape)}, allowed is (M,) for all.")
+        raise InputError(
+            f"new_logp, old_logp, segment: got shapes {tuple(new_logp.shape)}, {tuple(old_logp.shape)} "
+            f"and {tuple(segment.shape)}, allowed is (M,) for all."
+        )
     order = segment.argsort(stable=True)
-    return torch.segment_reduce((new_logp - old_logp)[order], "mean", lengths=item_sizes(segment)).exp()
+    return torch.segment_reduce(
+        (new_logp - old_logp)[order], "mean", lengths=item_sizes(segment)
+    ).exp()
 
 # %% ../../nbs/00_method/03_objective.ipynb #d8cd9f1b
 @checked(clip_range=number(above=0))
 def clipped_objective(
     ratio: Tensor,  # ratio of each sample and chunk, (B, K); of each step for (5)
-    advantage: Tensor, clip_range: float,  # advantage of each sample, (B,); eps
+    advantage: Tensor,  # advantage of each sample, (B,)
+    clip_range: float,  # eps
 ) -> Tensor:  # (), to maximise
     """Mean over samples and chunks of min(r A, clip(r, 1 - eps, 1 + eps) A), (13) without KL. InputError on shapes."""
     if ratio.ndim != 2 or advantage.shape != ratio.shape[:1]:
-        raise InputError(f"ratio, advantage: got shapes {tuple(ratio.shape)} and {tuple(advantage.shape)}, "
-                         "allowed are (B, K) and (B,).")
+        raise InputError(
+            f"ratio, advantage: got shapes {tuple(ratio.shape)} and {tuple(advantage.shape)}, "
+            "allowed are (B, K) and (B,)."
+        )
     advantage = advantage[:, None]
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage).mean()
+    return torch.minimum(
+        ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage
+    ).mean()
 
 # %% ../../nbs/00_method/03_objective.ipynb #648fca7b
 def is_clipped(
-    ratio: Tensor, advantage: Tensor, clip_range: float,  # ratio of each item, (N,); advantage of each item, (N,); eps
+    ratio: Tensor,  # ratio of each item, (N,)
+    advantage: Tensor,  # advantage of each item, (N,)
+    clip_range: float,  # eps
 ) -> Tensor:  # (N,) bool
     """Where (13) has lost its gradient: the ratio left the clip range on the side to which the advantage pulls."""
-    above, below = ratio > ratio.clamp(max=1 + clip_range), ratio < ratio.clamp(min=1 - clip_range)
+    above = ratio > ratio.clamp(max=1 + clip_range)
+    below = ratio < ratio.clamp(min=1 - clip_range)
     return (above & (advantage > 0)) | (below & (advantage < 0))

@@ -18,14 +18,17 @@ from .. import InputError
 from ..arguments import checked
 from .schedule import broadcast_sigma
 
-SAMPLER_KINDS, SOLVERS = ("flow", "dance", "cps", "ode"), ("euler", "dpm2")
+SAMPLER_KINDS = ("flow", "dance", "cps", "ode")
+SOLVERS = ("euler", "dpm2")
 MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.inf}
 
 # %% ../../nbs/00_method/01_sampler.ipynb #f718c0d5
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
-    second: Tensor,  # noise level sigma_1 of the schedule, (); stands in the denominator where sigma is 1
-    kind: str, eta: float | Tensor,  # "flow" or "dance"; strength of the noise: a number, or the shape of sigma
+    # noise level sigma_1 of the schedule, (); stands in the denominator where sigma is 1
+    second: Tensor,
+    kind: str,  # "flow" or "dance"
+    eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
     """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
@@ -34,9 +37,11 @@ def diffusion_coefficient(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #2e9af007
 def sde_coefficients(
-    sigma: Tensor, after: Tensor,  # noise level sigma_i, () or (B,); noise level sigma_{i+1}, the shape of sigma
+    sigma: Tensor,  # noise level sigma_i, () or (B,)
+    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     s: Tensor,  # diffusion coefficient, the shape of sigma
-) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std): mean = a x + b v, and the noise's standard deviation
+    # (a, b, std): mean = a x + b v, and the noise's standard deviation
+) -> tuple[Tensor, Tensor, Tensor]:
     """One Euler-Maruyama step of equation (7), as coefficients of latent and velocity."""
     step = after - sigma
     pull = s**2 / (2 * sigma) * step
@@ -44,9 +49,11 @@ def sde_coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #0c59a629
 def cps_coefficients(
-    sigma: Tensor, after: Tensor,  # noise level sigma_i, () or (B,); noise level sigma_{i+1}, the shape of sigma
+    sigma: Tensor,  # noise level sigma_i, () or (B,)
+    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     eta: float | Tensor,  # share of a quarter turn by which the noise is renewed, 0 ... 1
-) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std): mean = a x + b v, and the noise's standard deviation
+    # (a, b, std): mean = a x + b v, and the noise's standard deviation
+) -> tuple[Tensor, Tensor, Tensor]:
     """One step of coefficients-preserving sampling, as coefficients of latent and velocity."""
     angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
     kept = after * angle.cos().to(after)
@@ -54,28 +61,43 @@ def cps_coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
 def _strengths(
-    sigmas: Tensor, kind: str, eta: float | Sequence[float] | Tensor,  # (T + 1,); a number, or one a transition
+    sigmas: Tensor,  # (T + 1,) noise levels
+    kind: str,  # one of SAMPLER_KINDS
+    eta: float | Sequence[float] | Tensor,  # a number, or one per transition
 ) -> Tensor:  # (T,) float64, 0 at the last transition
     """The strength of every transition; InputError on a bad schedule, kind or strength."""
-    if sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all()):  # NaN is never below
-        raise InputError(f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}")
+    if (
+        sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())
+    ):  # NaN is never below
+        raise InputError(
+            f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}"
+        )
     if not sigmas.is_floating_point() or not 0 <= float(sigmas[-1]) <= float(sigmas[0]) <= 1:
-        raise InputError(f"`sigmas` must be noise levels from 1 to 0 as floats; got {sigmas.dtype} from "
-                         f"{float(sigmas[0]):g} to {float(sigmas[-1]):g}")
+        raise InputError(
+            f"`sigmas` must be noise levels from 1 to 0 as floats; got {sigmas.dtype} from "
+            f"{float(sigmas[0]):g} to {float(sigmas[-1]):g}"
+        )
     if kind not in SAMPLER_KINDS:
         raise InputError(f"`sampler` must be one of {', '.join(SAMPLER_KINDS)}; got {kind!r}")
-    steps, given = len(sigmas) - 1, torch.as_tensor(eta, dtype=torch.float64).cpu()
+    steps = len(sigmas) - 1
+    given = torch.as_tensor(eta, dtype=torch.float64).cpu()
     if given.ndim == 0:
         given = torch.cat([given.expand(steps - 1), torch.zeros(1, dtype=torch.float64)])
     if given.shape != (steps,) or given[-1] != 0:
-        raise InputError(f"`eta` must be a number, or {steps} numbers of which the last is 0; got {eta}")
+        raise InputError(
+            f"`eta` must be a number, or {steps} numbers of which the last is 0; got {eta}"
+        )
     if not bool(((given >= 0) & (given <= MAX_ETA[kind])).all()):
-        raise InputError(f"`eta` must be 0 to {MAX_ETA[kind]:.4g} with the sampler {kind}; got {eta}")
+        raise InputError(
+            f"`eta` must be 0 to {MAX_ETA[kind]:.4g} with the sampler {kind}; got {eta}"
+        )
     return torch.zeros_like(given) if kind == "ode" else given
 
 
 def _coefficients(
-    sigmas: Tensor, kind: str, eta: Tensor,  # (T + 1,); (T,) float64
+    sigmas: Tensor,  # (T + 1,) noise levels
+    kind: str,  # one of SAMPLER_KINDS
+    eta: Tensor,  # (T,) float64, strength of the noise
     second: Tensor | None = None,  # sigma_1 of the schedule, where `sigmas` leaves levels of it out
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
@@ -85,15 +107,23 @@ def _coefficients(
         a, b, std = cps_coefficients(sigma, after, eta)
     else:
         second = levels[1] if second is None else second.to(levels)
-        a, b, std = sde_coefficients(sigma, after, diffusion_coefficient(sigma, second, kind, eta.to(levels)))
+        a, b, std = sde_coefficients(
+            sigma, after, diffusion_coefficient(sigma, second, kind, eta.to(levels))
+        )
     still = eta == 0
-    return torch.where(still, 1.0, a), torch.where(still, after - sigma, b), torch.where(still, 0.0, std)
+    return (
+        torch.where(still, 1.0, a),
+        torch.where(still, after - sigma, b),
+        torch.where(still, 0.0, std),
+    )
 
 # %% ../../nbs/00_method/01_sampler.ipynb #9d975cec
 def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
     """What the change of the foretold image since the transition before counts for, in DPM-Solver++'s second order."""
     levels = sigmas.double()
-    step = ((1 - levels) / levels).log().diff()  # infinite at both ends of the trajectory, where Euler's step stays
+    step = (
+        ((1 - levels) / levels).log().diff()
+    )  # infinite at both ends of the trajectory, where Euler's step stays
     weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
     return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
@@ -105,12 +135,16 @@ class Sampler:
 
     sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
     kind: str = "flow"  # one of SAMPLER_KINDS
-    eta: float | Sequence[float] | Tensor = 0.7  # (T,) strengths, the last 0; a number: of all others
-    solver: str = "euler"  # one of SOLVERS, of transitions that have no noise and follow one that has none
+    eta: float | Sequence[float] | Tensor = 0.7  # (T,), the last 0; a number: of all but the last
+    solver: str = "euler"  # one of SOLVERS, for runs of deterministic steps
     second: Tensor | None = None  # sigma_1 for the noise at sigma 1, (); None: that of `sigmas`
-    second_order: Tensor = field(init=False)  # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
+    second_order: Tensor = field(
+        init=False
+    )  # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
     stochastic: Tensor = field(init=False)  # transitions that have noise, increasing, (n,) long
-    _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)  # coefficients of all transitions, (T,) each
+    _table: tuple[Tensor, Tensor, Tensor] = field(
+        init=False, repr=False
+    )  # coefficients of all transitions, (T,) each
 
     def __post_init__(self):
         eta = _strengths(self.sigmas, self.kind, self.eta)
@@ -119,10 +153,17 @@ class Sampler:
         twice = (eta == 0) & (eta.roll(1) == 0) & (self.solver == "dpm2")
         second = torch.where(twice, multistep_weights(self.sigmas.cpu()), 0.0)
         if self.solver != "euler" and not second.any():
-            raise InputError(f"`solver` must be euler where no two transitions in a row are without noise; got "
-                             f"{self.solver}")
+            raise InputError(
+                f"`solver` must be euler where no two transitions in a row are without noise; got "
+                f"{self.solver}"
+            )
         table = _coefficients(self.sigmas, self.kind, eta, self.second)
-        given = {"eta": eta, "stochastic": eta.nonzero()[:, 0], "_table": table, "second_order": second}
+        given = {
+            "eta": eta,
+            "stochastic": eta.nonzero()[:, 0],
+            "_table": table,
+            "second_order": second,
+        }
         for name, value in given.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
@@ -133,15 +174,21 @@ class Sampler:
         """(a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v. InputError outside."""
         index = torch.as_tensor(index, device=self.sigmas.device)
         if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise InputError(f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}")
+            raise InputError(
+                f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}"
+            )
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise InputError(f"`index` must be 0 to {len(self) - 1}; got {index.tolist()}")
         a, b, std = self._table
         return a[index.long()], b[index.long()], std[index.long()]
 
-    def mean_std(self, velocity: Tensor, latents: Tensor, index: int | Tensor) -> tuple[Tensor, Tensor]:
+    def mean_std(
+        self, velocity: Tensor, latents: Tensor, index: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Mean (B, ...) and deviation, () or (B, 1, ..., 1), of x_{i+1} given x_i and the velocity there, (B, ...)."""
-        dtype = torch.promote_types(torch.promote_types(latents.dtype, velocity.dtype), torch.float32)
+        dtype = torch.promote_types(
+            torch.promote_types(latents.dtype, velocity.dtype), torch.float32
+        )
         latents, velocity = latents.to(dtype), velocity.to(dtype)
         a, b, std = (broadcast_sigma(c, latents) for c in self.coefficients(index))
         return a * latents + b * velocity, std
@@ -166,6 +213,8 @@ class Sampler:
     def _square(self, x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
         """Squared distance from the mean, and the deviation, float32 or better. InputError where it is 0."""
         if self.kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
-            raise InputError(f"`sampler` must have noise where a density is asked for; got {self.kind} with eta 0")
+            raise InputError(
+                f"`sampler` must have noise where a density is asked for; got {self.kind} with eta 0"
+            )
         dtype = torch.promote_types(torch.promote_types(x.dtype, mean.dtype), torch.float32)
         return (x.to(dtype) - mean.to(dtype)).square(), std.to(dtype)

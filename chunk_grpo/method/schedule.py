@@ -17,20 +17,26 @@ from ..arguments import checked, whole_number
 
 # %% ../../nbs/00_method/00_schedule.ipynb #fe60e511
 def broadcast_sigma(
-    t: float | Tensor, latents: Tensor,  # noise level: a number, a 0-dim tensor, or (B,); latents, (B, ...)
+    t: float | Tensor,  # noise level: a number, a 0-dim tensor, or (B,)
+    latents: Tensor,  # latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
     """One noise level for all, or one a sample, shaped to multiply `latents`; raises InputError on another shape."""
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
-    t = t.to(latents.device, non_blocking=latents.device.type != "cpu")  # from the CPU no queue waits for it
+    t = t.to(
+        latents.device, non_blocking=latents.device.type != "cpu"
+    )  # from the CPU no queue waits for it
     if t.ndim == 0:
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:
-        raise InputError(f"t: got shape {tuple(t.shape)}, allowed is a number or one a sample, ({latents.shape[0]},).")
+        raise InputError(
+            f"t: got shape {tuple(t.shape)}, allowed is a number or one a sample, ({latents.shape[0]},)."
+        )
     return t.reshape(-1, *[1] * (latents.ndim - 1))
 
 # %% ../../nbs/00_method/00_schedule.ipynb #a312a772
 def add_noise(
-    data: Tensor, noise: Tensor,  # x_0, clean latents, (B, ...); x_1, standard normal, the shape of data
+    data: Tensor,  # x_0, clean latents, (B, ...)
+    noise: Tensor,  # x_1, standard normal, the shape of data
     t: float | Tensor,  # noise level in [0, 1]: a number or (B,)
 ) -> Tensor:  # x_t, the shape of data
     """The latent at noise level `t` on the straight line from image to noise; equation (1)."""
@@ -39,25 +45,29 @@ def add_noise(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #63bc6d97
 def velocity_target(
-    data: Tensor, noise: Tensor,  # x_0, clean latents, (B, ...); x_1, standard normal, the shape of data
+    data: Tensor,  # x_0, clean latents, (B, ...)
+    noise: Tensor,  # x_1, standard normal, the shape of data
 ) -> Tensor:  # v, the shape of data
     """The velocity that the model is fitted to, v = x_1 - x_0; equation (2)."""
     return noise - data
 
 # %% ../../nbs/00_method/00_schedule.ipynb #8303787f
 def predict_endpoints(
-    latents: Tensor, velocity: Tensor,  # x_t, (B, ...); v at (x_t, t), (B, ...)
+    latents: Tensor,  # x_t, (B, ...)
+    velocity: Tensor,  # v at (x_t, t), (B, ...)
     t: float | Tensor,  # noise level: a number or (B,)
-) -> tuple[Tensor, Tensor]:  # (x_0, x_1): the image and the noise that the velocity points from and to
+    # (x_0, x_1): the image and the noise that the velocity points from and to
+) -> tuple[Tensor, Tensor]:
     """Both ends of the line through `latents` with direction `velocity`: x_t - t v and x_t + (1 - t) v."""
     t = broadcast_sigma(t, latents)
     return latents - t * velocity, latents + (1 - t) * velocity
 
 # %% ../../nbs/00_method/00_schedule.ipynb #d73c3c16
 def gaussian_velocity(
-    latents: Tensor, t: float | Tensor,  # x_t, (B, ...); noise level: a number or (B,)
-    mean: float | Tensor = 0.0,  # mean of the data, a number or anything that broadcasts against latents
-    scale: float | Tensor = 1.0,  # standard deviation of the data, a number or anything that broadcasts
+    latents: Tensor,  # x_t, (B, ...)
+    t: float | Tensor,  # noise level: a number or (B,)
+    mean: float | Tensor = 0.0,  # of the data; a number or broadcast against latents
+    scale: float | Tensor = 1.0,  # standard deviation of the data, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
     """The velocity field that minimises (2) when the data is N(mean, scale^2) in every coordinate."""
     t = broadcast_sigma(t, latents)
@@ -88,13 +98,17 @@ def sigmas(
 
 # %% ../../nbs/00_method/00_schedule.ipynb #1c862bdb
 def dynamic_shift(
-    tokens: int, base_tokens: int = 256,  # image tokens of one image; tokens at which mu is base_shift
-    max_tokens: int = 4096, base_shift: float = 0.5,  # tokens at which mu is max_shift; mu at base_tokens
+    tokens: int,  # image tokens of one image
+    base_tokens: int = 256,  # tokens at which mu is base_shift
+    max_tokens: int = 4096,  # tokens at which mu is max_shift
+    base_shift: float = 0.5,  # mu at base_tokens
     max_shift: float = 1.15,  # mu at max_tokens; beyond, the line goes on
 ) -> float:  # exp(mu), to be given as `shift`
     """FLUX's resolution-dependent shift, exp of a line in the number of tokens; raises InputError on bad tokens."""
     if tokens < 1 or base_tokens == max_tokens:
-        raise InputError(f"tokens: got {tokens} on the line from {base_tokens} to {max_tokens}, allowed is at least 1 "
-                         "token and two different ends.")
+        raise InputError(
+            f"tokens: got {tokens} on the line from {base_tokens} to {max_tokens}, allowed is at least 1 "
+            "token and two different ends."
+        )
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return math.exp(base_shift + slope * (tokens - base_tokens))

@@ -19,7 +19,7 @@ from .windows import shrink_rest
 # %% ../../nbs/00_method/10_sharing.ipynb #75db21f2
 @dataclass(frozen=True)
 class Sharing:
-    "Which draws of noise the images of a group share."
+    """Which draws of noise the images of a group share."""
 
     kind: str = "own"  # own, group, seeds or tree
     number: int = 0  # seeds: initial noises of a group; tree: children of a node
@@ -27,7 +27,7 @@ class Sharing:
 
     @classmethod
     def parse(cls, text: str) -> "Sharing":
-        "Sharing by its words, such as tree:2@0,3. InputError on others."
+        """Sharing by its words, such as tree:2@0,3. InputError on others."""
         kind, _, rest = text.partition(":")
         number, _, places = rest.partition("@")
         splits = tuple(int(x) for x in places.split(",") if x.isascii() and x.isdigit())
@@ -37,37 +37,51 @@ class Sharing:
             return cls(text)
         if counted and (kind == "seeds" and "@" not in rest or kind == "tree" and rising):
             return cls(kind, int(number), splits)
-        raise InputError("`sharing` must be own, group, seeds:NOISES or tree:CHILDREN@TRANSITIONS such as tree:2@0,3; "
-                         f"got {text[:80]!r}")
+        raise InputError(
+            "`sharing` must be own, group, seeds:NOISES or tree:CHILDREN@TRANSITIONS such as tree:2@0,3; "
+            f"got {text[:80]!r}"
+        )
 
     def table(
-        self, images: int, transitions: int,  # G, of a group; T of a trajectory
-    ) -> Tensor:  # (T + 1, G) long: whose draw each image uses, of the initial noise and of every transition
-        "Whose draw each image uses. InputError where the group cannot be shared out so."
+        self,
+        images: int,  # G, of a group
+        transitions: int,  # T of a trajectory
+    ) -> (
+        Tensor
+    ):  # (T + 1, G) long: whose draw each image uses, of the initial noise and of every transition
+        """Whose draw each image uses. InputError where the group cannot be shared out so."""
         each = torch.arange(images)
         own = each.expand(transitions + 1, -1).clone()
         if self.kind == "tree":
             if self.number ** len(self.splits) != images:
-                raise InputError(f"`sharing` must give one leaf an image ({images}); {self.number} children at "
-                                 f"{len(self.splits)} transitions give {self.number ** len(self.splits)}")
+                raise InputError(
+                    f"`sharing` must give one leaf an image ({images}); {self.number} children at "
+                    f"{len(self.splits)} transitions give {self.number ** len(self.splits)}"
+                )
             if self.splits[-1] >= transitions:
-                raise InputError(f"`sharing` must split at transitions below {transitions}; got {self.splits[-1]}")
+                raise InputError(
+                    f"`sharing` must split at transitions below {transitions}; got {self.splits[-1]}"
+                )
             for row in range(transitions + 1):
                 below = images // self.number ** sum(row > split for split in self.splits)
                 own[row] = each // below * below
         elif self.kind != "own":
             if self.kind == "seeds" and images % self.number:
-                raise InputError(f"`sharing` must share {images} images evenly among its seeds; got {self.number}")
+                raise InputError(
+                    f"`sharing` must share {images} images evenly among its seeds; got {self.number}"
+                )
             below = images // self.number if self.kind == "seeds" else images
             own[0] = each // below * below
         return own
 
 # %% ../../nbs/00_method/10_sharing.ipynb #36997ff4
 def shared_states(
-    table: Tensor, stochastic: Tensor,  # (T + 1, G) long, of `Sharing.table`; (n,) long: the transitions with noise
+    table: Tensor,  # (T + 1, G) long, of `Sharing.table`
+    stochastic: Tensor,  # (n,) long: the transitions with noise
 ) -> Tensor:  # (T + 1, G) long: images with one number have the same latents at a place of the grid
-    "Which images are in one state at every place; a state has the number of its first image."
-    noisy, rows = set(stochastic.tolist()), [table[0]]
+    """Which images are in one state at every place; a state has the number of its first image."""
+    noisy = set(stochastic.tolist())
+    rows = [table[0]]
     for i in range(len(table) - 1):
         draw = table[i + 1] if i in noisy else torch.zeros_like(table[0])
         same = (rows[-1][:, None] == rows[-1]) & (draw[:, None] == draw)
@@ -78,22 +92,28 @@ def shared_states(
 def rollout_forwards(
     states: Tensor,  # (T + 1, G) long, of `shared_states`
 ) -> int:
-    "The forwards that a group costs: one for each state but the final images."
+    """The forwards that a group costs: one for each state but the final images."""
     return sum(len(row.unique()) for row in states[:-1])
 
 # %% ../../nbs/00_method/10_sharing.ipynb #d61f468b
 def edge_advantages(
-    scores: Tensor, states: Tensor,  # (P, G), of P prompts with G images each; (T + 1, G) long, of `shared_states`
-    rule: str = "depth",  # depth: normalise the nodes of one depth; leaves: normalise the leaves, then average upwards
+    scores: Tensor,  # (P, G), of P prompts with G images each
+    states: Tensor,  # (T + 1, G) long, of `shared_states`
+    # depth: normalise the nodes of one depth; leaves: normalise the leaves, then average upwards
+    rule: str = "depth",
     clamp: float = 5.0,  # largest absolute advantage, in standard deviations
 ) -> Tensor:  # (P, G, T): advantage of every image's transition
-    "Advantages of the edges of a tree of paths. InputError on another rule."
+    """Advantages of the edges of a tree of paths. InputError on another rule."""
     if rule not in ("depth", "leaves"):
         raise InputError(f"`rule` must be depth or leaves; got {rule!r}")
-    values, out = scores if rule == "depth" else group_advantages(scores, clamp), []
+    values = scores if rule == "depth" else group_advantages(scores, clamp)
+    out = []
     for row in states[1:]:
         first, node = row.unique(return_inverse=True)
-        mean = torch.zeros(len(values), len(first)).index_add(1, node, values.float()) / node.bincount()
+        mean = (
+            torch.zeros(len(values), len(first)).index_add(1, node, values.float())
+            / node.bincount()
+        )
         if rule == "depth":
             mean = group_advantages(mean, clamp) if len(first) > 1 else torch.zeros_like(mean)
         out.append(mean[:, node])
@@ -106,26 +126,35 @@ def merged_length(
     least: float = 2.2,  # entropy power 2 pi e std**2 that it must reach
     eta: float = 0.7,  # a, strength of the noise
 ) -> int:  # l, how many transitions become one
-    "How many transitions from `place` on have the noise wanted, or all before the last. InputError outside the grid."
+    """How many transitions from `place` on have the noise wanted, or all before the last. InputError outside the grid."""
     if not 0 <= place < len(sigmas) - 1:
         raise InputError(f"`place` must be 0 to {len(sigmas) - 2}; got {place}")
     t = sigmas.double()
     odds = t[place] / (1 - torch.where(t[place] > 1 - 1e-6, t[1], t[place]))
-    power = 2 * math.pi * math.e * eta**2 * odds * (t[place] - t[place + 1 : -1])  # it stops before the image
+    power = (
+        2 * math.pi * math.e * eta**2 * odds * (t[place] - t[place + 1 : -1])
+    )  # it stops before the image
     enough = (power >= least).nonzero()
     return int(enough[0]) + 1 if len(enough) else max(len(power), 1)
 
 
 def merge_transitions(
-    sigmas: Tensor, eta: Tensor,  # (T + 1,) noise levels; (T,) strengths, above 0 in a window alone
-    merge: str, shift: float,  # the two settings
+    sigmas: Tensor,  # (T + 1,) noise levels
+    eta: Tensor,  # (T,) strengths, above 0 in a window alone
+    merge: str,  # the setting `merge`
+    shift: float,  # the setting `shift`
 ) -> tuple[Tensor, Tensor]:  # the shorter grid and its strengths
-    "The grid on which some transitions are one: of the window, from it on, or after it (`shrink_rest`)."
+    """The grid on which some transitions are one: of the window, from it on, or after it (`shrink_rest`)."""
     places, (kind, _, number) = eta.nonzero()[:, 0].tolist(), merge.partition(":")
-    first, after = places[0], places[-1] + 1
+    first = places[0]
+    after = places[-1] + 1
     if kind == "rest":
         grid = shrink_rest(sigmas, after, float(number), shift)
         return grid, torch.cat([eta[:after], eta.new_zeros(len(grid) - 1 - after)])
-    length = after - first if kind == "window" else merged_length(sigmas, first, float(number), float(eta[first]))
+    length = (
+        after - first
+        if kind == "window"
+        else merged_length(sigmas, first, float(number), float(eta[first]))
+    )
     kept = torch.tensor([i for i in range(len(sigmas)) if not first < i < first + length])
     return sigmas[kept], eta[kept[:-1]]

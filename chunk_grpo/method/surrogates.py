@@ -17,22 +17,34 @@ from .objective import is_clipped
 from .sampler import Sampler
 
 STATISTICS = ("ratio", "centred", "scaled", "guard")
-SURROGATES = {"clip": 0, "asymmetric": 2, "dppo": 1, "hinge": 1, "epg": 0, "pepg": 0, "par": 0}  # numbers each takes
+SURROGATES = {
+    "clip": 0,
+    "asymmetric": 2,
+    "dppo": 1,
+    "hinge": 1,
+    "epg": 0,
+    "pepg": 0,
+    "par": 0,
+}  # numbers each takes
 STEP_WEIGHTS = ("noise", "interval", "inverse-interval", "flash")
 
 # %% ../../nbs/00_method/09_surrogates.ipynb #951778c6
 def mean_shift(
-    mean: Tensor, old: Tensor, std: Tensor,  # of a transition now and when it was drawn, (m, ...); its deviation, (m,)
+    mean: Tensor,  # (m, ...) of each transition under the present weights
+    old: Tensor,  # (m, ...) its mean when it was sampled
+    std: Tensor,  # (m,) its standard deviation
 ) -> Tensor:  # (m,), nats a latent dimension
-    "Divergence of two Gaussians of one deviation, |mean - old|^2 / (2 std^2), averaged over dimensions."
+    """Divergence of two Gaussians of one deviation, |mean - old|^2 / (2 std^2), averaged over dimensions."""
     return (mean - old).square().flatten(1).mean(1) / (2 * std**2)
 
 
 def transition_statistic(
-    kind: str, log_ratio: Tensor,  # one of STATISTICS; (m,)
-    shift: Tensor, std: Tensor,  # (m,), of `mean_shift`, with its gradient; (m,), deviation of each transition
+    kind: str,  # one of STATISTICS
+    log_ratio: Tensor,  # (m,)
+    shift: Tensor,  # (m,), of `mean_shift`, with its gradient
+    std: Tensor,  # (m,), deviation of each transition
 ) -> Tensor:  # (m,), 0 where nothing changed
-    "What is averaged over a chunk in place of the log-ratio. InputError on an unknown kind."
+    """What is averaged over a chunk in place of the log-ratio. InputError on an unknown kind."""
     if kind not in STATISTICS:
         raise InputError(f"`statistic` must be one of {', '.join(STATISTICS)}; got {kind!r}")
     centred = log_ratio + shift if kind in ("centred", "guard") else log_ratio
@@ -40,57 +52,76 @@ def transition_statistic(
 
 # %% ../../nbs/00_method/09_surrogates.ipynb #31ccd504
 def step_weights_by_name(
-    name: str, sampler: Sampler, places: Tensor,  # one of STEP_WEIGHTS; (n,) long: the transitions that are trained
+    name: str,  # one of STEP_WEIGHTS
+    sampler: Sampler,  # of the rollout
+    places: Tensor,  # (n,) long, the steps that are trained
 ) -> Tensor:  # (T,) float32, mean 1 over the places, 0 elsewhere
-    "The weight of every trained transition. InputError on an unknown name."
+    """The weight of every trained transition. InputError on an unknown name."""
     if name not in STEP_WEIGHTS:
-        raise InputError(f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or sizes of chunks; got {name!r}")
+        raise InputError(
+            f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or sizes of chunks; got {name!r}"
+        )
     levels = sampler.sigmas.double()
-    t, h = levels[places], -levels.diff()[places]
+    t = levels[places]
+    h = -levels.diff()[places]
     std = replace(sampler, sigmas=levels).coefficients(places)[2]
     if name in ("noise", "flash") and not bool((std > 0).all()):
-        raise InputError(f"`step_weights` must not be {name} where trained transitions are without noise; allowed are "
-                         "one, interval, inverse-interval, or sizes of chunks")
+        raise InputError(
+            f"`step_weights` must not be {name} where trained transitions are without noise; allowed are "
+            "one, interval, inverse-interval, or sizes of chunks"
+        )
     s = std / h.sqrt()
-    raw = {"noise": std, "interval": h, "inverse-interval": 1 / h,
-           "flash": 1 / (h.sqrt() / s + s * h.sqrt() * (1 - t) / (2 * t))}[name]
+    raw = {
+        "noise": std,
+        "interval": h,
+        "inverse-interval": 1 / h,
+        "flash": 1 / (h.sqrt() / s + s * h.sqrt() * (1 - t) / (2 * t)),
+    }[name]
     return torch.zeros(len(sampler)).index_put((places,), (raw / raw.mean()).float())
 
 # %% ../../nbs/00_method/09_surrogates.ipynb #f28fb9bc
 @dataclass(frozen=True)
 class Surrogate:
-    "A function of an item's statistic and advantage, by its words."
+    """A function of an item's statistic and advantage, by its words."""
 
     kind: str = "clip"  # one of SURROGATES
-    first: float = 0.0  # clip: its range; asymmetric: downwards; dppo: the divergence; hinge: the margin
+    first: float = 0.0  # clip range; range downwards; divergence (dppo); margin (hinge)
     second: float = 0.0  # asymmetric: upwards
 
     @classmethod
     def parse(cls, text: str, clip_range: float) -> "Surrogate":  # clip_range: of `clip`
-        "A surrogate by its words, such as dppo:1e-6. InputError on others."
+        """A surrogate by its words, such as dppo:1e-6. InputError on others."""
         kind, *given = text.split(":")
         try:
             numbers = [float(x) for x in given]
         except ValueError:
             numbers = [math.nan]
         if len(numbers) != SURROGATES.get(kind) or not all(0 < x < math.inf for x in numbers):
-            raise InputError("`surrogate` must be clip, asymmetric:LOW:HIGH, dppo:DIVERGENCE, hinge:MARGIN, epg, pepg, "
-                             f"par, or a function as file.py:function; got {text[:80]!r}")
+            raise InputError(
+                "`surrogate` must be clip, asymmetric:LOW:HIGH, dppo:DIVERGENCE, hinge:MARGIN, epg, pepg, "
+                f"par, or a function as file.py:function; got {text[:80]!r}"
+            )
         return cls(kind, *(numbers or [clip_range]))
 
     def __call__(
-        self, statistic: Tensor, advantage: Tensor,  # (N,), mean of each item; (N,)
+        self,
+        statistic: Tensor,  # (N,), mean of each item
+        advantage: Tensor,  # (N,)
         shift: Tensor | None = None,  # (N,) divergence of each item, for dppo
     ) -> Tensor:  # (N,)
-        "Worth of items; its derivative by the statistic is the coefficient of an item's gradient."
+        """Worth of items; its derivative by the statistic is the coefficient of an item's gradient."""
         ratio = statistic.exp()
         plain = ratio * advantage
         if self.kind in ("clip", "asymmetric"):
             # not `minimum`: just outside the range both products may round to one number, and half a gradient be left
-            low, high = 1 - self.first, 1 + (self.second or self.first)
+            low = 1 - self.first
+            high = 1 + (self.second or self.first)
             limited = (ratio.clamp(low, high) * advantage).detach()
-            gone = is_clipped(ratio, advantage, self.first) if self.kind == "clip" else (
-                (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0))
+            gone = (
+                is_clipped(ratio, advantage, self.first)
+                if self.kind == "clip"
+                else ((ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0))
+            )
             return torch.where(gone, limited, plain)
         if self.kind == "dppo":
             assert shift is not None

@@ -16,12 +16,19 @@ from torch import Tensor
 from .. import InputError
 from .schedule import shift_sigmas
 
-WINDOW_KINDS = {"all": 0, "frozen": 1, "random": 1, "early": 1, "progressive": 2, "exponential": 2}  # its numbers
+WINDOW_KINDS = {
+    "all": 0,
+    "frozen": 1,
+    "random": 1,
+    "early": 1,
+    "progressive": 2,
+    "exponential": 2,
+}  # its numbers
 
 # %% ../../nbs/00_method/08_windows.ipynb #8a197bd3
 @dataclass(frozen=True)
 class Window:
-    "Which transitions of an iteration have noise."
+    """Which transitions of an iteration have noise."""
 
     kind: str = "all"  # one of WINDOW_KINDS
     width: int = 0  # transitions in it
@@ -29,48 +36,64 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> "Window":
-        "A window by its words, such as progressive:4:25. InputError on others."
+        """A window by its words, such as progressive:4:25. InputError on others."""
         kind, *numbers = text.split(":")
         known = kind in WINDOW_KINDS and len(numbers) == WINDOW_KINDS[kind]
         if not known or not all(x.isascii() and x.isdigit() and int(x) for x in numbers):
-            raise InputError("`window` must be all, frozen:W, random:W, early:W, progressive:W:EVERY or "
-                             f"exponential:W:EVERY with whole numbers above 0; got {text!r}")
+            raise InputError(
+                "`window` must be all, frozen:W, random:W, early:W, progressive:W:EVERY or "
+                f"exponential:W:EVERY with whole numbers above 0; got {text!r}"
+            )
         return cls(kind, *map(int, numbers))
 
     def places(
-        self, transitions: int, iteration: int,  # n that may have noise; 0, 1, ...
+        self,
+        transitions: int,  # n that may have noise
+        iteration: int,  # 0, 1, ...
         seed: int = 0,  # of the run; the window is the same for all images of an iteration
     ) -> range:  # of them, those that have it
-        "The window of an iteration. InputError where it is wider than the trajectory."
+        """The window of an iteration. InputError where it is wider than the trajectory."""
         if self.kind == "all":
             return range(transitions)
         last = transitions - self.width
         if last < 0:
-            raise InputError(f"`window` must be at most {transitions} transitions wide; got {self.width}")
+            raise InputError(
+                f"`window` must be at most {transitions} transitions wide; got {self.width}"
+            )
         if self.kind in ("random", "early"):
-            most = last if self.kind == "random" else min(last, max((transitions + 1) // 2 - self.width, 0))
+            most = (
+                last
+                if self.kind == "random"
+                else min(last, max((transitions + 1) // 2 - self.width, 0))
+            )
             first = random.Random(f"{seed}/{iteration}/window").randint(0, most)
         elif self.kind == "frozen":
             first = 0
         else:
-            stays = [self.every if self.kind == "progressive" else
-                     math.ceil(self.every * math.exp(-0.1 * max(place - 13, 0))) for place in range(last + 1)]
+            stays = [
+                self.every
+                if self.kind == "progressive"
+                else math.ceil(self.every * math.exp(-0.1 * max(place - 13, 0)))
+                for place in range(last + 1)
+            ]
             left = iteration % sum(stays)
             first = next(place for place in range(last + 1) if sum(stays[: place + 1]) > left)
         return range(first, first + self.width)
 
     def strengths(self, transitions: int, eta: float, iteration: int, seed: int = 0) -> Tensor:
-        "The strength of every transition, (transitions + 1,): eta in the window, 0 elsewhere and at the last."
+        """The strength of every transition, (transitions + 1,): eta in the window, 0 elsewhere and at the last."""
         inside = torch.zeros(transitions + 1, dtype=torch.float64)
         inside[list(self.places(transitions, iteration, seed))] = eta
         return inside
 
 # %% ../../nbs/00_method/08_windows.ipynb #0af1ae8c
 def shrink_rest(
-    sigmas: Tensor, start: int, share: float,  # (T + 1,) noise levels; first transition after the window; r
+    sigmas: Tensor,  # (T + 1,) noise levels
+    start: int,  # first transition after the window
+    share: float,  # r
     shift: float,  # of the schedule
 ) -> Tensor:  # (start + kept + 1,) noise levels, the first `start` + 1 as they were
-    "The grid with a share of the transitions after the window, evenly spaced before the shift (MixGRPO-Flash)."
+    """The grid with a share of the transitions after the window, evenly spaced before the shift (MixGRPO-Flash)."""
     kept = max(1, int(share * (len(sigmas) - 1 - start)))
     begin = shift_sigmas(sigmas[start].double(), 1 / shift)
     rest = shift_sigmas(torch.linspace(1, 0, kept + 1, dtype=torch.float64) * begin, shift)

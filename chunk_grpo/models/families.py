@@ -20,255 +20,396 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from .policy import LORA_TARGETS, ModelConfig, Policy, native_shift, scheduler_config
+from chunk_grpo.models.policy import (
+    LORA_TARGETS,
+    ModelConfig,
+    Policy,
+    native_shift,
+    scheduler_config,
+)
 from .policy import scheduler_sigmas
 
 # %% ../../nbs/03_models/03_families.ipynb #0698956e
 def latents_to_tokens(latents: Tensor, packed: int = 1) -> Tensor:
     # latents: (B, C, side, side); packed: latent pixels a side of a token; returns (B, (side / packed)^2, C packed^2)
-    "Latent pixels, or patches of them, row after row, as tokens."
+    """Latent pixels, or patches of them, row after row, as tokens."""
     return pixel_unshuffle(latents, packed).flatten(2).transpose(1, 2).contiguous()
 
 
 def tokens_to_latents(latents: Tensor, side: int, packed: int = 1) -> Tensor:
     # latents: (B, (side / packed)^2, C packed^2); side: latent pixels; returns (B, C, side, side)
-    "Tokens as a picture: the inverse of `latents_to_tokens`."
-    return pixel_shuffle(latents.transpose(1, 2).unflatten(2, (side // packed, -1)), packed).contiguous()
+    """Tokens as a picture: the inverse of `latents_to_tokens`."""
+    return pixel_shuffle(
+        latents.transpose(1, 2).unflatten(2, (side // packed, -1)), packed
+    ).contiguous()
 
 # %% ../../nbs/03_models/03_families.ipynb #6336195f
-_FLUX_VAE = json.dumps({
-    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4, "sample_size": 1024,
-    "up_block_types": ["UpDecoderBlock2D"] * 4, "latent_channels": 16, "layers_per_block": 2, "use_quant_conv": False,
-    "use_post_quant_conv": False})
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")  # of diffusers' usual blocks
+_FLUX_VAE = json.dumps(
+    {
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "sample_size": 1024,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "latent_channels": 16,
+        "layers_per_block": 2,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    }
+)
+_FEED_FORWARD = (
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
+)  # of diffusers' usual blocks
 
 
 class FluxPolicy(Policy):
-    "FLUX.1, dev or schnell."
+    """FLUX.1, dev or schnell."""
 
-    pipeline, network_classes = "FluxPipeline", ("FluxTransformer2DModel", "AutoencoderKL")
+    pipeline = "FluxPipeline"
+    network_classes = ("FluxTransformer2DModel", "AutoencoderKL")
     text_folders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
     lora_targets = (*LORA_TARGETS, *_FEED_FORWARD, "proj_mlp", "proj_out")
     packed = 2  # latent pixels a side of a token
     known_configs = {
-        "black-forest-labs/FLUX.1-dev": ModelConfig("FluxPipeline", '{"guidance_embeds": true}', _FLUX_VAE),
-        "black-forest-labs/FLUX.1-schnell": ModelConfig("FluxPipeline", "{}", _FLUX_VAE)}
+        "black-forest-labs/FLUX.1-dev": ModelConfig(
+            "FluxPipeline", '{"guidance_embeds": true}', _FLUX_VAE
+        ),
+        "black-forest-labs/FLUX.1-schnell": ModelConfig("FluxPipeline", "{}", _FLUX_VAE),
+    }
 
     def set_resolution(self, resolution: int) -> Self:
-        "As every family, and the positions of the tokens."
+        """As every family, and the positions of the tokens."""
         super().set_resolution(resolution)
-        ids, side = diffusers.FluxPipeline._prepare_latent_image_ids, self.side // 2
+        ids = diffusers.FluxPipeline._prepare_latent_image_ids
+        side = self.side // 2
         self.image_ids = ids(1, side, side, self.device, torch.float32)
         self.text_ids = torch.zeros(self.max_tokens, 3, device=self.device)
         return self
 
-    def embed(self, pipe: Any, prompts: list[str]) -> dict[str, Tensor]:  # FluxPipeline -> (P, L, D) and (P, E)
-        "T5's states and CLIP's pooled state."
+    def embed(
+        self, pipe: Any, prompts: list[str]
+    ) -> dict[str, Tensor]:  # FluxPipeline -> (P, L, D) and (P, E)
+        """T5's states and CLIP's pooled state."""
         embeds, pooled, _ = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        "The latents of one image at sigma 1, drawn on the CPU: the same on every device and in the pipeline."
+        """The latents of one image at sigma 1, drawn on the CPU: the same on every device and in the pipeline."""
         shape = 1, self.transformer.config.in_channels // self.packed**2, self.side, self.side
         return latents_to_tokens(torch.randn(shape, generator=generator), self.packed)[0]
 
-    def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
-        "One forward."
+    def predict(
+        self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C)
+        """One forward."""
         embedded = self.transformer.config.guidance_embeds
-        guidance = torch.full((len(latents),), self.guidance, device=self.device) if embedded else None
-        texts = {"encoder_hidden_states": rows["prompt_embeds"], "pooled_projections": rows["pooled_prompt_embeds"]}
-        return self.module(hidden_states=latents, timestep=sigma, guidance=guidance, txt_ids=self.text_ids,
-                           img_ids=self.image_ids, return_dict=False, **texts)[0]
+        guidance = (
+            torch.full((len(latents),), self.guidance, device=self.device) if embedded else None
+        )
+        texts = {
+            "encoder_hidden_states": rows["prompt_embeds"],
+            "pooled_projections": rows["pooled_prompt_embeds"],
+        }
+        return self.module(
+            hidden_states=latents,
+            timestep=sigma,
+            guidance=guidance,
+            txt_ids=self.text_ids,
+            img_ids=self.image_ids,
+            return_dict=False,
+            **texts,
+        )[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
-        "Images of the latents at sigma 0."
-        pictures, config = tokens_to_latents(latents, self.side, self.packed), self.vae.config
+        """Images of the latents at sigma 0."""
+        pictures = tokens_to_latents(latents, self.side, self.packed)
+        config = self.vae.config
         return self.vae_decode(pictures / config.scaling_factor + (config.shift_factor or 0.0))
 
 # %% ../../nbs/03_models/03_families.ipynb #0edf14e8
 class SD3Policy(Policy):
-    "Stable Diffusion 3 and 3.5."
+    """Stable Diffusion 3 and 3.5."""
 
-    pipeline, network_classes = "StableDiffusion3Pipeline", ("SD3Transformer2DModel", "AutoencoderKL")
+    pipeline = "StableDiffusion3Pipeline"
+    network_classes = ("SD3Transformer2DModel", "AutoencoderKL")
     lora_targets = (*LORA_TARGETS, *_FEED_FORWARD)
-    text_folders = tuple(f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3"))
+    text_folders = tuple(
+        f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")
+    )
     known_configs = {
-        f"stabilityai/stable-diffusion-3.5-{size}": ModelConfig("StableDiffusion3Pipeline", json.dumps({
-            "num_layers": blocks, "num_attention_heads": blocks, "caption_projection_dim": 64 * blocks,
-            "pos_embed_max_size": places, "dual_attention_layers": list(range(dual)), "qk_norm": "rms_norm"}),
-            _FLUX_VAE, 77)
-        for size, blocks, places, dual in (("medium", 24, 384, 13), ("large", 38, 192, 0))}
+        f"stabilityai/stable-diffusion-3.5-{size}": ModelConfig(
+            "StableDiffusion3Pipeline",
+            json.dumps(
+                {
+                    "num_layers": blocks,
+                    "num_attention_heads": blocks,
+                    "caption_projection_dim": 64 * blocks,
+                    "pos_embed_max_size": places,
+                    "dual_attention_layers": list(range(dual)),
+                    "qk_norm": "rms_norm",
+                }
+            ),
+            _FLUX_VAE,
+            77,
+        )
+        for size, blocks, places, dual in (("medium", 24, 384, 13), ("large", 38, 192, 0))
+    }
     noise, decode, packed = FluxPolicy.noise, FluxPolicy.decode, 1
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        "CLIP's tokens, which stand before T5's."
-        return json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())["model_max_length"]
+        """CLIP's tokens, which stand before T5's."""
+        return json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())[
+            "model_max_length"
+        ]
 
     def set_resolution(self, resolution: int) -> Self:
-        "As every family; InputError also where the transformer has no positions for so many tokens."
+        """As every family; InputError also where the transformer has no positions for so many tokens."""
         self.patch = self.transformer.config.patch_size
         most = self.transformer.config.pos_embed_max_size * self.patch * self.vae_scale_factor
         if resolution > most:
-            raise InputError(f"resolution: {resolution} is too large for this model; allowed are at most {most}.")
+            raise InputError(
+                f"resolution: {resolution} is too large for this model; allowed are at most {most}."
+            )
         return super().set_resolution(resolution)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        "The noise levels that the pipeline's own call goes along."
+        """The noise levels that the pipeline's own call goes along."""
         return scheduler_sigmas(self, num_inference_steps=steps, mu=math.log(native_shift(self)))
 
-    def embed(self, pipe: Any, prompts: list[str]) -> dict[str, Tensor]:  # pipe: a StableDiffusion3Pipeline
-        "prompt_embeds (P, 77 + max_tokens, D) and pooled_prompt_embeds (P, E)."
+    def embed(
+        self, pipe: Any, prompts: list[str]
+    ) -> dict[str, Tensor]:  # pipe: a StableDiffusion3Pipeline
+        """prompt_embeds (P, 77 + max_tokens, D) and pooled_prompt_embeds (P, E)."""
         given = {"do_classifier_free_guidance": False, "max_sequence_length": self.max_tokens}
         embeds, _, pooled, _ = pipe.encode_prompt(prompts, None, None, **given)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
-        "One forward, at the transformer's own time."
-        texts = {"encoder_hidden_states": rows["prompt_embeds"], "pooled_projections": rows["pooled_prompt_embeds"]}
+    def predict(
+        self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C)
+        """One forward, at the transformer's own time."""
+        texts = {
+            "encoder_hidden_states": rows["prompt_embeds"],
+            "pooled_projections": rows["pooled_prompt_embeds"],
+        }
         pictures = tokens_to_latents(latents, self.side)
-        return latents_to_tokens(self.module(pictures, timestep=1000 * sigma, return_dict=False, **texts)[0])
+        return latents_to_tokens(
+            self.module(pictures, timestep=1000 * sigma, return_dict=False, **texts)[0]
+        )
 
 # %% ../../nbs/03_models/03_families.ipynb #63809710
-def _pad_prompt_embeds(states: Sequence[Tensor], length: int) -> dict[str, Tensor]:  # states: (L_p, D) of every prompt
-    "Prompts of different lengths, cut or filled up to (P, length, D), and a mask (P, length) of what is theirs."
+def _pad_prompt_embeds(
+    states: Sequence[Tensor], length: int
+) -> dict[str, Tensor]:  # states: (L_p, D) of every prompt
+    """Prompts of different lengths, cut or filled up to (P, length, D), and a mask (P, length) of what is theirs."""
     states = [s[:length] for s in states]
     lengths = torch.tensor([len(s) for s in states], device=states[0].device)
-    embeds = pad_sequence([*states, states[0].new_zeros(length, states[0].shape[1])], batch_first=True)[:-1]
+    embeds = pad_sequence(
+        [*states, states[0].new_zeros(length, states[0].shape[1])], batch_first=True
+    )[:-1]
     mask = torch.arange(length, device=embeds.device) < lengths[:, None]
     return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
 # %% ../../nbs/03_models/03_families.ipynb #3b8385ae
 class ZImagePolicy(Policy):
-    "Z-Image and Z-Image-Turbo."
+    """Z-Image and Z-Image-Turbo."""
 
-    pipeline, network_classes = "ZImagePipeline", ("ZImageTransformer2DModel", "AutoencoderKL")
+    pipeline = "ZImagePipeline"
+    network_classes = ("ZImageTransformer2DModel", "AutoencoderKL")
     lora_targets = (*LORA_TARGETS, "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     masks_attention = True
     known_configs = {"Tongyi-MAI/Z-Image-Turbo": ModelConfig("ZImagePipeline", "{}", _FLUX_VAE)}
     noise, decode, packed = FluxPolicy.noise, FluxPolicy.decode, 1
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        "The noise levels that the pipeline's own call goes along."
+        """The noise levels that the pipeline's own call goes along."""
         linear = torch.linspace(1, 1 / steps, steps).tolist()
         return scheduler_sigmas(self, sigmas=linear, mu=math.log(native_shift(self)))
 
     def embed(self, pipe: "diffusers.ZImagePipeline", prompts: list[str]) -> dict[str, Tensor]:
-        "prompt_embeds (P, max_tokens, D) and prompt_embeds_mask (P, max_tokens)."
-        states, _ = pipe.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens)
+        """prompt_embeds (P, max_tokens, D) and prompt_embeds_mask (P, max_tokens)."""
+        states, _ = pipe.encode_prompt(
+            prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens
+        )
         return _pad_prompt_embeds(states, self.max_tokens)
 
-    def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
-        "One forward."
-        frames = tokens_to_latents(latents, self.side).unsqueeze(2)  # each image a video of one frame
-        captions = [e[m] for e, m in zip(rows["prompt_embeds"], rows["prompt_embeds_mask"], strict=True)]
+    def predict(
+        self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C)
+        """One forward."""
+        frames = tokens_to_latents(latents, self.side).unsqueeze(
+            2
+        )  # each image a video of one frame
+        captions = [
+            e[m] for e, m in zip(rows["prompt_embeds"], rows["prompt_embeds_mask"], strict=True)
+        ]
         time = (1000 - 1000 * sigma) / 1000  # 1 - sigma, rounded as the pipeline rounds it
         out = self.module(list(frames), time, captions, return_dict=False)[0]
         return -latents_to_tokens(torch.stack(out).squeeze(2))
 
 # %% ../../nbs/03_models/03_families.ipynb #255a00b9
 class QwenImagePolicy(Policy):
-    "Qwen-Image."
+    """Qwen-Image."""
 
-    pipeline, network_classes = "QwenImagePipeline", ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
+    pipeline = "QwenImagePipeline"
+    network_classes = ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
     max_sequence_length, masks_attention = 1024, True
-    lora_targets = (*LORA_TARGETS, *(f"{kind}_mlp.net.{layer}" for kind in ("img", "txt") for layer in ("0.proj", "2")))
+    lora_targets = (
+        *LORA_TARGETS,
+        *(f"{kind}_mlp.net.{layer}" for kind in ("img", "txt") for layer in ("0.proj", "2")),
+    )
     unread = ("attn.to_add_out", "txt_mlp")  # the text's own way through the last block
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
     noise, packed = FluxPolicy.noise, FluxPolicy.packed
 
     @property
     def vae_scale_factor(self) -> int:
-        "Pixels of the image a side that are one latent pixel of the VAE."
+        """Pixels of the image a side that are one latent pixel of the VAE."""
         return 2 ** len(self.vae.temperal_downsample)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        "The noise levels that the pipeline's own call goes along."
+        """The noise levels that the pipeline's own call goes along."""
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
         return scheduler_sigmas(self, sigmas=linear, mu=math.log(native_shift(self)))
 
     def apply_guidance(self, with_prompt: Tensor, without: Tensor) -> Tensor:  # (B, S, C) each
-        "The guided velocity, as long in every token as the prompt's own."
+        """The guided velocity, as long in every token as the prompt's own."""
         sum_ = super().apply_guidance(with_prompt, without)
         return sum_ * (with_prompt.norm(dim=-1, keepdim=True) / sum_.norm(dim=-1, keepdim=True))
 
     def embed(self, pipe: "diffusers.QwenImagePipeline", prompts: list[str]) -> dict[str, Tensor]:
-        "prompt_embeds (P, max_tokens, D) and prompt_embeds_mask (P, max_tokens)."
+        """prompt_embeds (P, max_tokens, D) and prompt_embeds_mask (P, max_tokens)."""
         embeds, mask = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
-        mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask  # None: all are as long
-        return _pad_prompt_embeds([e[m.bool()] for e, m in zip(embeds, mask, strict=True)], self.max_tokens)
+        mask = (
+            torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
+        )  # None: all are as long
+        return _pad_prompt_embeds(
+            [e[m.bool()] for e, m in zip(embeds, mask, strict=True)], self.max_tokens
+        )
 
-    def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
-        "One forward, without the padding that no sample of the batch needs."
+    def predict(
+        self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C)
+        """One forward, without the padding that no sample of the batch needs."""
         longest = int(rows["prompt_embeds_mask"].sum(1).max())
         states, mask = (rows[name][:, :longest] for name in ("prompt_embeds", "prompt_embeds_mask"))
-        return self.module(hidden_states=latents, timestep=sigma, encoder_hidden_states=states, return_dict=False,
-                           encoder_hidden_states_mask=None if mask.all() else mask,
-                           img_shapes=[[(1, self.side // 2, self.side // 2)]] * len(latents))[0]
+        return self.module(
+            hidden_states=latents,
+            timestep=sigma,
+            encoder_hidden_states=states,
+            return_dict=False,
+            encoder_hidden_states_mask=None if mask.all() else mask,
+            img_shapes=[[(1, self.side // 2, self.side // 2)]] * len(latents),
+        )[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
-        "Images of the latents at sigma 0."
+        """Images of the latents at sigma 0."""
         frames = tokens_to_latents(latents, self.side, self.packed).unsqueeze(2)
-        mean, std = (torch.tensor(x, device=latents.device).view(1, -1, 1, 1, 1)
-                     for x in (self.vae.config.latents_mean, self.vae.config.latents_std))
+        mean, std = (
+            torch.tensor(x, device=latents.device).view(1, -1, 1, 1, 1)
+            for x in (self.vae.config.latents_mean, self.vae.config.latents_std)
+        )
         return self.vae_decode(frames * std + mean)[:, :, 0]
 
 # %% ../../nbs/03_models/03_families.ipynb #d25bcbe4
 class Flux2KleinPolicy(Policy):
-    "FLUX.2-klein."
+    """FLUX.2-klein."""
 
-    pipeline, network_classes = "Flux2KleinPipeline", ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
-    lora_targets = (*LORA_TARGETS, "to_qkv_mlp_proj", "to_out", "ff.linear_in", "ff.linear_out", "ff_context.linear_in",
-                    "ff_context.linear_out")
+    pipeline = "Flux2KleinPipeline"
+    network_classes = ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
+    lora_targets = (
+        *LORA_TARGETS,
+        "to_qkv_mlp_proj",
+        "to_out",
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+    )
     known_configs = {
-        f"black-forest-labs/FLUX.2-klein-{kind}{size}B": ModelConfig("Flux2KleinPipeline", json.dumps({
-            "num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
-            "joint_attention_dim": text, "guidance_embeds": False}))
+        f"black-forest-labs/FLUX.2-klein-{kind}{size}B": ModelConfig(
+            "Flux2KleinPipeline",
+            json.dumps(
+                {
+                    "num_layers": double,
+                    "num_single_layers": single,
+                    "num_attention_heads": heads,
+                    "joint_attention_dim": text,
+                    "guidance_embeds": False,
+                }
+            ),
+        )
         for kind in ("", "base-")
-        for size, double, single, heads, text in ((4, 5, 20, 24, 3 * 2560), (9, 8, 24, 32, 3 * 4096))}
+        for size, double, single, heads, text in (
+            (4, 5, 20, 24, 3 * 2560),
+            (9, 8, 24, 32, 3 * 4096),
+        )
+    }
 
     def __init__(self, folder: Path, *given, true_cfg_scale: float = 1.0, **more):
         index = json.loads((Path(folder) / "model_index.json").read_text())
         if index.get("is_distilled") and true_cfg_scale > 1:
-            raise InputError(f"true_cfg_scale: got {true_cfg_scale:g}, but the model is distilled; allowed is 1.")
+            raise InputError(
+                f"true_cfg_scale: got {true_cfg_scale:g}, but the model is distilled; allowed is 1."
+            )
         super().__init__(folder, *given, true_cfg_scale=true_cfg_scale, **more)
 
     def set_resolution(self, resolution: int) -> Self:
-        "As every family, and the positions of the tokens."
+        """As every family, and the positions of the tokens."""
         super().set_resolution(resolution)
-        pipeline, side = diffusers.Flux2KleinPipeline, self.side // 2
+        pipeline = diffusers.Flux2KleinPipeline
+        side = self.side // 2
         self.image_ids = pipeline._prepare_latent_ids(torch.empty(1, 1, side, side)).to(self.device)
-        self.text_ids = pipeline._prepare_text_ids(torch.empty(1, self.max_tokens, 1)).to(self.device)
+        self.text_ids = pipeline._prepare_text_ids(torch.empty(1, self.max_tokens, 1)).to(
+            self.device
+        )
         return self
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        "The noise levels that the pipeline's own call goes along."
+        """The noise levels that the pipeline's own call goes along."""
         # imported here, because the pipeline's module takes seconds
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
-        given = {"num_inference_steps": steps} if scheduler_config(self).get("use_flow_sigmas") else {"sigmas": linear}
+        given = (
+            {"num_inference_steps": steps}
+            if scheduler_config(self).get("use_flow_sigmas")
+            else {"sigmas": linear}
+        )
         return scheduler_sigmas(self, **given, mu=compute_empirical_mu(self.tokens, steps))
 
     def embed(self, pipe: "diffusers.Flux2KleinPipeline", prompts: list[str]) -> dict[str, Tensor]:
-        "Three layers of the language model, side by side: (P, max_tokens, 3 D)."
-        return {"prompt_embeds": pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)[0]}
+        """Three layers of the language model, side by side: (P, max_tokens, 3 D)."""
+        return {
+            "prompt_embeds": pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)[0]
+        }
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        "The latents of one image at sigma 1."
+        """The latents of one image at sigma 1."""
         shape = 1, self.transformer.config.in_channels, self.side // 2, self.side // 2
         return latents_to_tokens(torch.randn(shape, generator=generator))[0]
 
-    def predict(self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]) -> Tensor:  # (B, S, C)
-        "One forward."
-        given = {"encoder_hidden_states": rows["prompt_embeds"], "txt_ids": self.text_ids, "img_ids": self.image_ids}
+    def predict(
+        self, latents: Tensor, sigma: Tensor, rows: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C)
+        """One forward."""
+        given = {
+            "encoder_hidden_states": rows["prompt_embeds"],
+            "txt_ids": self.text_ids,
+            "img_ids": self.image_ids,
+        }
         return self.module(hidden_states=latents, timestep=sigma, return_dict=False, **given)[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
-        "Images of the latents at sigma 0."
+        """Images of the latents at sigma 0."""
         norm = self.vae.bn
         std = (norm.running_var + self.vae.config.batch_norm_eps).float().sqrt()
-        return self.vae_decode(tokens_to_latents(latents * std + norm.running_mean.float(), self.side, 2))
+        return self.vae_decode(
+            tokens_to_latents(latents * std + norm.running_mean.float(), self.side, 2)
+        )

@@ -34,51 +34,88 @@ from ..core.files import sha256_of
 from ..core.validation import format_value, parse_yaml, read_yaml_file
 from ..pocket import POCKET_MODELS, pocket_model_path
 
-_MODEL_FILES = ["model_index.json", "*/*.json", "*/*.safetensors", "tokenizer*/*"]  # what a pipeline is loaded from
-OTHER_FILES = ["text_encoders/*", "*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*"]  # the same weights once more
-MODEL_FOLDERS = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2",
-                 "tokenizer_3", "scheduler")  # those that a model has
+_MODEL_FILES = [
+    "model_index.json",
+    "*/*.json",
+    "*/*.safetensors",
+    "tokenizer*/*",
+]  # what a pipeline is loaded from
+OTHER_FILES = [
+    "text_encoders/*",
+    "*.fp16.*",
+    "*.fp16-*",
+    "*.bf16.*",
+    "*.bf16-*",
+]  # the same weights once more
+MODEL_FOLDERS = (
+    "transformer",
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+    "scheduler",
+)  # those that a model has
 
 # %% ../../nbs/03_models/00_inputs.ipynb #742c5db4
-def locate_model(model: str) -> Path:  # model: one of POCKET_MODELS, a folder that diffusers saved, or a hub id
-    "The folder of a model, with its model_index.json; InputError where there is none."
+def locate_model(
+    model: str,
+) -> Path:  # model: one of POCKET_MODELS, a folder that diffusers saved, or a hub id
+    """The folder of a model, with its model_index.json; InputError where there is none."""
     if model in POCKET_MODELS:
         return Path(pocket_model_path(model))
     if Path(model).is_dir():
         return Path(model)
     if model.startswith("pocket/"):  # a typing error, and no name on the hub
-        raise InputError(f"model: {model!r} is no base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
-                         "folder, or a hub id.")
+        raise InputError(
+            f"model: {model!r} is no base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
+            "folder, or a hub id."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_MODEL_FILES, ignore_patterns=OTHER_FILES))
+        return Path(
+            snapshot_download(model, allow_patterns=_MODEL_FILES, ignore_patterns=OTHER_FILES)
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason}).") from None
+        raise InputError(
+            f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason})."
+        ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
-def hash_model_files(folder: Path, parts: tuple[str, ...]) -> str:  # parts: sub-folders; returns hex
-    "The sha256 of every file under the parts, names included: what caches and run folders know a model by."
+def hash_model_files(
+    folder: Path, parts: tuple[str, ...]
+) -> str:  # parts: sub-folders; returns hex
+    """The sha256 of every file under the parts, names included: what caches and run folders know a model by."""
     digest = hashlib.sha256()
-    for file in sorted(f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()):
+    for file in sorted(
+        f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()
+    ):
         digest.update(file.relative_to(folder).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))
     return digest.hexdigest()
 
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd
-def read_tensor_shapes(folder: Path, part: str) -> dict[str, tuple[int, ...]]:  # by name of the tensor
-    "The shapes of a part's tensors, without the tensors; InputError names the file that is missing or damaged."
+def read_tensor_shapes(
+    folder: Path, part: str
+) -> dict[str, tuple[int, ...]]:  # by name of the tensor
+    """The shapes of a part's tensors, without the tensors; InputError names the file that is missing or damaged."""
     from safetensors import SafetensorError, safe_open  # brings torch
 
-    files, shapes = sorted((Path(folder) / part).glob("*.safetensors")), {}
+    files = sorted((Path(folder) / part).glob("*.safetensors"))
+    shapes = {}
     if not files:
         raise InputError(f"model: {folder} holds no weights (*.safetensors) under {part}/.")
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
-                shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
+                shapes |= {
+                    name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()
+                }
         except (SafetensorError, OSError) as error:
             raise InputError(f"model: {file} is damaged and cannot be read ({error}).") from None
     return shapes
@@ -93,34 +130,65 @@ FAMILIES = {  # classes of diffusers that have a policy, and where it is
 }
 
 
-def read_model_json(folder: Path, name: str) -> dict:  # folder: a pipeline's folder; name: of a file in it
-    "A JSON file of a model; InputError where it is missing or damaged."
+def read_model_json(
+    folder: Path, name: str
+) -> dict:  # folder: a pipeline's folder; name: of a file in it
+    """A JSON file of a model; InputError where it is missing or damaged."""
     if not (Path(folder) / name).is_file():
-        raise InputError(f"model: {folder} holds no {name}; a whole folder saved by diffusers is needed.")
+        raise InputError(
+            f"model: {folder} holds no {name}; a whole folder saved by diffusers is needed."
+        )
     try:
         content = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"model: {Path(folder) / name} cannot be read ({type(error).__name__}).") from None
+        raise InputError(
+            f"model: {Path(folder) / name} cannot be read ({type(error).__name__})."
+        ) from None
     if not isinstance(content, dict):
-        raise InputError(f"model: {Path(folder) / name} must hold a JSON object; it holds a {type(content).__name__}.")
+        raise InputError(
+            f"model: {Path(folder) / name} must hold a JSON object; it holds a {type(content).__name__}."
+        )
     if content.get("quantization_config") is not None:
-        raise InputError(f"model: {Path(folder) / name} has a quantization_config, and quantized weights are not "
-                         "supported; allowed are the model's own weights, in float32, float16 or bfloat16.")
+        raise InputError(
+            f"model: {Path(folder) / name} has a quantization_config, and quantized weights are not "
+            "supported; allowed are the model's own weights, in float32, float16 or bfloat16."
+        )
     return content
 
 # %% ../../nbs/03_models/00_inputs.ipynb #sched1code
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"  # the class of diffusers whose steps are those of `sample_ode`
-_SCHEDULER_FLAGS = ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
-                    "use_flow_sigmas", "invert_sigmas", "stochastic_sampling")
-_SCHEDULER_NUMBERS = ("shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "shift_terminal",
-                      "sigma_min", "sigma_max", "num_train_timesteps")
+# the class of diffusers whose steps are those of `sample_ode`
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+_SCHEDULER_FLAGS = (
+    "use_dynamic_shifting",
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_flow_sigmas",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
+_SCHEDULER_NUMBERS = (
+    "shift",
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "shift_terminal",
+    "sigma_min",
+    "sigma_max",
+    "num_train_timesteps",
+)
 
 
-def _check_scheduler_options(config: dict, file: str) -> None:  # config: of scheduler_config.json, the file
-    "Raise InputError if an option has the wrong type, or does more than place the noise levels."
+def _check_scheduler_options(
+    config: dict, file: str
+) -> None:  # config: of scheduler_config.json, the file
+    """Raise InputError if an option has the wrong type, or does more than place the noise levels."""
     for name in _SCHEDULER_FLAGS:
         if type(config.get(name, False)) is not bool:
-            raise InputError(f"model: {file} must have true or false as {name}; got {config[name]!r:.80}.")
+            raise InputError(
+                f"model: {file} must have true or false as {name}; got {config[name]!r:.80}."
+            )
     for name in _SCHEDULER_NUMBERS:
         value = config.get(name)
         if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
@@ -132,30 +200,49 @@ def _check_scheduler_options(config: dict, file: str) -> None:  # config: of sch
         if config.get(name, 1) is None:
             raise InputError(f"model: {file} must have a number as {name}; got null.")
     if not config.get("use_dynamic_shifting") and config.get("shift", 1.0) <= 0:
-        raise InputError(f"model: {file} must have a number above 0 as shift; got {config['shift']!r}.")
-    for name, meaning in (("invert_sigmas", "levels that rise from 0"), ("stochastic_sampling", "steps with noise")):
+        raise InputError(
+            f"model: {file} must have a number above 0 as shift; got {config['shift']!r}."
+        )
+    for name, meaning in (
+        ("invert_sigmas", "levels that rise from 0"),
+        ("stochastic_sampling", "steps with noise"),
+    ):
         if config.get(name):
-            raise InputError(f"model: {file} has {name}: true, {meaning}, which is not supported; allowed is false.")
+            raise InputError(
+                f"model: {file} has {name}: true, {meaning}, which is not supported; allowed is false."
+            )
     if config.get("num_train_timesteps", 1000) != 1000:
-        raise InputError(f"model: {file} must have 1000 as num_train_timesteps, the time that the transformer is told "
-                         f"at level 1; got {config['num_train_timesteps']!r}.")
+        raise InputError(
+            f"model: {file} must have 1000 as num_train_timesteps, the time that the transformer is told "
+            f"at level 1; got {config['num_train_timesteps']!r}."
+        )
     if config.get("time_shift_type", "exponential") not in ("exponential", "linear"):
-        raise InputError(f"model: {file} must have exponential or linear as time_shift_type; got "
-                         f"{config['time_shift_type']!r:.80}.")
-    kinds = [name for name in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas") if config.get(name)]
+        raise InputError(
+            f"model: {file} must have exponential or linear as time_shift_type; got "
+            f"{config['time_shift_type']!r:.80}."
+        )
+    kinds = [
+        name
+        for name in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+        if config.get(name)
+    ]
     if len(kinds) > 1:
         raise InputError(f"model: {file} may set one of {' and '.join(kinds)}; got both.")
 
 
-def check_levels(levels: Any, file: Any) -> None:  # (T + 1,), of a scheduler; the file of its configuration
-    "Raise InputError unless noise levels fall from at most 1 to exactly 0."
+def check_levels(
+    levels: Any, file: Any
+) -> None:  # (T + 1,), of a scheduler; the file of its configuration
+    """Raise InputError unless noise levels fall from at most 1 to exactly 0."""
     falling = (levels[1:] < levels[:-1]).all()  # false for NaN
     if not (falling and levels[0] <= 1 + 1e-6 and levels[-1] == 0):
         count = len(levels) - 1
-        raise InputError(f"model: {file} must describe noise levels that fall from 1 to 0; its shift, base_shift, "
-                         f"max_shift, base_image_seq_len, max_image_seq_len and shift_terminal give "
-                         f"{[round(x, 4) for x in levels.tolist()[:4]]} as the first of {count} "
-                         f"step{'s' * (count > 1)}.")
+        raise InputError(
+            f"model: {file} must describe noise levels that fall from 1 to 0; its shift, base_shift, "
+            f"max_shift, base_image_seq_len, max_image_seq_len and shift_terminal give "
+            f"{[round(x, 4) for x in levels.tolist()[:4]]} as the first of {count} "
+            f"step{'s' * (count > 1)}."
+        )
 
 
 def check_scheduler(
@@ -171,11 +258,15 @@ def check_scheduler(
     config = read_model_json(folder, "scheduler/scheduler_config.json")
     named = read_model_json(folder, "model_index.json").get("scheduler", ["diffusers", SCHEDULER])
     if named != ["diffusers", SCHEDULER]:
-        raise InputError(f"model: {Path(folder) / 'model_index.json'} must have {SCHEDULER} of diffusers as its "
-                         f"scheduler; got {named!r:.120}.")
+        raise InputError(
+            f"model: {Path(folder) / 'model_index.json'} must have {SCHEDULER} of diffusers as its "
+            f"scheduler; got {named!r:.120}."
+        )
     if config.get("_class_name", SCHEDULER) != SCHEDULER:
-        raise InputError(f"model: {file} must have {SCHEDULER} as _class_name, as the pipeline's scheduler; got "
-                         f"{config['_class_name']!r:.80}.")
+        raise InputError(
+            f"model: {file} must have {SCHEDULER} as _class_name, as the pipeline's scheduler; got "
+            f"{config['_class_name']!r:.80}."
+        )
     _check_scheduler_options(config, str(file))
     import diffusers  # takes seconds
     import numpy as np
@@ -196,27 +287,41 @@ def check_scheduler(
         raise
     except Exception as error:  # diffusers checks with exceptions of its own
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        raise InputError(f"model: {file} must describe noise levels that fall from 1 to 0; its shift, base_shift, "
-                         f"max_shift, base_image_seq_len, max_image_seq_len and shift_terminal do not "
-                         f"({reason}).") from None
+        raise InputError(
+            f"model: {file} must describe noise levels that fall from 1 to 0; its shift, base_shift, "
+            f"max_shift, base_image_seq_len, max_image_seq_len and shift_terminal do not "
+            f"({reason})."
+        ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
 def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "FluxPipeline"
-    "Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."
+    """Look through a pipeline's folder without loading it; InputError names the file that is missing or damaged."""
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
     index = read_model_json(folder, "model_index.json")
     name = index.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
-        what = f" is a {name:.80}" if isinstance(name, str) else f"/model_index.json has {name!r:.80} as _class_name"
+        what = (
+            f" is a {name:.80}"
+            if isinstance(name, str)
+            else f"/model_index.json has {name!r:.80} as _class_name"
+        )
         raise InputError(f"model: {folder}{what}; allowed are {', '.join(FAMILIES)}.")
-    named = [part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]]
+    named = [
+        part for part, what in index.items() if isinstance(what, list) and what[1:] and what[1]
+    ]
     for part in dict.fromkeys(["transformer", "vae", "scheduler", *named]):
         if part == "scheduler":
             check_scheduler(folder)
         elif part.startswith("tokenizer"):
-            if not any(file.stat().st_size for kind in vocabularies for file in (Path(folder) / part).glob(kind)):
-                raise InputError(f"model: {folder} holds no vocabulary under {part}/; one of {', '.join(vocabularies)} "
-                                 "is needed.")
+            if not any(
+                file.stat().st_size
+                for kind in vocabularies
+                for file in (Path(folder) / part).glob(kind)
+            ):
+                raise InputError(
+                    f"model: {folder} holds no vocabulary under {part}/; one of {', '.join(vocabularies)} "
+                    "is needed."
+                )
         elif part in ("transformer", "vae") or part.startswith("text_encoder"):
             read_model_json(folder, f"{part}/config.json")
             read_tensor_shapes(folder, part)
@@ -224,102 +329,151 @@ def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "F
 
 # %% ../../nbs/03_models/00_inputs.ipynb #44185fa4
 def import_class(path: str) -> type:  # "FluxPipeline" of diffusers, or "package.module.Class"
-    "A class by its name, imported now."
+    """A class by its name, imported now."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module or "diffusers"), name)
 
 
-def find_family(pipeline: str) -> type:  # pipeline: a key of FAMILIES; returns a subclass of `policy.Policy`
-    "The class of a family by its pipeline's."
+def find_family(
+    pipeline: str,
+) -> type:  # pipeline: a key of FAMILIES; returns a subclass of `policy.Policy`
+    """The class of a family by its pipeline's."""
     return import_class(f"chunk_grpo.{FAMILIES[pipeline]}")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
 def build_meta_network(kind: Any, config: dict, file: str, what: str = "network") -> Any:
     # kind: class of diffusers, or what makes a network of a configuration; file: where the configuration is
-    "A network that has shapes and no memory; InputError where the configuration describes none."
+    """A network that has shapes and no memory; InputError where the configuration describes none."""
     import torch
 
     try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # of weights without a number
+        with (
+            torch.device("meta"),
+            warnings.catch_warnings(action="ignore"),
+        ):  # of weights without a number
             built = getattr(kind, "from_config", kind)(config)
         if not all(x.numel() for x in built.parameters()):
             raise ValueError("a weight of it has no number")
         return built
     except Exception as error:  # diffusers and transformers check with exceptions of their own
-        raise InputError(f"model: {file} describes no {what} "
-                         f"({' '.join(str(error).split())[:200] or type(error).__name__}).") from None
+        raise InputError(
+            f"model: {file} describes no {what} "
+            f"({' '.join(str(error).split())[:200] or type(error).__name__})."
+        ) from None
 
 
-def check_network_weights(folder: Path, part: str, kind: type) -> None:  # part: such as transformer; kind: its class
-    "InputError where configuration and weights of a network in a pipeline's folder do not belong together."
-    stored, config = read_tensor_shapes(folder, part), read_model_json(folder, f"{part}/config.json")
+def check_network_weights(
+    folder: Path, part: str, kind: type
+) -> None:  # part: such as transformer; kind: its class
+    """InputError where configuration and weights of a network in a pipeline's folder do not belong together."""
+    stored = read_tensor_shapes(folder, part)
+    config = read_model_json(folder, f"{part}/config.json")
     for name in ("scaling_factor", "shift_factor"):
-        if type(config.get(name, 0)) not in (int, float) and (name, config[name]) != ("shift_factor", None):
-            raise InputError(f"model: {folder}/{part}/config.json must have a number as {name}; got {config[name]!r}.")
+        if type(config.get(name, 0)) not in (int, float) and (name, config[name]) != (
+            "shift_factor",
+            None,
+        ):
+            raise InputError(
+                f"model: {folder}/{part}/config.json must have a number as {name}; got {config[name]!r}."
+            )
     network = build_meta_network(kind, config, f"{folder}/{part}/config.json")
     built = {name: tuple(x.shape) for name, x in network.state_dict().items()}
-    wrong = sorted(name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name))
+    wrong = sorted(
+        name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
+    )
     if wrong:
-        words = [list(shapes[wrong[0]]) if wrong[0] in shapes else "missing" for shapes in (built, stored)]
-        raise InputError(f"model: {folder}/{part} has a config.json and weights of different networks: {wrong[0]} is "
-                         f"{words[0]} by the one and {words[1]} in the other, as are {len(wrong) - 1} more.")
+        words = [
+            list(shapes[wrong[0]]) if wrong[0] in shapes else "missing"
+            for shapes in (built, stored)
+        ]
+        raise InputError(
+            f"model: {folder}/{part} has a config.json and weights of different networks: {wrong[0]} is "
+            f"{words[0]} by the one and {words[1]} in the other, as are {len(wrong) - 1} more."
+        )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #70cce202
 def _load_tokenizer(folder: Path, part: str):
-    "A part's tokenizer, of the class that the pipeline names; InputError where it is damaged or of another encoder."
+    """A part's tokenizer, of the class that the pipeline names; InputError where it is damaged or of another encoder."""
     import transformers  # takes seconds
 
     try:
         kind = read_model_json(folder, "model_index.json")[part][1]
         out = getattr(transformers, kind).from_pretrained(Path(folder) / part)
-        ids = out(["a red star"], padding="max_length", max_length=8, truncation=True)["input_ids"][0]
+        ids = out(["a red star"], padding="max_length", max_length=8, truncation=True)["input_ids"][
+            0
+        ]
     except Exception as error:  # the tokenizers' own library raises bare ones
         reason = str(error).strip().split("\n")[0][:120]
-        raise InputError(f"model: the tokenizer in {folder}/{part} cannot be used "
-                         f"({reason or type(error).__name__}).") from None
+        raise InputError(
+            f"model: the tokenizer in {folder}/{part} cannot be used "
+            f"({reason or type(error).__name__})."
+        ) from None
     encoder = read_model_json(folder, f"{part.replace('tokenizer', 'text_encoder')}/config.json")
     size = encoder.get("vocab_size")
     if len(ids) != 8 or (isinstance(size, int) and not 0 <= min(ids) <= max(ids) < size):
-        raise InputError(f"model: the tokenizer in {folder}/{part} gives tokens that the text encoder, of {size}, does "
-                         "not have.")
+        raise InputError(
+            f"model: the tokenizer in {folder}/{part} gives tokens that the text encoder, of {size}, does "
+            "not have."
+        )
     length, most = out.model_max_length, math.inf
-    if str(encoder.get("model_type")).startswith("clip"):  # what CLIP reads, other encoders are told by `max_tokens`
+    if str(encoder.get("model_type")).startswith(
+        "clip"
+    ):  # what CLIP reads, other encoders are told by `max_tokens`
         most = encoder.get("max_position_embeddings", 77)
     if not (isinstance(length, int) and 1 <= length <= most):
-        raise InputError(f"model: the tokenizer in {folder}/{part} must have a `model_max_length` that is a whole "
-                         f"number from 1{f' to {most}' * (most < math.inf)}; got {length!r}.")
+        raise InputError(
+            f"model: the tokenizer in {folder}/{part} must have a `model_max_length` that is a whole "
+            f"number from 1{f' to {most}' * (most < math.inf)}; got {length!r}."
+        )
     return out
 
 
-def unknown_words(folder: Path, prompts: list[str]) -> list[str]:  # folder: a pipeline's folder; returns each once
-    "Words that the model's tokenizer does not know: the model sees the same mark in place of each."
+def unknown_words(
+    folder: Path, prompts: list[str]
+) -> list[str]:  # folder: a pipeline's folder; returns each once
+    """Words that the model's tokenizer does not know: the model sees the same mark in place of each."""
     known = _load_tokenizer(folder, "tokenizer")
     words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
-    return [word for word in words if known.unk_token_id in known(word, add_special_tokens=False)["input_ids"]]
+    return [
+        word
+        for word in words
+        if known.unk_token_id in known(word, add_special_tokens=False)["input_ids"]
+    ]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
 def check_parts(folder: Path) -> None:  # a pipeline's folder
-    "InputError where the pipeline lacks a part, or a part cannot be what its configuration says."
+    """InputError where the pipeline lacks a part, or a part cannot be what its configuration says."""
     import transformers  # takes seconds
 
     index = read_model_json(folder, "model_index.json")
-    named = [part for part, what in index.items() if isinstance(what, list) and len(what) == 2 and all(what)]
+    named = [
+        part
+        for part, what in index.items()
+        if isinstance(what, list) and len(what) == 2 and all(what)
+    ]
     wanted = inspect.signature(import_class(index["_class_name"])).parameters.values()
     needed = sorted(one.name for one in wanted if one.default is one.empty)
     if gone := [part for part in needed if part not in named]:
-        raise InputError(f"model: {folder}/model_index.json names no {gone[0]}; allowed is one with "
-                         f"{', '.join(needed)}.")
+        raise InputError(
+            f"model: {folder}/model_index.json names no {gone[0]}; allowed is one with "
+            f"{', '.join(needed)}."
+        )
     for part in sorted(named):  # encoders before their tokenizers
         if part.startswith("tokenizer"):
             _load_tokenizer(folder, part)
         elif part.startswith("text_encoder"):
+
             def make(config: dict, name: str = index[part][1]) -> Any:
                 kind = getattr(transformers, name)
                 return kind(kind.config_class.from_dict(config))
 
             file = f"{part}/config.json"
-            build_meta_network(make, read_model_json(folder, file), f"{folder}/{file}", "text encoder")
-    for part, network in zip(("transformer", "vae"), find_family(index["_class_name"]).network_classes, strict=True):
+            build_meta_network(
+                make, read_model_json(folder, file), f"{folder}/{file}", "text encoder"
+            )
+    for part, network in zip(
+        ("transformer", "vae"), find_family(index["_class_name"]).network_classes, strict=True
+    ):
         check_network_weights(folder, part, import_class(network))
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
@@ -337,10 +491,17 @@ _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 _PROMPT_COLUMNS = ("prompt", "prompts")  # in capitals or not
 
 
-def split_prompt_column(source: str) -> tuple[str, str]:  # path or name of the list; column, empty for the usual one
+def split_prompt_column(
+    source: str,
+) -> tuple[str, str]:  # path or name of the list; column, empty for the usual one
     """Split `file.tsv:Column` into file and column; a name of a shipped list and a file's own name stay whole."""
     path, colon, column = source.rpartition(":")
-    chosen = colon and not source.startswith("pocket:") and not os.path.isfile(source) and os.path.isfile(path)
+    chosen = (
+        colon
+        and not source.startswith("pocket:")
+        and not os.path.isfile(source)
+        and os.path.isfile(path)
+    )
     return (path, column) if chosen else (source, "")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #d1c0a5e2
@@ -349,9 +510,12 @@ def _read_table(
     delimiter: str,  # a comma or a tab
 ) -> list[tuple[str, dict[str, str]]]:  # line of each row, such as "line 2"; its fields by column
     """Read a table; ValueError names the line of a row that has not one field a column."""
-    lines, rows = text.split("\n"), []
+    lines = text.split("\n")
+    rows = []
     header = next((line for line in lines if line.strip()), "")
-    if delimiter == "," or re.fullmatch(r'"[^"]*"(\t"[^"]*")*', header):  # quotes enclose fields, as in CSV
+    if delimiter == "," or re.fullmatch(
+        r'"[^"]*"(\t"[^"]*")*', header
+    ):  # quotes enclose fields, as in CSV
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         start = 1
         try:
@@ -364,7 +528,10 @@ def _read_table(
                 "stand in quotes, with each quote in it doubled"
             ) from None
     else:
-        rows = [(number, [_unquote(field) for field in line.split(delimiter)]) for number, line in enumerate(lines, 1)]
+        rows = [
+            (number, [_unquote(field) for field in line.split(delimiter)])
+            for number, line in enumerate(lines, 1)
+        ]
     rows = [(number, fields) for number, fields in rows if any(field.strip() for field in fields)]
     if not rows:
         return []
@@ -379,7 +546,10 @@ def _read_table(
             )
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the header has the column {twice[0]!r} twice")
-    return [("header", dict.fromkeys(names, "")), *((f"line {n}", dict(zip(names, x, strict=True))) for n, x in rows)]
+    return [
+        ("header", dict.fromkeys(names, "")),
+        *((f"line {n}", dict(zip(names, x, strict=True))) for n, x in rows),
+    ]
 
 
 def _unquote(field: str) -> str:
@@ -410,7 +580,11 @@ def _read_list(content: Any) -> list[tuple[str, Any]]:
 
 def _read_lines(text: str) -> list[tuple[str, Any]]:
     """Read a prompt a line, or JSON where the lines are JSON; ValueError where they are of another form."""
-    lines = [(f"line {number}", line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [
+        (f"line {number}", line.strip())
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     first = lines[0][1] if lines else ""
     if first.startswith(("{", "[")):
         content = None
@@ -420,16 +594,24 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
             return _read_json_lines(text)
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(text)
-        if isinstance(content, dict) or (content and all(isinstance(one, (str, dict)) for one in content)):
+        if isinstance(content, dict) or (
+            content and all(isinstance(one, (str, dict)) for one in content)
+        ):
             return _read_list(content)
     names = [name.strip().strip('"').lower() for name in re.split(r"[\t,;]", first)]
-    if any(name in _PROMPT_COLUMNS for name in names) and all(re.fullmatch(r"\w*", name) for name in names):
-        raise ValueError(f"{lines[0][0]} is the header of a table, whose name must end in .csv or .tsv")
+    if any(name in _PROMPT_COLUMNS for name in names) and all(
+        re.fullmatch(r"\w*", name) for name in names
+    ):
+        raise ValueError(
+            f"{lines[0][0]} is the header of a table, whose name must end in .csv or .tsv"
+        )
     tabs = {line.count("\t") for _, line in lines}
     if len(tabs) == 1 and tabs != {0}:
         raise ValueError("every line has a tab, as in a table, whose name must end in .tsv")
     if lines and all(line.startswith("- ") for _, line in lines):
-        raise ValueError("every line begins with a dash, as in a YAML list, whose name must end in .yaml")
+        raise ValueError(
+            "every line begins with a dash, as in a YAML list, whose name must end in .yaml"
+        )
     return lines
 
 # %% ../../nbs/03_models/00_inputs.ipynb #673902ce
@@ -442,7 +624,7 @@ _DRAWING_FIELDS = frozenset(  # what records ask for beside their prompt, in sma
 )
 
 
-_COMPARISON_FIELD = "human_preference"  # of HPDv2's records, one per pair of images: each prompt is taken once
+_COMPARISON_FIELD = "human_preference"  # of HPDv2, one record per pair of images
 
 
 def find_column(
@@ -478,7 +660,8 @@ def _how_to_get(
 def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
     field: str = "prompts",  # the setting's name, for the error's sentence
-) -> list[tuple[str, str, Any]]:  # where each stands, such as "line 2"; its prompt; the text or mapping that holds it
+    # where each stands, such as "line 2"; its prompt; the text or mapping that holds it
+) -> list[tuple[str, str, Any]]:
     """Read a list of prompts with what stands beside them; InputError names what is missing, empty or unreadable."""
     name, column = split_prompt_column(source)
     path = Path(name)
@@ -488,7 +671,9 @@ def read_prompt_records(
         path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
-        raise InputError(f"{field}: {source!r} is no file; allowed are {names}. {_how_to_get(path.stem)}")
+        raise InputError(
+            f"{field}: {source!r} is no file; allowed are {names}. {_how_to_get(path.stem)}"
+        )
     kind = path.suffix.lower()
     try:
         records = _parse_records(path.read_bytes(), kind)
@@ -498,15 +683,21 @@ def read_prompt_records(
     except (OSError, ValueError, RecursionError) as error:  # no JSON, and no YAML: ValueErrors
         wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
         reason = str(error) if type(error) in (ValueError, InputError) else type(error).__name__
-        raise InputError(f"{field}: {source} cannot be read ({reason}); allowed is {wanted}.") from None
+        raise InputError(
+            f"{field}: {source} cannot be read ({reason}); allowed is {wanted}."
+        ) from None
     if not found:
         raise InputError(f"{field}: {source} holds no prompt; at least one prompt is needed.")
     for where, prompt, record in found:
         if not prompt:
-            raise InputError(f"{field}: {source} holds no prompt in {where}, which is empty; remove it.")
+            raise InputError(
+                f"{field}: {source} holds no prompt in {where}, which is empty; remove it."
+            )
         if len(prompt) > _LONGEST_PROMPT:
-            raise InputError(f"{field}: {source} holds in {where} a prompt of {len(prompt)} characters; allowed are "
-                             f"{_LONGEST_PROMPT}.")
+            raise InputError(
+                f"{field}: {source} holds in {where} a prompt of {len(prompt)} characters; allowed are "
+                f"{_LONGEST_PROMPT}."
+            )
         if isinstance(record, dict) and not column:
             _check_drawing_fields(f"{field}: {where} of {source}", record, path)
     if all(isinstance(record, dict) and _COMPARISON_FIELD in record for _, _, record in found):
@@ -517,7 +708,9 @@ def read_prompt_records(
     return found
 
 
-def _parse_records(data: bytes, kind: str) -> list[tuple[str, Any]]:  # kind: the file's ending; any other: as .txt
+def _parse_records(
+    data: bytes, kind: str
+) -> list[tuple[str, Any]]:  # kind: the file's ending; any other: as .txt
     """Take a file apart; ValueError where it is not of the form that its ending, or its content, says."""
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -555,7 +748,9 @@ def _check_drawing_fields(place: str, record: dict, path: Path) -> None:
     """Reject a record that asks for its prompt to be drawn otherwise than the others."""
     for name, value in record.items():
         plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
-        blank = value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
+        blank = value is None or (
+            isinstance(value, (str, list, dict)) and not str(value).strip(" []{}")
+        )
         if plain in _DRAWING_FIELDS and not blank:
             raise InputError(
                 f"{place} asks for {name} {str(value)[:40]!r}, but a run draws all prompts alike; remove it, or write "
@@ -571,16 +766,24 @@ def read_prompts(source: str, field: str = "prompts") -> list[str]:  # as for `r
 def describe_prompts(source: str, field: str = "prompts") -> str:
     """Say in a line how many prompts were read, which the first two are, and how many stand there again."""
     prompts = read_prompts(source, field)
-    first = " and ".join(repr(text if len(text) <= 60 else f"{text[:57]}...") for text in prompts[:2])
+    first = " and ".join(
+        repr(text if len(text) <= 60 else f"{text[:57]}...") for text in prompts[:2]
+    )
     again = len(prompts) - len(set(prompts))
     words = f"{again:,} of them repeated" if again else "none repeated"
-    return f"{len(prompts):,} prompt{'s' * (len(prompts) > 1)} from {source}, first {first}, {words}"
+    return (
+        f"{len(prompts):,} prompt{'s' * (len(prompts) > 1)} from {source}, first {first}, {words}"
+    )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
-def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> list[int]:  # all different
-    "An iteration's `count` of `total` prompts: shuffled epochs, alike in all processes; InputError where too few."
+def sample_prompt_indices(
+    total: int, count: int, seed: int, iteration: int
+) -> list[int]:  # all different
+    """An iteration's `count` of `total` prompts: shuffled epochs, alike in all processes; InputError where too few."""
     if count > total:
-        raise InputError(f"prompts_per_iteration: {count} is more than the {total} prompts in the list.")
+        raise InputError(
+            f"prompts_per_iteration: {count} is more than the {total} prompts in the list."
+        )
     epoch, place = divmod(iteration, total // count)
     order = list(range(total))
     random.Random(f"{seed}/prompts/{epoch}").shuffle(order)
@@ -588,24 +791,34 @@ def sample_prompt_indices(total: int, count: int, seed: int, iteration: int) -> 
 
 
 def evenly_spaced_positions(total: int, count: int) -> list[int]:
-    "Positions of `count` prompts spread evenly over a list of `total`."
+    """Positions of `count` prompts spread evenly over a list of `total`."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
 def content_hashes(s) -> dict[str, str]:  # model_sha256, prompts_sha256
-    "Hashes of the settings' model files and of the prompts; InputError where one is missing, damaged or too short."
+    """Hashes of the settings' model files and of the prompts; InputError where one is missing, damaged or too short."""
     prompts = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
     sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
     model = locate_model(s.model)
     check_pipeline_folder(model)
     check_scheduler(model, s.eval_steps)
     check_parts(model)
-    return {"model_sha256": hash_model_files(model, MODEL_FOLDERS),
-            "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()}
+    return {
+        "model_sha256": hash_model_files(model, MODEL_FOLDERS),
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+    }
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
-_FILE_OPTIONS = ("weights", "base", "processor", "tokenizer", "checkpoint", "config", "python")  # of rewards
+_FILE_OPTIONS = (
+    "weights",
+    "base",
+    "processor",
+    "tokenizer",
+    "checkpoint",
+    "config",
+    "python",
+)  # of rewards
 
 
 def absolute_inputs(s):  # settings; returns settings
@@ -619,7 +832,9 @@ def absolute_inputs(s):  # settings; returns settings
             changes[name] = os.path.abspath(path) + f":{column}" * bool(column)
     changes["reward_options"] = {
         reward: {
-            key: os.path.abspath(x) if key in _FILE_OPTIONS and isinstance(x, str) and os.path.exists(x) else x
+            key: os.path.abspath(x)
+            if key in _FILE_OPTIONS and isinstance(x, str) and os.path.exists(x)
+            else x
             for key, x in options.items()
         }
         for reward, options in s.reward_options.items()
@@ -636,12 +851,17 @@ def model_stamp(folder: Path) -> str:  # hex
     """Hash names, sizes and times of a model's files, without reading them."""
     folder = Path(folder)
     files = [f for part in MODEL_FOLDERS for f in (folder / part).rglob("*") if f.is_file()]
-    about = [(f.relative_to(folder).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(files)]
+    about = [
+        (f.relative_to(folder).as_posix(), f.stat().st_size, f.stat().st_mtime_ns)
+        for f in sorted(files)
+    ]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)
-def _hash_stamped_model(folder: Path, stamp: str) -> str:  # the stamp: of `model_stamp`, so that a change is seen
+def _hash_stamped_model(
+    folder: Path, stamp: str
+) -> str:  # the stamp: of `model_stamp`, so that a change is seen
     return hash_model_files(folder, MODEL_FOLDERS)
 
 
@@ -649,12 +869,17 @@ def input_records(s) -> dict[str, str]:  # model_stamp, model_index, prompts, ev
     """Return what a run notes of its model and of each list, for `find_changed_input`."""
     folder = locate_model(s.model)
     lists = {name: hash_prompts(getattr(s, name), name) for name in ("prompts", "eval_prompts")}
-    return {"model_stamp": model_stamp(folder), "model_index": sha256_of(folder / "model_index.json"), **lists}
+    return {
+        "model_stamp": model_stamp(folder),
+        "model_index": sha256_of(folder / "model_index.json"),
+        **lists,
+    }
 
 
 def find_changed_input(
     s,  # settings
-    known: Mapping,  # model_sha256, prompts_sha256 and inputs, of run.json; what is missing is not compared
+    # model_sha256, prompts_sha256 and inputs, of run.json; what is missing is not compared
+    known: Mapping,
     names: Sequence[str] = ("model", "prompts", "eval_prompts"),
 ) -> str | None:
     """Name the first of a run's inputs that is not what it was; InputError where one is missing."""
@@ -664,15 +889,25 @@ def find_changed_input(
         index = folder / "model_index.json"
         if index.is_file() and then.get("model_index", sha256_of(index)) != sha256_of(index):
             return "model"
-        stamp, wanted = model_stamp(folder), known.get("model_sha256")
-        if wanted and then.get("model_stamp") != stamp and _hash_stamped_model(folder, stamp) != wanted:
+        stamp = model_stamp(folder)
+        wanted = known.get("model_sha256")
+        if (
+            wanted
+            and then.get("model_stamp") != stamp
+            and _hash_stamped_model(folder, stamp) != wanted
+        ):
             return "model"
     for name in [name for name in ("prompts", "eval_prompts") if name in names]:
         found = hash_prompts(getattr(s, name), name)
         if then.get(name, found) != found:
             return name
-        if name not in then and known.get("prompts_sha256"):  # an older run noted both lists together
-            lists = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
+        if name not in then and known.get(
+            "prompts_sha256"
+        ):  # an older run noted both lists together
+            lists = [
+                read_prompts(s.prompts, "prompts"),
+                read_prompts(s.eval_prompts, "eval_prompts"),
+            ]
             if hashlib.sha256(json.dumps(lists).encode()).hexdigest() != known["prompts_sha256"]:
                 return name
     return None

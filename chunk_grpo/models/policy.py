@@ -25,16 +25,32 @@ from .. import InputError
 from ..arguments import checked, number, some, text, whole_number
 from ..core.machine import check_environment, use_full_float32
 from ..method.schedule import dynamic_shift, sigmas
-from .inputs import check_network_weights, check_pipeline_folder, find_family, import_class
+from chunk_grpo.models.inputs import (
+    check_network_weights,
+    check_pipeline_folder,
+    find_family,
+    import_class,
+)
 from .inputs import check_levels, locate_model, read_model_json
 from .prompt_embeds import encode_prompts, prompt_key
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # attention
+LORA_TARGETS = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+)  # attention
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
-def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network: changed in place; boundary: bytes
-    "Copy every parameter and buffer on the CPU that does not begin on the boundary into fresh memory, which does."
+def align_parameters(
+    network: nn.Module, boundary: int = 64
+) -> None:  # network: changed in place; boundary: bytes
+    """Copy every parameter and buffer on the CPU that does not begin on the boundary into fresh memory, which does."""
     for tensor in (*network.parameters(), *network.buffers()):
         if tensor.device.type == "cpu" and tensor.data_ptr() % boundary:
             tensor.data = tensor.data.clone()
@@ -42,9 +58,11 @@ def align_parameters(network: nn.Module, boundary: int = 64) -> None:  # network
 
 def _load_network(policy: "Policy", number: int, stored: torch.dtype, host: bool = False) -> Any:
     # policy: its folder and device are set; number: 0: the transformer, 1: the VAE; host: leave it on the CPU
-    "A frozen network where it computes, in aligned memory where that is the CPU."
+    """A frozen network where it computes, in aligned memory where that is the CPU."""
     kind: Any = import_class(policy.network_classes[number])
-    network = kind.from_pretrained(policy.folder, subfolder=("transformer", "vae")[number], dtype=stored)
+    network = kind.from_pretrained(
+        policy.folder, subfolder=("transformer", "vae")[number], dtype=stored
+    )
     network.to("cpu" if host else policy.device).eval().requires_grad_(False)
     if policy.device.type == "cpu":  # elsewhere the file's own memory is only read once
         align_parameters(network)
@@ -52,13 +70,20 @@ def _load_network(policy: "Policy", number: int, stored: torch.dtype, host: bool
 
 # %% ../../nbs/03_models/02_policy.ipynb #2cd35b71
 def native_shift(policy: "Policy") -> float:  # the shift to give to `schedule.sigmas`
-    "The model's own shift at this resolution: static, or exp(mu) of the scheduler's dynamic rule."
+    """The model's own shift at this resolution: static, or exp(mu) of the scheduler's dynamic rule."""
     config = scheduler_config(policy)
     if not config.get("use_dynamic_shifting", False):
         return float(config.get("shift", 1.0))
-    names = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+    names = {
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 4096,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+    }
     try:
-        return dynamic_shift(policy.tokens, *(config.get(name, usual) for name, usual in names.items()))
+        return dynamic_shift(
+            policy.tokens, *(config.get(name, usual) for name, usual in names.items())
+        )
     except OverflowError:
         raise InputError(
             f"model: base_shift and max_shift of {policy.folder}/scheduler/scheduler_config.json must "
@@ -67,21 +92,29 @@ def native_shift(policy: "Policy") -> float:  # the shift to give to `schedule.s
 
 
 def scheduler_config(policy: "Policy") -> dict:
-    "Read the configuration of the folder's scheduler."
+    """Read the configuration of the folder's scheduler."""
     return read_model_json(policy.folder, "scheduler/scheduler_config.json")
 
 
 def has_closed_form(policy: "Policy") -> bool:
-    "Return True if one shift of evenly spaced levels describes the scheduler."
+    """Return True if one shift of evenly spaced levels describes the scheduler."""
     config = scheduler_config(policy)
-    more = ("shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_flow_sigmas")
+    more = (
+        "shift_terminal",
+        "use_karras_sigmas",
+        "use_exponential_sigmas",
+        "use_beta_sigmas",
+        "use_flow_sigmas",
+    )
     linear = config.get("use_dynamic_shifting") and config.get("time_shift_type") == "linear"
     return not linear and not any(config.get(name) for name in more)
 
 
 def scheduler_sigmas(policy: "Policy", **given) -> Tensor:  # (T+1,) float32
-    "The noise levels that the folder's scheduler makes of what its `set_timesteps` is given."
-    kind: Any = diffusers.FlowMatchEulerDiscreteScheduler  # diffusers' types take what it loads for a tuple
+    """The noise levels that the folder's scheduler makes of what its `set_timesteps` is given."""
+    kind: Any = (
+        diffusers.FlowMatchEulerDiscreteScheduler
+    )  # diffusers' types take what it loads for a tuple
     scheduler = kind.from_pretrained(policy.folder, subfolder="scheduler")
     with np.errstate(all="ignore"):  # what is not finite is rejected in the next line
         scheduler.set_timesteps(**given)
@@ -90,27 +123,34 @@ def scheduler_sigmas(policy: "Policy", **given) -> Tensor:  # (T+1,) float32
     return levels
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
-def told_sigma(policy: "Policy", sigma: Tensor) -> Tensor:  # the same tensor where nothing is truncated
-    "The noise level of transitions that the network is told in rollout and training."
+def told_sigma(
+    policy: "Policy", sigma: Tensor
+) -> Tensor:  # the same tensor where nothing is truncated
+    """The noise level of transitions that the network is told in rollout and training."""
     return (1000 * sigma).trunc() / 1000 if policy.truncate_timesteps else sigma
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
-def _largest_vae_activation(config, resolution: int) -> int:  # config: a VAE's; resolution: pixels a side
-    "The most numbers that a layer of a VAE's decoder makes of one image."
-    wide = getattr(config, "block_out_channels", None) or [config.base_dim * n for n in config.dim_mult]
-    wide = [*wide, wide[-1]]  # a level begins with the channels of the one below it, already at its own size
+def _largest_vae_activation(
+    config, resolution: int
+) -> int:  # config: a VAE's; resolution: pixels a side
+    """The most numbers that a layer of a VAE's decoder makes of one image."""
+    wide = getattr(config, "block_out_channels", None) or [
+        config.base_dim * n for n in config.dim_mult
+    ]
+    # a level begins with the channels of the one below it, already at its own size
+    wide = [*wide, wide[-1]]
     return max(max(wide[i : i + 2]) * (resolution >> i) ** 2 for i in range(len(wide) - 1))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d353d3d2
 def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at least as many
-    "The next power of two, or three quarters of it."
+    """The next power of two, or three quarters of it."""
     power = 2 ** (count - 1).bit_length()
     return power * 3 // 4 if 4 * count <= power * 3 else power
 
 # %% ../../nbs/03_models/02_policy.ipynb #7765159d
 @dataclass(frozen=True)
 class ModelConfig:
-    "A model's networks by their configurations as JSON; what is missing there is the class's default."
+    """A model's networks by their configurations as JSON; what is missing there is the class's default."""
 
     pipeline: str  # its class in diffusers
     transformer: str = "{}"
@@ -119,69 +159,92 @@ class ModelConfig:
 
 
 class Family:
-    "What a model family says of itself, and the rules that it may replace."
+    """What a model family says of itself, and the rules that it may replace."""
 
     pipeline: str  # its class in diffusers, by name
     network_classes: tuple[str, str]  # those of its transformer and its VAE
-    text_folders: tuple[str, ...] = ("text_encoder", "tokenizer")  # sub-folders on which the embeddings depend
+    text_folders: tuple[str, ...] = (
+        "text_encoder",
+        "tokenizer",
+    )  # sub-folders on which the embeddings depend
     max_sequence_length: int = 512  # that the pipeline allows
     patch: int = 2  # latent pixels a side that are one token of the transformer
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
-    lora_targets: tuple[str, ...] = LORA_TARGETS  # layers of the blocks that get an adapter, by the end of their name
-    unread: tuple[str, ...] = ()  # layers of the last block whose results nothing reads: no gradient reaches them
-    masks_attention: bool = False  # prompts of different lengths come with a mask, which not every kernel takes
+    # layers that get an adapter, by the end of their name
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    unread: tuple[str, ...] = ()  # layers that get no gradient: nothing reads them
+    masks_attention: bool = False  # whether prompts come with an attention mask
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        "Tokens of the text beyond `max_tokens`, as a folder says; OSError, KeyError or ValueError where it cannot."
+        """Tokens of the text beyond `max_tokens`, as a folder says; OSError, KeyError or ValueError where it cannot."""
         return 0
 
     @property
     def vae_scale_factor(self) -> int:
-        "Pixels of the image a side that are one latent pixel of the VAE."
+        """Pixels of the image a side that are one latent pixel of the VAE."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        "The noise levels that the pipeline's own call goes along."
+        """The noise levels that the pipeline's own call goes along."""
         if has_closed_form(self):
             return sigmas(steps, native_shift(self))
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
-        given = {"num_inference_steps": steps} if scheduler_config(self).get("use_flow_sigmas") else {"sigmas": linear}
+        given = (
+            {"num_inference_steps": steps}
+            if scheduler_config(self).get("use_flow_sigmas")
+            else {"sigmas": linear}
+        )
         return scheduler_sigmas(self, **given, mu=math.log(native_shift(self)))
 
     def load_networks(self, weights: torch.dtype, host: bool) -> tuple[Any, Any]:
-        "Transformer and VAE, frozen; a policy without a folder makes its own."
+        """Transformer and VAE, frozen; a policy without a folder makes its own."""
         return _load_network(self, 0, weights, host), _load_network(self, 1, self.dtype)
 
     def apply_guidance(self, with_prompt: Tensor, without: Tensor) -> Tensor:  # (B, S, C) each
-        "The guided velocity of two."
+        """The guided velocity of two."""
         return without + self.true_cfg_scale * (with_prompt - without)
 
 # %% ../../nbs/03_models/02_policy.ipynb #e8a00003
 class Policy(Family):
-    "A diffusers pipeline's folder as a policy; a family adds `embed`, `noise`, `predict` and `decode`."
+    """A diffusers pipeline's folder as a policy; a family adds `embed`, `noise`, `predict` and `decode`."""
 
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
-    base_params: list[Tensor] | None = None  # the transformer's before it is trained, where there is no adapter
-    lora = sharded = compiled = truncate_timesteps = False  # adapter; weights in parts; compiled blocks; `told_sigma`
-    encode, key = encode_prompts, functools.cached_property(prompt_key)
+    base_params: list[Tensor] | None = None  # the transformer's before training; None: an adapter
+    # adapter; weights in parts; compiled blocks; `told_sigma`
+    lora = sharded = compiled = truncate_timesteps = False
+    encode = encode_prompts
+    key = functools.cached_property(prompt_key)
 
     def __init__(
-        self, folder: Path, resolution: int,  # a pipeline's folder; pixels a side
+        self,
+        folder: Path,  # a pipeline's folder
+        resolution: int,  # pixels a side
         max_tokens: int = 512,  # tokens a prompt of the longest text encoder
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
-        device: str | torch.device = "cpu", weights: torch.dtype = torch.float32,  # of the transformer's stored weights
+        device: str | torch.device = "cpu",  # where the network computes
+        weights: torch.dtype = torch.float32,  # of the transformer's stored weights
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         host: bool = False,  # leave the transformer on the CPU, for several processes to share out
-        vae_tiling: bool = False,  # decode images one by one, and larger ones than the VAE's tile in tiles
+        # decode images one by one, and larger ones than the VAE's tile in tiles
+        vae_tiling: bool = False,
     ):
         use_full_float32()
         if max_tokens > self.max_sequence_length:
-            raise InputError(f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}.")
-        self.folder, self.max_tokens, self.dtype, self.device = Path(folder), max_tokens, dtype, torch.device(device)
+            raise InputError(
+                f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}."
+            )
+        self.folder, self.max_tokens, self.dtype, self.device = (
+            Path(folder),
+            max_tokens,
+            dtype,
+            torch.device(device),
+        )
         self.guidance, self.true_cfg_scale = guidance, true_cfg_scale
-        self.blank: tuple[str, ...] = ("",) if true_cfg_scale > 1 else ()  # prompts that are encoded beside all others
+        self.blank: tuple[str, ...] = (
+            ("",) if true_cfg_scale > 1 else ()
+        )  # prompts that are encoded beside all others
         self.transformer, self.vae = self.load_networks(weights, host)
         if vae_tiling:
             self.vae.enable_slicing()
@@ -190,19 +253,28 @@ class Policy(Family):
         self.set_resolution(resolution)
 
     def set_resolution(self, resolution: int) -> Self:
-        "Set the resolution of the images, in pixels a side; InputError where the latents cannot be packed."
+        """Set the resolution of the images, in pixels a side; InputError where the latents cannot be packed."""
         stride = self.patch * self.vae_scale_factor
         if resolution % stride:
-            raise InputError(f"resolution: {resolution} is not allowed; a multiple of {stride} is needed.")
-        self.resolution, self.side = resolution, resolution // self.vae_scale_factor  # of image and VAE's latents
+            raise InputError(
+                f"resolution: {resolution} is not allowed; a multiple of {stride} is needed."
+            )
+        self.resolution, self.side = (
+            resolution,
+            resolution // self.vae_scale_factor,
+        )  # of image and VAE's latents
         self.tokens = (self.side // self.patch) ** 2  # of one image in the transformer
         return self
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: dict[str, Tensor]) -> Tensor:  # (B, S, C) float32
-        "$v_\\theta(x_t, t)$ of latents (B, S, C), each at its own sigma (B,) in [0, 1] with its own conditioning."
+    def velocity(
+        self, latents: Tensor, sigma: Tensor, conditioning: dict[str, Tensor]
+    ) -> Tensor:  # (B, S, C) float32
+        """$v_\\theta(x_t, t)$ of latents (B, S, C), each at its own sigma (B,) in [0, 1] with its own conditioning."""
         count, latents = len(latents), latents.to(self.dtype)
         sigma = sigma.to(self.device, torch.float32, non_blocking=True)
-        if self.compiled and padded_batch_size(count) > count:  # the last row again, as often as it takes
+        if (
+            self.compiled and padded_batch_size(count) > count
+        ):  # the last row again, as often as it takes
             again = torch.arange(padded_batch_size(count), device=self.device).clamp(max=count - 1)
             conditioning = {k: v[again] for k, v in conditioning.items()}
             return self.velocity(latents[again], sigma[again], conditioning)[:count]
@@ -210,22 +282,30 @@ class Policy(Family):
         with torch.autocast(self.device.type, self.dtype) if low else contextlib.nullcontext():
             if not self.blank:
                 return self.predict(latents, sigma, conditioning).float()
-            rows = {k: torch.cat([v, conditioning[f"blank_{k}"]]) for k, v in conditioning.items() if k[:6] != "blank_"}
+            rows = {
+                k: torch.cat([v, conditioning[f"blank_{k}"]])
+                for k, v in conditioning.items()
+                if k[:6] != "blank_"
+            }
             both = self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), rows)
         return self.apply_guidance(*both.float().chunk(2))
 
-    def vae_decode(self, latents: Tensor) -> Tensor:  # the VAE's (B, C, h, w) or with a frame -> (B, 3, ...) in [0, 1]
-        "What the VAE makes of its latents, float32."
-        return (self.vae.decode(latents.to(self.dtype), return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
+    def vae_decode(
+        self, latents: Tensor
+    ) -> Tensor:  # the VAE's (B, C, h, w) or with a frame -> (B, 3, ...) in [0, 1]
+        """What the VAE makes of its latents, float32."""
+        return (
+            self.vae.decode(latents.to(self.dtype), return_dict=False)[0].float() / 2 + 0.5
+        ).clamp(0, 1)
 
     @property
     def decode_limit(self) -> int:
-        "Images that the VAE may decode at once."
+        """Images that the VAE may decode at once."""
         return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
 def _is_device(device: str | torch.device) -> bool:
-    "Whether torch can put something there."
+    """Whether torch can put something there."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
@@ -246,15 +326,21 @@ def _is_device(device: str | torch.device) -> bool:
     vae_tiling=bool,
 )
 def load_policy(
-    model: str, *, resolution: int,  # "pocket", a folder or a hub id; pixels a side
+    model: str,
+    *,  # "pocket", a folder or a hub id
+    resolution: int,  # pixels a side
     dtype: str = "float32",  # of the forward: float32 or bfloat16
     weights: str | None = None,  # of the transformer's stored weights; None: as `dtype`
     **more,  # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling
 ) -> Policy:  # frozen
-    "A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."
+    """A policy from a model's name; InputError where the model is missing, damaged, or of an unknown family."""
     for name, value in {"dtype": dtype, "weights": weights}.items():
-        if (name, value) != ("weights", None) and (not isinstance(value, str) or value not in TORCH_DTYPES):
-            raise InputError(f"`{name}` must be one of {', '.join(TORCH_DTYPES)}; got {value!r:.80}")
+        if (name, value) != ("weights", None) and (
+            not isinstance(value, str) or value not in TORCH_DTYPES
+        ):
+            raise InputError(
+                f"`{name}` must be one of {', '.join(TORCH_DTYPES)}; got {value!r:.80}"
+            )
     check_environment()
     folder = locate_model(model)
     family = find_family(check_pipeline_folder(folder))
@@ -269,10 +355,16 @@ def load_policy(
 # %% ../../nbs/03_models/02_policy.ipynb #04bea74e
 @torch.no_grad()
 def decode_latents(policy: Policy, latents: Tensor, batch: int = 16) -> Tensor:
-    "Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."
-    parts = [policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))]
+    """Images (B, 3, H, W) in [0, 1], on the CPU, decoded in batches."""
+    parts = [
+        policy.decode(part.float()).cpu() for part in latents.split(min(batch, policy.decode_limit))
+    ]
     images = torch.cat(parts)
     if not torch.isfinite(images).all():
-        raise InputError("model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
-                         "small that they stay finite.")
-    return images.contiguous()  # one order in memory, here and where they are sent: sums depend on it
+        raise InputError(
+            "model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
+            "small that they stay finite."
+        )
+    return (
+        images.contiguous()
+    )  # one order in memory, here and where they are sent: sums depend on it

@@ -29,26 +29,32 @@ from ..arguments import checked
 from .inputs import hash_model_files, import_class
 
 _KEPT_SECONDS = 7 * 24 * 3600  # after its last use a file is kept for so long in any case
-_PART_SECONDS = 3600  # a file takes milliseconds to write; one that is older was left by a process that was killed
+# a file takes milliseconds to write; one that is older was left by a process that was killed
+_PART_SECONDS = 3600
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #24e67666
 def prompt_cache_folder() -> Path:
-    "Where embeddings are kept: $CHUNK_GRPO_CACHE, else chunk_grpo in the user's cache folder."
+    """Where embeddings are kept: $CHUNK_GRPO_CACHE, else chunk_grpo in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
 
 
-def _label(row: dict[str, Tensor], prompt: str, key: str) -> dict[str, str]:  # key: all else that they depend on
-    "What stands beside a prompt's tensors in their file: whose they are, and what they are."
+def _label(
+    row: dict[str, Tensor], prompt: str, key: str
+) -> dict[str, str]:  # key: all else that they depend on
+    """What stands beside a prompt's tensors in their file: whose they are, and what they are."""
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
-    return {"owner": hashlib.sha256(f"{key} {prompt}".encode()).hexdigest(), "sha256": digest.hexdigest()}
+    return {
+        "owner": hashlib.sha256(f"{key} {prompt}".encode()).hexdigest(),
+        "sha256": digest.hexdigest(),
+    }
 
 
 def _save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: str) -> None:
-    "Write the file of a prompt; others see it whole or not at all."
+    """Write the file of a prompt; others see it whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{uuid.uuid4().hex}.part")  # other hosts write here too
     try:
@@ -59,10 +65,11 @@ def _save_prompt_embeds(path: Path, row: dict[str, Tensor], prompt: str, key: st
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(path: Path, prompt: str, key: str) -> dict[str, Tensor]:
-    "The tensors of a prompt's file; InputError where it cannot be read or is not what its label or its name says."
+    """The tensors of a prompt's file; InputError where it cannot be read or is not what its label or its name says."""
     try:
         with safe_open(path, framework="pt") as handle:
-            row, found = {name: handle.get_tensor(name) for name in handle.keys()}, handle.metadata() or {}
+            row = {name: handle.get_tensor(name) for name in handle.keys()}
+            found = handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(f"prompts: {path} cannot be read ({error})") from None
     label = _label(row, prompt, key)
@@ -75,12 +82,15 @@ def _read_prompt_embeds(path: Path, prompt: str, key: str) -> dict[str, Tensor]:
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #acc1c1ef
 def cache_prompt_embeds(
-    prompts: list[str], key: str,  # everything else that the embeddings depend on
+    prompts: list[str],  # one text per row
+    key: str,  # everything else that the embeddings depend on
     encode: Callable[[list[str]], dict[str, Tensor]],  # gives one row a prompt
     batch: int = 64,  # prompts encoded at once
 ) -> dict[str, Path]:  # the file of every prompt
-    "Encode prompts that are not on disk or whose file is damaged; InputError where the disk has too little room."
-    folder, missing, damage = prompt_cache_folder() / "embeddings" / key[:32], [], []
+    """Encode prompts that are not on disk or whose file is damaged; InputError where the disk has too little room."""
+    folder = prompt_cache_folder() / "embeddings" / key[:32]
+    missing = []
+    damage = []
     paths = {p: folder / f"{hashlib.sha256(p.encode()).hexdigest()}.safetensors" for p in prompts}
     for prompt, path in paths.items():
         try:
@@ -97,49 +107,66 @@ def cache_prompt_embeds(
         needed = sum(v.nbytes for v in rows.values()) // len(group) * (len(missing) - start)
         there = next(p for p in (folder, *folder.parents) if p.exists())
         if (free := shutil.disk_usage(there).free) < needed:
-            raise InputError(f"prompts: their embeddings still need {needed / 1e9:.2f} GB, {there} has only "
-                             f"{free / 1e9:.2f} GB free; free some, or name a folder with room in CHUNK_GRPO_CACHE.")
+            raise InputError(
+                f"prompts: their embeddings still need {needed / 1e9:.2f} GB, {there} has only "
+                f"{free / 1e9:.2f} GB free; free some, or name a folder with room in CHUNK_GRPO_CACHE."
+            )
         for i, prompt in enumerate(group):
-            _save_prompt_embeds(paths[prompt], {k: v[i].clone() for k, v in rows.items()}, prompt, key)
+            _save_prompt_embeds(
+                paths[prompt], {k: v[i].clone() for k, v in rows.items()}, prompt, key
+            )
     return paths
 
 
 def _load_prompt_embeds(prompts: list[str], key: str, encode: Callable) -> dict[str, Tensor]:
-    "Conditioning rows in the order of the prompts, from disk or freshly encoded (see `cache_prompt_embeds`)."
+    """Conditioning rows in the order of the prompts, from disk or freshly encoded (see `cache_prompt_embeds`)."""
     paths = cache_prompt_embeds(prompts, key, encode)
     loaded = {p: _read_prompt_embeds(path, p, key) for p, path in paths.items()}
     return {k: torch.stack([loaded[p][k] for p in prompts]) for k in loaded[prompts[0]]}
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #3da5df5d
 def _prompt_cache_limit() -> float:  # gigabytes
-    "The bound of the store; InputError where $CHUNK_GRPO_CACHE_GB is no number from 0."
+    """The bound of the store; InputError where $CHUNK_GRPO_CACHE_GB is no number from 0."""
     text = os.environ.get("CHUNK_GRPO_CACHE_GB") or "100"
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]*)?", text):
-        raise InputError("the environment variable CHUNK_GRPO_CACHE_GB must be gigabytes, a number from 0, such as 20; "
-                         f"got {text!r}")
+        raise InputError(
+            "the environment variable CHUNK_GRPO_CACHE_GB must be gigabytes, a number from 0, such as 20; "
+            f"got {text!r}"
+        )
     return float(text)
 
 
 def open_prompt_cache() -> Path:  # its folder, which is there afterwards
-    "The store of embeddings; InputError where its folder cannot be made or its bound is none."
-    folder, _ = prompt_cache_folder(), _prompt_cache_limit()
+    """The store of embeddings; InputError where its folder cannot be made or its bound is none."""
+    folder = prompt_cache_folder()
+    _ = _prompt_cache_limit()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be made; {folder}: "
-                         f"{error.strerror}") from None
+        raise InputError(
+            f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be made; {folder}: "
+            f"{error.strerror}"
+        ) from None
     return folder
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
-def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; None: the limit; returns files removed
-    "Remove the embeddings that were not used for longest, until the rest fits."
+def trim_prompt_cache(
+    gigabytes: float | None = None,
+) -> int:  # to be left; None: the limit; returns files removed
+    """Remove the embeddings that were not used for longest, until the rest fits."""
     most = _prompt_cache_limit() if gigabytes is None else gigabytes
     for part in (prompt_cache_folder() / "embeddings").glob("*/*.part"):
-        with contextlib.suppress(FileNotFoundError):  # another process trims too, or has just finished it
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another process trims too, or has just finished it
             if time.time() - part.stat().st_mtime > _PART_SECONDS:
                 part.unlink()
-    found = [(file, file.stat()) for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")]
-    total, removed = sum(stat.st_size for _, stat in found), 0
+    found = [
+        (file, file.stat())
+        for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
+    ]
+    total = sum(stat.st_size for _, stat in found)
+    removed = 0
     for file, stat in sorted(found, key=lambda pair: pair[1].st_mtime):
         if total <= most * 1e9 or time.time() - stat.st_mtime < _KEPT_SECONDS:
             break
@@ -151,7 +178,7 @@ def trim_prompt_cache(gigabytes: float | None = None) -> int:  # to be left; Non
 @contextlib.contextmanager
 def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
     # policy: with folder, dtype, device, `pipeline` and `embed`
-    "A function that encodes prompts; it loads the encoders at its first call, and they are freed at the end."
+    """A function that encodes prompts; it loads the encoders at its first call, and they are freed at the end."""
     pipe = []
 
     @torch.no_grad()
@@ -159,17 +186,25 @@ def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str,
         try:
             if not pipe:
                 parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
-                pipe.append(import_class(policy.pipeline).from_pretrained(policy.folder, **parts).to(policy.device))
+                pipe.append(
+                    import_class(policy.pipeline)
+                    .from_pretrained(policy.folder, **parts)
+                    .to(policy.device)
+                )
             return policy.embed(pipe[0], list(group))
         except (InputError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # of the machine, not of the model
         except Exception as error:  # transformers and diffusers check with exceptions of their own
             if "mismatched_sizes" in str(error):
-                raise InputError(f"`model` must have text encoders whose config.json fits their weights; one of those "
-                                 f"in {policy.folder} is of another network") from None
-            raise InputError(f"`model` must have text encoders and tokenizers that encode the prompts; those in "
-                             f"{policy.folder} end with {type(error).__name__}: "
-                             f"{' '.join(str(error).split())[:200]!r}") from None
+                raise InputError(
+                    f"`model` must have text encoders whose config.json fits their weights; one of those "
+                    f"in {policy.folder} is of another network"
+                ) from None
+            raise InputError(
+                f"`model` must have text encoders and tokenizers that encode the prompts; those in "
+                f"{policy.folder} end with {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]!r}"
+            ) from None
 
     yield fresh
     if pipe:
@@ -178,7 +213,7 @@ def lazy_prompt_encoder(policy: Any) -> Iterator[Callable[[list[str]], dict[str,
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def prompt_key(policy: Any) -> str:  # sha256 in hex
-    "What the embeddings of a policy depend on besides the prompt, as a hash."
+    """What the embeddings of a policy depend on besides the prompt, as a hash."""
     files = hash_model_files(policy.folder, policy.text_folders)
     return hashlib.sha256(f"{files} {policy.max_tokens} {policy.dtype}".encode()).hexdigest()
 
@@ -186,7 +221,7 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
 @checked(prompts=Sequence[str])
 def encode_prompts(policy: Any, prompts: list[str]) -> dict[str, Tensor]:
     # policy: with `key`, the value of `prompt_key`; returns what `embed` gives, one row a prompt
-    "Conditioning of the prompts, from the disk's cache or from the frozen encoders."
+    """Conditioning of the prompts, from the disk's cache or from the frozen encoders."""
     with lazy_prompt_encoder(policy) as fresh:
         rows = _load_prompt_embeds([*prompts, *policy.blank], policy.key, fresh)
     rows, count = {k: v.to(policy.device) for k, v in rows.items()}, len(prompts)

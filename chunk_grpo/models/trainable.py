@@ -35,14 +35,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
-from .inputs import build_meta_network, check_pipeline_folder, find_family, import_class
+from chunk_grpo.models.inputs import (
+    build_meta_network,
+    check_pipeline_folder,
+    find_family,
+    import_class,
+)
 from .inputs import locate_model, read_model_json
 from .policy import LORA_TARGETS, Family, Policy, load_policy
 
-PROCESS_TIMEOUT = timedelta(hours=2)  # that processes wait for each other: one may encode prompts or score long
-_COMPILERS = {"cpu": ("CXX", "g++", "clang++"), "cuda": ("CC", "gcc", "clang", "cc")}  # a variable, and names
-_SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-                 "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+PROCESS_TIMEOUT = timedelta(
+    hours=2
+)  # that processes wait for each other: one may encode prompts or score long
+_COMPILERS = {
+    "cpu": ("CXX", "g++", "clang++"),
+    "cuda": ("CC", "gcc", "clang", "cc"),
+}  # a variable, and names
+_SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
 def find_lora_layers(
@@ -73,13 +87,13 @@ def find_lora_layers(
 
 
 def describe_layers(names: Iterable[str]) -> str:  # names: of layers
-    "Write layers as patterns with the number of layers each, such as blocks.*.attn.to_q (12)."
+    """Write layers as patterns with the number of layers each, such as blocks.*.attn.to_q (12)."""
     counts = Counter(re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name) for name in names)
     return ", ".join(f"{pattern} ({count})" for pattern, count in counts.items())
 
 
 def adapted_layers(net: nn.Module) -> list[str]:  # net: a transformer, with or without an adapter
-    "Return the names of the layers beside which an adapter is trained."
+    """Return the names of the layers beside which an adapter is trained."""
     return [
         name.removesuffix(".lora_A")
         for name, part in net.named_modules()
@@ -88,28 +102,33 @@ def adapted_layers(net: nn.Module) -> list[str]:  # net: a transformer, with or 
 
 
 def _find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
-    "The modules that a transformer repeats, by name."
+    """The modules that a transformer repeats, by name."""
     kinds = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
     return {name: part for name, part in net.named_modules() if type(part).__name__ in kinds}
 
 
-def freeze_unread(net: Any, unread: tuple[str, ...]) -> None:  # unread: layers of the last block, by name
-    "Freeze the weights of a transformer's last block whose results nothing reads."
+def freeze_unread(
+    net: Any, unread: tuple[str, ...]
+) -> None:  # unread: layers of the last block, by name
+    """Freeze the weights of a transformer's last block whose results nothing reads."""
     for block in list(_find_blocks(net).values())[-1:]:
         for layer in unread:
             block.get_submodule(layer).requires_grad_(False)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
-    policy: Policy, lora_rank: int = 0,  # changed in place; 0: full fine-tuning
-    lora_targets: tuple[str, ...] = (),  # ends of names of linear layers; empty: those of the family
+    policy: Policy,  # changed in place
+    lora_rank: int = 0,  # 0: full fine-tuning
+    lora_targets: tuple[str, ...] = (),  # ends of names of linear layers; empty: the family's
     lora_alpha: int = 0,  # the adapter counts lora_alpha / lora_rank; 0: once
-    gradient_checkpointing: bool = False,  # recompute blocks in the backward: less memory, about a third more time
+    # recompute blocks in the backward: less memory, about a third more time
+    gradient_checkpointing: bool = False,
     seed: int = 0,  # of the adapter's initial values
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
-    frozen: bool = False,  # only to be sampled from: all weights stay in the format they are stored in
+    # only to be sampled from: all weights stay in the format they are stored in
+    frozen: bool = False,
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
-    "Free the weights to be trained and remember the base; InputError where no layer has a target's name."
+    """Free the weights to be trained and remember the base; InputError where no layer has a target's name."""
     net = policy.transformer
     if gradient_checkpointing:
         net.enable_gradient_checkpointing()
@@ -122,13 +141,21 @@ def make_trainable(
         targets = find_lora_layers(net, lora_targets, policy.lora_targets)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            net.add_adapter(LoraConfig(r=lora_rank, lora_alpha=lora_alpha or lora_rank, target_modules=targets,
-                                       init_lora_weights="gaussian"))
+            net.add_adapter(
+                LoraConfig(
+                    r=lora_rank,
+                    lora_alpha=lora_alpha or lora_rank,
+                    target_modules=targets,
+                    init_lora_weights="gaussian",
+                )
+            )
         freeze_unread(net, policy.unread)
         trained = [p for p in net.parameters() if p.requires_grad]
         if not trained:
-            raise InputError(f"lora_targets: {describe_layers(targets)} make a state of the text in the last block, "
-                             "which nothing reads; name at least one other layer.")
+            raise InputError(
+                f"lora_targets: {describe_layers(targets)} make a state of the text in the last block, "
+                "which nothing reads; name at least one other layer."
+            )
         for p in trained:
             p.data = p.data.float()
         return trained
@@ -139,18 +166,20 @@ def make_trainable(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
 def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 1
-    "The part of the transformer's weights that is trained, or beside which an adapter is."
+    """The part of the transformer's weights that is trained, or beside which an adapter is."""
     named = dict(policy.transformer.named_parameters())
     own = {name: p.numel() for name, p in named.items() if ".lora_" not in name}
     free = {name for name, p in named.items() if p.requires_grad}
     beside = {f"{name.split('.lora_')[0]}.base_layer" for name in free if ".lora_" in name}
-    return sum(n for name, n in own.items() if name in free or name.rpartition(".")[0] in beside) / sum(own.values())
+    return sum(
+        n for name, n in own.items() if name in free or name.rpartition(".")[0] in beside
+    ) / sum(own.values())
 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
 @torch.no_grad()
 def swap_weights(parameters: Iterable[Tensor], others: list[Tensor]) -> None:
     # parameters: parts, or whole; others: parts of the base, or of a moving average; changed in place
-    "Exchange the values of parameters, of this process' parts where they are shared out, with those of others."
+    """Exchange the values of parameters, of this process' parts where they are shared out, with those of others."""
     for pair in zip(parameters, others, strict=True):
         local, other = (x.to_local() if isinstance(x, DTensor) else x.data for x in pair)
         kept = local.clone()
@@ -160,10 +189,15 @@ def swap_weights(parameters: Iterable[Tensor], others: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
-    "Within this context the policy is the base model it started from."
+    """Within this context the policy is the base model it started from."""
+
     def switch(enable):
         if policy.lora:
-            (policy.transformer.enable_adapters if enable else policy.transformer.disable_adapters)()
+            (
+                policy.transformer.enable_adapters
+                if enable
+                else policy.transformer.disable_adapters
+            )()
         elif policy.base_params is not None:
             swap_weights(policy.transformer.parameters(), policy.base_params)
 
@@ -174,15 +208,22 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
         switch(True)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
-def save_trained_weights(policy: Policy, folder: Path) -> None:  # policy: trainable; folder: made if it is not there
-    "Write the trained weights in diffusers' own layout: an adapter or a whole transformer (not one in parts)."
+def save_trained_weights(
+    policy: Policy, folder: Path
+) -> None:  # policy: trainable; folder: made if it is not there
+    """Write the trained weights in diffusers' own layout: an adapter or a whole transformer (not one in parts)."""
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
         config = policy.transformer.peft_config["default"].to_dict()
-        config["target_modules"] = sorted(config["target_modules"])  # in an order of its own a set differs by process
-        about = config if config["lora_alpha"] != config["r"] else None  # else diffusers takes the rank
-        import_class(policy.pipeline).save_lora_weights(str(folder), transformer_lora_layers=layers,
-                                                        transformer_lora_adapter_metadata=about)
+        config["target_modules"] = sorted(
+            config["target_modules"]
+        )  # in an order of its own a set differs by process
+        about = (
+            config if config["lora_alpha"] != config["r"] else None
+        )  # else diffusers takes the rank
+        import_class(policy.pipeline).save_lora_weights(
+            str(folder), transformer_lora_layers=layers, transformer_lora_adapter_metadata=about
+        )
     else:
         policy.transformer.save_pretrained(str(folder))
     for file in Path(folder).glob("*.safetensors"):  # which are made for their owner alone
@@ -190,35 +231,43 @@ def save_trained_weights(policy: Policy, folder: Path) -> None:  # policy: train
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2fda097e
 def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_trained_weights`
-    "The weights in a folder; InputError where they are missing or damaged."
+    """The weights in a folder; InputError where they are missing or damaged."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InputError(f"run: {folder} holds no trained weights (*.safetensors).")
     try:
         state = {k: v for file in files for k, v in load_file(file).items()}
     except (SafetensorError, OSError) as error:
-        raise InputError(f"run: the weights in {folder} are damaged and cannot be read ({error}).") from None
+        raise InputError(
+            f"run: the weights in {folder} are damaged and cannot be read ({error})."
+        ) from None
     infinite = [name for name, x in state.items() if not torch.isfinite(x).all()]
     if infinite:
         raise InputError(f"run: the weights in {folder} are damaged: {infinite[0]} is not finite.")
     return state
 
 
-def load_trained_weights(policy: Policy, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+def load_trained_weights(
+    policy: Policy, folder: Path, state: dict[str, Tensor] | None = None
+) -> None:
     # policy: trainable in the way of the saved weights; state: of `read_saved_weights`, where it was read before
-    "Put trained weights back into the policy; InputError where they are missing, damaged or another model's."
+    """Put trained weights back into the policy; InputError where they are missing, damaged or another model's."""
     state = read_saved_weights(folder) if state is None else state
     try:
         if policy.lora:
-            set_peft_model_state_dict(policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()})
+            set_peft_model_state_dict(
+                policy.transformer, {k.removeprefix("transformer."): v for k, v in state.items()}
+            )
         else:
             policy.transformer.load_state_dict(state)
     except RuntimeError:  # names or shapes that do not fit
         raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
-def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype) -> bool:  # name: of _SDPA_BACKENDS
-    "Whether torch has this attention there, forward and backward."
+def _has_attention_backend(
+    name: str, device: torch.device, dtype: torch.dtype
+) -> bool:  # name: of _SDPA_BACKENDS
+    """Whether torch has this attention there, forward and backward."""
     x = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype, requires_grad=True)
     try:
         with sdpa_kernel(_SDPA_BACKENDS[name]):
@@ -230,68 +279,95 @@ def _has_attention_backend(name: str, device: torch.device, dtype: torch.dtype) 
 
 def set_attention_backend(policy: Policy, name: str) -> None:
     # policy: changed in place; name: native: torch's choice but cuDNN's, or one of _SDPA_BACKENDS
-    "Fix the kernel of the transformer's attention; InputError where there is none of that name."
-    torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")  # never torch's own choice: github.com/pytorch/pytorch 196678
+    """Fix the kernel of the transformer's attention; InputError where there is none of that name."""
+    torch.backends.cuda.enable_cudnn_sdp(
+        name == "cudnn"
+    )  # never torch's own choice: github.com/pytorch/pytorch 196678
     if name == "native":
         return
     device, dtype = policy.device, policy.dtype
     if not _has_attention_backend(name, device, dtype):
-        there = ["native", *(other for other in _SDPA_BACKENDS if _has_attention_backend(other, device, dtype))]
-        raise InputError(f"`attention` must be {' or '.join(there)} with {str(dtype)[6:]} on {device.type}; "
-                         f"got {name!r}")
+        there = [
+            "native",
+            *(other for other in _SDPA_BACKENDS if _has_attention_backend(other, device, dtype)),
+        ]
+        raise InputError(
+            f"`attention` must be {' or '.join(there)} with {str(dtype)[6:]} on {device.type}; "
+            f"got {name!r}"
+        )
     layers = [m.processor for m in policy.transformer.modules() if hasattr(m, "processor")]
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
-        raise InputError(f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
-                         f"directly; got {name!r}")
+        raise InputError(
+            f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
+            f"directly; got {name!r}"
+        )
     _check_attention_mask(type(policy), name)
     with attention_backend("native"):
         policy.transformer.set_attention_backend(f"_native_{name}")
 
 
 def _check_attention_mask(family: type[Family], name: str) -> None:
-    "InputError where a family passes masks and the kernel takes none."
+    """InputError where a family passes masks and the kernel takes none."""
     if name == "flash" and family.masks_attention:
-        raise InputError(f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
-                         "attention has a mask for prompts of different lengths; got 'flash'")
+        raise InputError(
+            f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
+            "attention has a mask for prompts of different lengths; got 'flash'"
+        )
 
 # %% ../../nbs/03_models/04_trainable.ipynb #18ada06f
 def _check_compiler(device: torch.device) -> None:
-    "InputError where this machine has no compiler for torch.compile on the device."
+    """InputError where this machine has no compiler for torch.compile on the device."""
     variable, *names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
     if not any(map(shutil.which, [os.environ.get(variable) or names[0], *names])):
         kind = {"CXX": "C++", "CC": "C"}[variable]
-        raise InputError(f"`compile` must be off on a machine without a {kind} compiler ({', '.join(names)}); got True")
+        raise InputError(
+            f"`compile` must be off on a machine without a {kind} compiler ({', '.join(names)}); got True"
+        )
 
 
-def compile_blocks(policy: Policy) -> None:  # changed in place, before a trainer wraps its transformer
-    "Compile the transformer's blocks at their first forward; InputError where this machine has no compiler."
+def compile_blocks(
+    policy: Policy,
+) -> None:  # changed in place, before a trainer wraps its transformer
+    """Compile the transformer's blocks at their first forward; InputError where this machine has no compiler."""
     _check_compiler(policy.device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 128)
-    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
+    torch._dynamo.config.accumulated_recompile_limit = max(
+        torch._dynamo.config.accumulated_recompile_limit, 1024
+    )
     blocks = _find_blocks(policy.transformer)
     for block in blocks.values():
         block.compile(dynamic=False)
     policy.compiled = bool(blocks)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
-def _check_lora_targets(folder: Path, lora_targets: tuple[str, ...]) -> None:  # folder: a pipeline's folder
-    "Raise InputError for a target without a linear layer, by the transformer's configuration alone."
-    kind, file = find_family(check_pipeline_folder(folder)).network_classes[0], "transformer/config.json"
-    network = build_meta_network(import_class(kind), read_model_json(folder, file), f"{folder}/{file}")
+def _check_lora_targets(
+    folder: Path, lora_targets: tuple[str, ...]
+) -> None:  # folder: a pipeline's folder
+    """Raise InputError for a target without a linear layer, by the transformer's configuration alone."""
+    kind = find_family(check_pipeline_folder(folder)).network_classes[0]
+    file = "transformer/config.json"
+    network = build_meta_network(
+        import_class(kind), read_model_json(folder, file), f"{folder}/{file}"
+    )
     find_lora_layers(network, lora_targets)
 
 
 def load_trainable_policy(
-    model: str, *, lora_rank: int = 0,  # "pocket", a folder or a hub id; 0: all weights
-    lora_targets: tuple[str, ...] = (), lora_alpha: int = 0,  # empty: those of the family; 0: the rank
-    gradient_checkpointing: bool = False, seed: int = 0,  # of the adapter's initial values
+    model: str,
+    *,  # "pocket", a folder or a hub id
+    lora_rank: int = 0,  # 0: all weights
+    lora_targets: tuple[str, ...] = (),  # empty: those of the family
+    lora_alpha: int = 0,  # 0: the rank
+    gradient_checkpointing: bool = False,  # recompute activations in the backward pass
+    seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a part
-    compile: bool = False, attention: str = "native",  # the transformer's blocks; kernel of the attention
+    compile: bool = False,  # the transformer's blocks
+    attention: str = "native",  # kernel of the attention
     frozen: bool = False,  # only to be sampled from: half the memory where the forward is bfloat16
     **given,  # to `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
-    "A policy to be trained, by its model's name; InputError as `policy.load_policy` and `make_trainable`."
+    """A policy to be trained, by its model's name; InputError as `policy.load_policy` and `make_trainable`."""
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
     if compile:  # said before the weights are read
         _check_compiler(torch.device(given.get("device", "cpu")))
@@ -303,40 +379,64 @@ def load_trainable_policy(
     set_attention_backend(out, attention)
     if compile:  # before blocks are shared out, and change their class
         compile_blocks(out)
-    out.trained = make_trainable(out, lora_rank, tuple(lora_targets), lora_alpha, gradient_checkpointing, seed,
-                                 sharding, frozen)
+    out.trained = make_trainable(
+        out,
+        lora_rank,
+        tuple(lora_targets),
+        lora_alpha,
+        gradient_checkpointing,
+        seed,
+        sharding,
+        frozen,
+    )
     return out
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
 def full_tensor(tensor: Tensor) -> Tensor:  # a part, or whole already
-    "The whole tensor; every process has to call it."
+    """The whole tensor; every process has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_model(net: Any, device: torch.device, dtype: torch.dtype) -> list[nn.Parameter]:
     # net: a transformer of diffusers, changed in place; device: of the parts; dtype: of the forward; returns the parts
-    "Leave this process its part of every weight; block after block, so that no device holds the whole."
+    """Leave this process its part of every weight; block after block, so that no device holds the whole."""
     low = None if dtype == torch.float32 else dtype
-    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing changes it in place
+    mixed = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module .* returned a view"
+    )  # nothing changes it in place
     if not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_TIMEOUT)
+        dist.init_process_group(
+            store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_TIMEOUT
+        )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in [*_find_blocks(net).values(), net]:
         for p in part.parameters():
             if not isinstance(p, DTensor):
                 p.data = p.data.float()
-        fully_shard(part.requires_grad_(True), mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+        fully_shard(
+            part.requires_grad_(True), mesh=mesh, mp_policy=mixed, reshard_after_forward=True
+        )
     net.to(device)  # buffers
     return list(net.parameters())
 
 
-def gather_model(net: nn.Module) -> nn.Module | None:  # net: in parts; returns on the CPU, in the first process
-    "The whole network; every process has to call it."
-    state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def gather_model(
+    net: nn.Module,
+) -> nn.Module | None:  # net: in parts; returns on the CPU, in the first process
+    """The whole network; every process has to call it."""
+    state = get_model_state_dict(
+        net, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if dist.get_rank():
         return None
-    family = next(c for c in type(net).__mro__ if "from_config" in dir(c) and not c.__name__.startswith("FSDP"))
+    family = next(
+        c
+        for c in type(net).__mro__
+        if "from_config" in dir(c) and not c.__name__.startswith("FSDP")
+    )
     with torch.device("meta"):
         out = family.from_config(net.config)
     out.load_state_dict(state, assign=True)

@@ -41,10 +41,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import InputError
 from ..core import machine
-from ..core.settings import PRESETS_DIR, Settings, check_processes, evaluated_rewards, list_presets
+from chunk_grpo.core.settings import (
+    PRESETS_DIR,
+    Settings,
+    check_processes,
+    evaluated_rewards,
+    list_presets,
+)
 from ..core.settings import load_settings, named_code, reward_weights
 from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
-from ..models.inputs import FAMILIES, build_meta_network, check_pipeline_folder, find_family, import_class
+from chunk_grpo.models.inputs import (
+    FAMILIES,
+    build_meta_network,
+    check_pipeline_folder,
+    find_family,
+    import_class,
+)
 from ..models.inputs import describe_prompts, locate_model, read_model_json, read_prompts
 from ..models.inputs import split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
@@ -53,12 +65,16 @@ from ..pocket import POCKET_MODELS
 
 # %% ../../nbs/06_planning/00_plan.ipynb #640c9516
 def known_model_configs() -> dict[str, ModelConfig]:
-    "The sizes of published models of all families, by hub id."
-    return {model: config for name in FAMILIES for model, config in find_family(name).known_configs.items()}
+    """The sizes of published models of all families, by hub id."""
+    return {
+        model: config
+        for name in FAMILIES
+        for model, config in find_family(name).known_configs.items()
+    }
 
 
 def read_model_config(folder: Path) -> ModelConfig | None:  # None for another family's
-    "A folder's configurations, without its weights; InputError where they cannot be read."
+    """A folder's configurations, without its weights; InputError where they cannot be read."""
     index = read_model_json(folder, "model_index.json")
     parts = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
     try:
@@ -71,22 +87,30 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None for another f
         if type(more) is not int:
             raise TypeError("model_max_length is no whole number")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"`model` must be a folder that diffusers saved, with its configurations (config.json); in "
-                         f"{folder} they cannot be read ({error})") from None
+        raise InputError(
+            f"`model` must be a folder that diffusers saved, with its configurations (config.json); in "
+            f"{folder} they cannot be read ({error})"
+        ) from None
     return ModelConfig(name, *map(json.dumps, parts), more) if name in FAMILIES else None
 
 
-def find_model_config(model: str) -> ModelConfig | None:  # None for a hub id whose sizes are not known
-    "A model (a pocket base, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."
+def find_model_config(
+    model: str,
+) -> ModelConfig | None:  # None for a hub id whose sizes are not known
+    """A model (a pocket base, a folder or a hub id) by its configurations; InputError for a folder that cannot be read."""
     here = model in POCKET_MODELS or Path(model).is_dir()
     return read_model_config(locate_model(model)) if here else known_model_configs().get(model)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #13b3ba86
 def meta_policy(
-    config: ModelConfig, resolution: int, max_tokens: int, dtype: str = "float32",  # pixels a side; of the forward
-    rank: int | None = None, targets: tuple[str, ...] = (),  # trained: all weights (0) or adapters; None: nothing
+    config: ModelConfig,  # of the model's components
+    resolution: int,  # pixels per side
+    max_tokens: int,  # of a prompt
+    dtype: str = "float32",  # of the forward pass
+    rank: int | None = None,  # trained: all weights (0) or adapters
+    targets: tuple[str, ...] = (),  # None: nothing
 ) -> Policy:
-    "The family's policy with networks that have shapes and no memory."
+    """The family's policy with networks that have shapes and no memory."""
     family = find_family(config.pipeline)
     out = family.__new__(family)
     out.max_tokens, out.guidance, out.true_cfg_scale, out.blank = max_tokens, 1.0, 1.0, ()
@@ -95,8 +119,11 @@ def meta_policy(
         sizes = {"transformer": config.transformer, "vae": config.autoencoder}
         out.transformer, out.vae = (
             build_meta_network(import_class(name), json.loads(sizes[part]), f"{part}/config.json")
-            for name, part in zip(family.network_classes, sizes, strict=True))
-        for tensor in (x for net in (out.transformer, out.vae) for x in (*net.parameters(), *net.buffers())):
+            for name, part in zip(family.network_classes, sizes, strict=True)
+        )
+        for tensor in (
+            x for net in (out.transformer, out.vae) for x in (*net.parameters(), *net.buffers())
+        ):
             if tensor.is_floating_point():
                 tensor.requires_grad_(False).data = tensor.data.to(out.dtype)
         if rank is not None:
@@ -107,48 +134,73 @@ def meta_policy(
     return out.set_resolution(resolution)
 
 
-def _meta_forward(config: ModelConfig, policy: Policy, rows: int = 1) -> Tensor:  # (rows, S, C) on meta
-    "One forward of so many images, through the family's `predict`, with prompts of full length."
+def _meta_forward(
+    config: ModelConfig, policy: Policy, rows: int = 1
+) -> Tensor:  # (rows, S, C) on meta
+    """One forward of so many images, through the family's `predict`, with prompts of full length."""
     net, (tokens, channels) = policy.transformer.config, policy.noise(torch.Generator()).shape
-    length, width = policy.max_tokens + config.extra_tokens, net.get("joint_attention_dim") or net.get("cap_feat_dim")
+    length = policy.max_tokens + config.extra_tokens
+    width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
     mask = torch.ones(rows, length, dtype=torch.bool)  # on the CPU: its values decide about shapes
     with torch.device("meta"):
-        given = {"prompt_embeds": torch.empty(rows, length, width, dtype=policy.dtype), "prompt_embeds_mask": mask,
-                 "pooled_prompt_embeds": torch.empty(rows, net.get("pooled_projection_dim", 1), dtype=policy.dtype)}
+        given = {
+            "prompt_embeds": torch.empty(rows, length, width, dtype=policy.dtype),
+            "prompt_embeds_mask": mask,
+            "pooled_prompt_embeds": torch.empty(
+                rows, net.get("pooled_projection_dim", 1), dtype=policy.dtype
+            ),
+        }
         try:
-            return policy.predict(torch.empty(rows, tokens, channels, dtype=policy.dtype), torch.empty(rows), given)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            return policy.predict(
+                torch.empty(rows, tokens, channels, dtype=policy.dtype), torch.empty(rows), given
+            )
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
-            raise InputError(f"model: transformer/config.json describes a network that cannot make a step ({reason})."
-                             ) from None
+            raise InputError(
+                f"model: transformer/config.json describes a network that cannot make a step ({reason})."
+            ) from None
 
 
 def check_forward(model: str, s: Settings) -> None:  # model: pocket, a folder or a hub id
-    "Raise InputError if the model's configuration describes a network that cannot make a step; no weight is read."
+    """Raise InputError if the model's configuration describes a network that cannot make a step; no weight is read."""
     config = find_model_config(model)
-    if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):  # others may need real numbers
+    if config and find_family(config.pipeline).__module__.startswith(
+        "chunk_grpo."
+    ):  # others may need real numbers
         _meta_forward(config, meta_policy(config, s.resolution, s.max_tokens, s.dtype))
 
 
 def _blocks(net: nn.Module) -> list[nn.Module]:
-    "The transformer's blocks: what its lists of modules hold."
+    """The transformer's blocks: what its lists of modules hold."""
     return [block for part in net.children() if isinstance(part, nn.ModuleList) for block in part]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #e4dec84e
 @functools.cache
 def model_sizes(config: ModelConfig) -> dict[str, int]:
-    "Parameters of the transformer, its largest block and the VAE; numbers of a prompt's token and its pooled state."
+    """Parameters of the transformer, its largest block and the VAE; numbers of a prompt's token and its pooled state."""
     policy = meta_policy(config, 64, 16)
     net = policy.transformer.config
-    return {"transformer": policy.transformer.num_parameters(), "vae": policy.vae.num_parameters(),
-            "block": max(sum(p.numel() for p in block.parameters()) for block in _blocks(policy.transformer)),
-            "token": net.get("joint_attention_dim") or net.get("cap_feat_dim"),
-            "pooled": net.get("pooled_projection_dim") or 0}
+    return {
+        "transformer": policy.transformer.num_parameters(),
+        "vae": policy.vae.num_parameters(),
+        "block": max(
+            sum(p.numel() for p in block.parameters()) for block in _blocks(policy.transformer)
+        ),
+        "token": net.get("joint_attention_dim") or net.get("cap_feat_dim"),
+        "pooled": net.get("pooled_projection_dim") or 0,
+    }
 
 
 @functools.cache
 def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...] = ()) -> int:
-    "Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."
+    """Parameters that are trained: all, or those of adapters; InputError where no layer has a target's name."""
     if not rank and not find_family(config.pipeline).unread:
         return model_sizes(config)["transformer"]
     return sum(p.numel() for p in meta_policy(config, 64, 16, rank=rank, targets=targets).trained)
@@ -156,25 +208,33 @@ def _count_trained_parameters(config: ModelConfig, rank: int, targets: tuple[str
 
 @functools.cache
 def _describe_adapted_layers(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> str:
-    "Write the layers that get an adapter as patterns, with the number of layers each."
-    from chunk_grpo.models.trainable import adapted_layers, describe_layers  # here, because it brings peft
+    """Write the layers that get an adapter as patterns, with the number of layers each."""
+    from chunk_grpo.models.trainable import (
+        adapted_layers,
+        describe_layers,
+    )  # here, because it brings peft
 
-    return describe_layers(adapted_layers(meta_policy(config, 64, 16, rank=rank, targets=targets).transformer))
+    return describe_layers(
+        adapted_layers(meta_policy(config, 64, 16, rank=rank, targets=targets).transformer)
+    )
 
 
 @functools.cache
 def latent_numel(config: ModelConfig, resolution: int) -> int:  # resolution: pixels a side
-    "Numbers in the latents of one image."
+    """Numbers in the latents of one image."""
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 
 def prompt_embeds_bytes(config: ModelConfig, s: Settings) -> int:
-    "Bytes of one prompt's embeddings on the disk: its tokens' states, and a pooled state where there is one."
+    """Bytes of one prompt's embeddings on the disk: its tokens' states, and a pooled state where there is one."""
     sizes = model_sizes(config)
-    return ((s.max_tokens + config.extra_tokens) * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[s.dtype].itemsize
+    return ((s.max_tokens + config.extra_tokens) * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[
+        s.dtype
+    ].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dev0012
-LARGEST_ON_CPU = 1e9  # parameters of a transformer that is trained without a GPU if nobody asks for it
+# parameters of a transformer that is trained without a GPU if nobody asks for it
+LARGEST_ON_CPU = 1e9
 
 
 def _large_model_on_cpu(s: Settings) -> str:
@@ -197,7 +257,9 @@ def check_device(s: Settings) -> str:
     """
     where = machine.choose_device(s.device)
     if why := _large_model_on_cpu(s):
-        raise InputError(f"`device` must be cpu to train a large model on the CPU: {why}; got {s.device}")
+        raise InputError(
+            f"`device` must be cpu to train a large model on the CPU: {why}; got {s.device}"
+        )
     return where
 
 
@@ -212,21 +274,30 @@ def choose_image_device(s: Settings) -> str:
 
 # %% ../../nbs/06_planning/00_plan.ipynb #02338e84
 @contextlib.contextmanager
-def _run_alike_once(net: nn.Module, total: Callable[[], int]) -> Iterator[tuple[list[int], list[int]]]:
+def _run_alike_once(
+    net: nn.Module, total: Callable[[], int]
+) -> Iterator[tuple[list[int], list[int]]]:
     # yields the amounts of the blocks not run, and of those run, by the differences of `total()`; filled on the way
-    "Within this context a block runs only where fewer than two of its kind and with the same shapes have run before."
-    seen, skipped, each = defaultdict(list), [], []
+    """Within this context a block runs only where fewer than two of its kind and with the same shapes have run before."""
+    seen = defaultdict(list)
+    skipped = []
+    each = []
 
     def forward(run: Callable, build: str, *args, **kwargs):
-        given = tree_map(lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs))
+        given = tree_map(
+            lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
         alike = seen[build, str(given)]
         if len(alike) < 2:
-            before, out = total(), run(*args, **kwargs)
+            before = total()
+            out = run(*args, **kwargs)
             alike.append((total() - before, out))
             each.append(alike[-1][0])
             return out
         skipped.append(alike[1][0])
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, alike[1][1])  # the next one's own input
+        return tree_map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, alike[1][1]
+        )  # the next one's own input
 
     for block in _blocks(net):
         build = f"{block} {[p.requires_grad for p in block.parameters()]}"
@@ -238,7 +309,7 @@ def _run_alike_once(net: nn.Module, total: Callable[[], int]) -> Iterator[tuple[
 
 @functools.cache
 def forward_flops(config: ModelConfig, resolution: int, max_tokens: int) -> int:
-    "Floating-point operations of one forward of one image."
+    """Floating-point operations of one forward of one image."""
     policy = meta_policy(config, resolution, max_tokens)
     with FlopCounterMode(display=False) as counter:
         with _run_alike_once(policy.transformer, counter.get_total_flops) as (skipped, _):
@@ -246,12 +317,30 @@ def forward_flops(config: ModelConfig, resolution: int, max_tokens: int) -> int:
     return counter.get_total_flops() + sum(skipped)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1ffd9a9c
-_FORWARD_DTYPE_OPS = ("linear", "conv2d", "matmul", "bmm", "addmm", "baddbmm", "einsum")  # in the forward's format
-_FLOAT32_OPS = ("layer_norm", "rms_norm", "group_norm", "pow", "__pow__", "rsqrt", "softmax", "sum", "exp")
+_FORWARD_DTYPE_OPS = (
+    "linear",
+    "conv2d",
+    "matmul",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+)  # in the forward's format
+_FLOAT32_OPS = (
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "pow",
+    "__pow__",
+    "rsqrt",
+    "softmax",
+    "sum",
+    "exp",
+)
 
 
 class _GpuFormats(TorchFunctionMode):
-    "Autocast's number formats and attention without its square, also on `meta`."
+    """Autocast's number formats and attention without its square, also on `meta`."""
 
     def __init__(self, dtype: torch.dtype, wide: tuple[str, ...] = _FLOAT32_OPS):
         super().__init__()
@@ -260,20 +349,29 @@ class _GpuFormats(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         attention = name == "scaled_dot_product_attention"
-        if self.dtype != torch.float32 and (name in _FORWARD_DTYPE_OPS or attention or name in self.wide):
+        if self.dtype != torch.float32 and (
+            name in _FORWARD_DTYPE_OPS or attention or name in self.wide
+        ):
             to = torch.float32 if name in self.wide else self.dtype
             args, kwargs = tree_map(
-                lambda x: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
+                lambda x: x.to(to) if isinstance(x, Tensor) and x.is_floating_point() else x,
+                (args, kwargs),
+            )
         if attention and kwargs.get("attn_mask") is None and len(args) <= 3:
-            parts = [*args, *(kwargs[n] for n in ("query", "key", "value")[len(args):])]
+            parts = [*args, *(kwargs[n] for n in ("query", "key", "value")[len(args) :])]
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts)[0]
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage -> bytes, filled on the way
-    "What is saved for the backward within this context, without the network's own weights."
-    own = {p.untyped_storage()._cdata for p in (*policy.transformer.parameters(), *policy.transformer.buffers())}
+def _track_saved_tensors(
+    policy: Policy,
+) -> Iterator[dict[int, int]]:  # storage -> bytes, filled on the way
+    """What is saved for the backward within this context, without the network's own weights."""
+    own = {
+        p.untyped_storage()._cdata
+        for p in (*policy.transformer.parameters(), *policy.transformer.buffers())
+    }
     found, alive = {}, []
 
     def pack(t):
@@ -288,34 +386,45 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3f0383f4
 @functools.cache
-def _counted_bytes(config: ModelConfig, resolution: int, max_tokens: int, dtype: str, rank: int,
-                   targets: tuple[str, ...], checkpointing: bool) -> tuple[int, int]:
-    "Bytes that a forward keeps: those whatever its rows, and those a row."
+def _counted_bytes(
+    config: ModelConfig,
+    resolution: int,
+    max_tokens: int,
+    dtype: str,
+    rank: int,
+    targets: tuple[str, ...],
+    checkpointing: bool,
+) -> tuple[int, int]:
+    """Bytes that a forward keeps: those whatever its rows, and those a row."""
     policy = meta_policy(config, resolution, max_tokens, dtype, rank, targets)
     formats = _GpuFormats(policy.dtype)
 
     def saved(rows: int) -> tuple[int, int]:  # by all, by the block that keeps most
         with formats, _track_saved_tensors(policy) as found:
-            with _run_alike_once(policy.transformer, lambda: sum(found.values())) as (skipped, each):
+            with _run_alike_once(policy.transformer, lambda: sum(found.values())) as (
+                skipped,
+                each,
+            ):
                 _meta_forward(config, policy, rows)
         return sum(found.values()) + sum(skipped), max(each)
 
     (one, largest), (two, larger) = saved(1), saved(2)
     if checkpointing:
         policy.transformer.enable_gradient_checkpointing()
-        one, two = saved(1)[0] + largest, saved(2)[0] + larger
+        one = saved(1)[0] + largest
+        two = saved(2)[0] + larger
     return 2 * one - two, two - one
 
 
 def _batch_activation_bytes(config: ModelConfig, s: Settings, batch: int | None = None) -> int:
-    "What an update's forward of so many transitions keeps for its backward; without a number those of the settings."
+    """What an update's forward of so many transitions keeps for its backward; without a number those of the settings."""
     given = s.lora_rank, tuple(s.lora_targets) if s.lora_rank else (), s.gradient_checkpointing
     fixed, row = _counted_bytes(config, s.resolution, s.max_tokens, s.dtype, *given)
     return fixed + row * (s.update_batch if batch is None else batch) * (1 + (s.true_cfg_scale > 1))
 
 
 def fit_update_batch(config: ModelConfig, s: Settings) -> Settings:
-    "The settings with the `update_batch` that `update_memory` allows; the same where the memory is not given."
+    """The settings with the `update_batch` that `update_memory` allows; the same where the memory is not given."""
     if not s.update_memory:
         return s
     fixed = _batch_activation_bytes(config, s, 0)
@@ -333,26 +442,30 @@ class LiveBytesMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        }
         for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs and storage._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                if tensor.is_floating_point():  # others stand for the memory of a tile that is not run again
+                if (
+                    tensor.is_floating_point()
+                ):  # others stand for the memory of a tile that is not run again
                     self.largest = max(self.largest, storage.nbytes())
                 weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
         return out
 
     def release(self, key: int, size: int) -> None:
-        "A storage has died."
+        """A storage has died."""
         self.known.discard(key)
         self.now -= size
 
 # %% ../../nbs/06_planning/00_plan.ipynb #0cd2cd2a
 def _run_tile_once(run: Callable) -> Callable:
-    "The same function of a tensor, which runs once for each shape; after that it only takes as much memory."
+    """The same function of a tensor, which runs once for each shape; after that it only takes as much memory."""
     seen = {}
 
     def again(x: Tensor, *args, **kwargs):
@@ -362,7 +475,9 @@ def _run_tile_once(run: Callable) -> Callable:
             return tree_map(lambda empty: empty(), made)
         with LiveBytesMode() as live:
             out = run(x, *args, **kwargs)
-        made = tree_map(lambda y: functools.partial(torch.empty, y.shape, dtype=y.dtype, device="meta"), out)
+        made = tree_map(
+            lambda y: functools.partial(torch.empty, y.shape, dtype=y.dtype, device="meta"), out
+        )
         seen[x.shape] = live.peak, made
         return out
 
@@ -370,19 +485,26 @@ def _run_tile_once(run: Callable) -> Callable:
 
 
 @functools.cache
-def _decode_bytes(config: ModelConfig, resolution: int, dtype: str, tiling: bool, images: int) -> tuple[int, int]:
+def _decode_bytes(
+    config: ModelConfig, resolution: int, dtype: str, tiling: bool, images: int
+) -> tuple[int, int]:
     """Count the bytes of decoding a batch: the most that all tensors take at once, and the largest tensor alone.
 
     Weights are not counted.
     """
-    policy, live = meta_policy(config, resolution, 16, dtype), LiveBytesMode()
+    policy = meta_policy(config, resolution, 16, dtype)
+    live = LiveBytesMode()
     if tiling:
         policy.vae.enable_slicing()
         policy.vae.enable_tiling()
         policy.vae._decode = _run_tile_once(policy.vae._decode)  # an image
         policy.vae.decoder.forward = _run_tile_once(policy.vae.decoder.forward)  # a tile
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
-    with torch.device("meta"), _GpuFormats(torch.float32), live:  # no autocast here, only its attention
+    with (
+        torch.device("meta"),
+        _GpuFormats(torch.float32),
+        live,
+    ):  # no autocast here, only its attention
         policy.decode(latents)
     return live.peak, live.largest
 
@@ -415,13 +537,17 @@ def decode_bytes_on_gpu(
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1d89e9c3
 def _images(s: Settings) -> int:
-    "Images drawn in an iteration, all processes together."
+    """Images drawn in an iteration, all processes together."""
     return s.prompts_per_iteration * s.images_per_prompt
 
 
-def transitions_per_image(s: Settings, sizes: Sequence[int] | None = None) -> tuple[int, float, int]:
-    "Fewest, mean and most transitions of an image that are trained; `sizes`: those of chunks from a profile, if known."
-    if sizes is None and s.chunk_rule.kind == "profile":  # the number of chunks is known, and so is the mean
+def transitions_per_image(
+    s: Settings, sizes: Sequence[int] | None = None
+) -> tuple[int, float, int]:
+    """Fewest, mean and most transitions of an image that are trained; `sizes`: those of chunks from a profile, if known."""
+    if (
+        sizes is None and s.chunk_rule.kind == "profile"
+    ):  # the number of chunks is known, and so is the mean
         total = min(DEFAULT_CHUNKS, s.transitions)
         drawn = chunk_count(len(s.train_chunk_numbers or range(total)), s.chunk_fraction)
         return 1, s.transitions * drawn / total, s.transitions
@@ -441,9 +567,12 @@ class IterationCounts:
     forwards of the transitions of one update, is not among them: it happens once in a run.
     """
 
-    rollout: float  # forwards that draw the images which are trained on, and those that complete them for their credit
+    # forwards that draw the images which are trained on, and those that complete them for their
+    # credit
+    rollout: float
     trained: float  # transitions that go forward and backward
-    extra: float = 0  # the update's forwards without a backward: old log-probabilities, a penalty's reference
+    # the update's forwards without a backward: old log-probabilities, a penalty's reference
+    extra: float = 0
     baseline: float = 0  # forwards that draw the base's images
     scored: float = 0  # images that the rewards score
 
@@ -454,25 +583,34 @@ def iteration_counts(s: Settings) -> IterationCounts:
     Other methods count themselves: `load_method(s).counts()`. Raises InputError where the settings are theirs.
     """
     if s.method != "chunk" or s.window != "all" or s.sharing != "own" or s.credit_of != "image":
-        raise InputError("`counts` must be those of the method, load_method(settings).counts(), where the settings "
-                         "name a `method`, `window`, `sharing` or `credit_of` other than Chunk-GRPO's; got none")
+        raise InputError(
+            "`counts` must be those of the method, load_method(settings).counts(), where the settings "
+            "name a `method`, `window`, `sharing` or `credit_of` other than Chunk-GRPO's; got none"
+        )
     first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
-    drawn = [s.prompts_per_iteration * (n * (s.steps - 1) + (1 if first else n)) if n else 0
-             for n in (s.images_per_prompt, s.baseline_images)]
-    trained, later = _images(s) * transitions_per_image(s)[1], 1 - 1 / s.updates_per_iteration
-    largest = max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions  # of an unknown profile: all
+    drawn = [
+        s.prompts_per_iteration * (n * (s.steps - 1) + (1 if first else n)) if n else 0
+        for n in (s.images_per_prompt, s.baseline_images)
+    ]
+    trained = _images(s) * transitions_per_image(s)[1]
+    later = 1 - 1 / s.updates_per_iteration
+    largest = (
+        max(s.chunk_rule.chunks.sizes) if s.chunk_rule.chunks else s.transitions
+    )  # of an unknown profile: all
     again = later * (1 if s.update_batch >= largest else 2) + (s.kl > 0)
     scored = s.prompts_per_iteration * (s.images_per_prompt + s.baseline_images)
     return IterationCounts(drawn[0], trained, trained * again, drawn[1], scored)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #fbe15554
 def _backward_forwards(s: Settings) -> int:
-    "What a transition costs that goes forward and backward, in units of a forward."
+    """What a transition costs that goes forward and backward, in units of a forward."""
     return (2 if s.lora_rank else 3) + s.gradient_checkpointing
 
 
-def iteration_flops(s: Settings, config: ModelConfig, counts: IterationCounts | None = None) -> dict[str, float]:
-    "Operations of an iteration by phase, all processes together; without counts those of `iteration_counts`."
+def iteration_flops(
+    s: Settings, config: ModelConfig, counts: IterationCounts | None = None
+) -> dict[str, float]:
+    """Operations of an iteration by phase, all processes together; without counts those of `iteration_counts`."""
     forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
     n = counts or iteration_counts(s)
     phases = {"rollout": n.rollout} | ({"baseline": n.baseline} if n.baseline else {})
@@ -481,37 +619,54 @@ def iteration_flops(s: Settings, config: ModelConfig, counts: IterationCounts | 
 
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
 def held_out_prompts(s: Settings) -> list[str]:
-    "The held-out prompts of a run; none where their file is not here."
-    there = s.eval_prompts.startswith("pocket:") or Path(split_prompt_column(s.eval_prompts)[0]).is_file()
+    """The held-out prompts of a run; none where their file is not here."""
+    there = (
+        s.eval_prompts.startswith("pocket:")
+        or Path(split_prompt_column(s.eval_prompts)[0]).is_file()
+    )
     return read_prompts(s.eval_prompts, "eval_prompts") if there else []
 
 
 def _evaluation_forwards(s: Settings) -> dict[str, tuple[int, int, int]]:
-    "What the evaluation after a run draws, by ODE and as trained: arms, forwards an image, pixels a side."
+    """What the evaluation after a run draws, by ODE and as trained: arms, forwards an image, pixels a side."""
     each = 1 + (s.true_cfg_scale > 1)
-    return {"ODE": (2 + (0 < s.hybrid_split < s.eval_steps), s.eval_steps * each, s.eval_resolution),
-            "as trained": (2, s.steps * each, s.resolution)}
+    return {
+        "ODE": (2 + (0 < s.hybrid_split < s.eval_steps), s.eval_steps * each, s.eval_resolution),
+        "as trained": (2, s.steps * each, s.resolution),
+    }
 
 
 def _evaluation_flops(s: Settings, config: ModelConfig) -> tuple[float, int, float]:
-    "Operations of an evaluation during training, how many there are, and operations of the one after the run."
+    """Operations of an evaluation during training, how many there are, and operations of the one after the run."""
     forward = forward_flops(config, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
     arms = 1 + (0 < s.hybrid_split < s.eval_steps)
     times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
-    images = (len(held_out_prompts(s)) or 1) * s.eval_images  # of one prompt where the prompts are not here
-    last = sum(images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
-               for arms, forwards, pixels in _evaluation_forwards(s).values())
+    images = (
+        len(held_out_prompts(s)) or 1
+    ) * s.eval_images  # of one prompt where the prompts are not here
+    last = sum(
+        images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
+        for arms, forwards, pixels in _evaluation_forwards(s).values()
+    )
     return s.eval_count * s.eval_images * arms * s.eval_steps * forward, times, last
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc91178f
 def _trajectory_bytes(s: Settings, config: ModelConfig) -> int:
-    "What an iteration's trajectories take, all processes together."
-    return _images(s) * (s.steps + 1) * latent_numel(config, s.resolution) * TORCH_DTYPES[s.latents_dtype].itemsize
+    """What an iteration's trajectories take, all processes together."""
+    return (
+        _images(s)
+        * (s.steps + 1)
+        * latent_numel(config, s.resolution)
+        * TORCH_DTYPES[s.latents_dtype].itemsize
+    )
 
 
-def training_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[str, int]:  # part -> bytes
-    "Memory of one process for the training itself, without autoencoder, text encoders and rewards."
-    sizes, trained = model_sizes(config), _count_trained_parameters(config, s.lora_rank, s.lora_targets)
+def training_memory(
+    s: Settings, config: ModelConfig, processes: int = 1
+) -> dict[str, int]:  # part -> bytes
+    """Memory of one process for the training itself, without autoencoder, text encoders and rewards."""
+    sizes = model_sizes(config)
+    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
     everything, width = sizes["transformer"], TORCH_DTYPES[s.dtype].itemsize
     parts = processes if s.sharding == "fsdp" else 1
     return {
@@ -521,27 +676,43 @@ def training_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dic
         "moments": trained * (2 if s.optimizer == "adamw-8bit" else 8) // parts,
         "base weights kept aside": 0 if s.lora_rank else everything * 4 // parts,
         "moving average": trained * 4 // parts if s.ema else 0,
-        "trajectories": _trajectory_bytes(s, config) // processes if s.latents_on == "device" else 0,
+        "trajectories": _trajectory_bytes(s, config) // processes
+        if s.latents_on == "device"
+        else 0,
         "activations": _batch_activation_bytes(config, s),
     }
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3f98d0ad
 REWARD_MODEL_SIZES = {  # parameters, bytes of each
-    "hpsv3": (7.75e9, 2), "pickscore": (0.986e9, 4), "clip": (0.428e9, 4), "imagereward": (0.447e9, 4)}
+    "hpsv3": (7.75e9, 2),
+    "pickscore": (0.986e9, 4),
+    "clip": (0.428e9, 4),
+    "imagereward": (0.447e9, 4),
+}
 
 
-def _peak_memory(s: Settings, config: ModelConfig, processes: int = 1) -> tuple[int, dict[str, int]]:
-    "Memory of a process at its fullest: what is always there and either the activations or the decoding."
-    sizes = {s.resolution: min(s.rollout_batch, _images(s)),
-             s.eval_resolution: min(s.rollout_batch, s.eval_count * s.eval_images)}
+def _peak_memory(
+    s: Settings, config: ModelConfig, processes: int = 1
+) -> tuple[int, dict[str, int]]:
+    """Memory of a process at its fullest: what is always there and either the activations or the decoding."""
+    sizes = {
+        s.resolution: min(s.rollout_batch, _images(s)),
+        s.eval_resolution: min(s.rollout_batch, s.eval_count * s.eval_images),
+    }
     parts = training_memory(s, config, processes) | {
-        "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[s.dtype].itemsize, "rewards": 0}
+        "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[s.dtype].itemsize,
+        "rewards": 0,
+    }
     for name in {*reward_weights(s), *evaluated_rewards(s)} & set(REWARD_MODEL_SIZES):
         options, (count, size) = s.reward_options.get(name, {}), REWARD_MODEL_SIZES[name]
         if not options.get("url") and options.get("device") != "cpu":
-            parts["rewards"] += int(count * (2 if options.get("dtype") in ("bfloat16", "float16") else size))
+            parts["rewards"] += int(
+                count * (2 if options.get("dtype") in ("bfloat16", "float16") else size)
+            )
     parts["decoding"] = max(
-        decode_bytes_on_gpu(config, side, s.dtype, s.vae_tiling, images_decoded_at_once(config, side, images))
+        decode_bytes_on_gpu(
+            config, side, s.dtype, s.vae_tiling, images_decoded_at_once(config, side, images)
+        )
         for side, images in sizes.items()
     )
     return sum(parts.values()) - min(parts["activations"], parts["decoding"]), parts
@@ -558,7 +729,7 @@ class _DeviceSpec:
     float32: float
 
     def fits(self, total: int) -> bool:  # bytes
-        "Whether so much fits and leaves a tenth free: for the CUDA context, gaps between tensors, what is not counted."
+        """Whether so much fits and leaves a tenth free: for the CUDA context, gaps between tensors, what is not counted."""
         return total <= 0.9 * self.gigabytes * 1e9
 
 
@@ -595,7 +766,9 @@ def recognise_gpu(
 ) -> str | None:  # its name in `find_device`; None if it is none of them
     """Find which of the known devices a GPU is."""
     text = re.sub(r"[^a-z0-9]", "", gpu.lower())
-    kinds = sorted({name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True)  # GH200 before H200
+    kinds = sorted(
+        {name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True
+    )  # GH200 before H200
     kind = next((kind for kind in kinds if kind in text), None)
     sizes = [name for name in _DEVICES if kind and name.partition("-")[0] == kind]
     if len(sizes) < 2:
@@ -603,19 +776,28 @@ def recognise_gpu(
     return next((name for name in sizes if f"{_DEVICES[name].gigabytes}gb" in text), sizes[0])
 
 # %% ../../nbs/06_planning/00_plan.ipynb #a2fd24b5
-def measure_matmul_rate(dtype: str = "float32", seconds: float = 0.3) -> float:  # floating-point operations a second
-    "The rate at which this machine's device multiplies square matrices when nobody else uses it."
+def measure_matmul_rate(
+    dtype: str = "float32", seconds: float = 0.3
+) -> float:  # floating-point operations a second
+    """The rate at which this machine's device multiplies square matrices when nobody else uses it."""
     cuda = torch.cuda.is_available()
     size, threads = (8192, 1) if cuda else (1024, torch.get_num_threads())
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
-    clock = {} if cuda else {"timer": time.process_time}  # of a core's time only what this process had
-    times = Timer("a @ a", globals={"a": a}, num_threads=1, **clock).blocked_autorange(min_run_time=seconds).times
+    clock = (
+        {} if cuda else {"timer": time.process_time}
+    )  # of a core's time only what this process had
+    times = (
+        Timer("a @ a", globals={"a": a}, num_threads=1, **clock)
+        .blocked_autorange(min_run_time=seconds)
+        .times
+    )
     return threads * 2 * size**3 / min(times)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3843bdbd
 ASSUMED_MFU = 0.3  # share of a device's rate where none was measured: between the two of the H200
 _SHARES_FILE = PRESETS_DIR / "results" / "gpu" / "shares.json"  # written by `make gpu`
-_MEASURED_MODEL_PARAMETERS = 1_000_000_000  # from here on a model is taken to reach what FLUX.1-dev reached
+# from here on a model is taken to reach what FLUX.1-dev reached
+_MEASURED_MODEL_PARAMETERS = 1_000_000_000
 
 
 class RateShare(NamedTuple):
@@ -637,11 +819,15 @@ def rate_share(
     rows = [row for row in rows if row["device"] == device and row["dtype"] == dtype]
     if not rows or model_sizes(config)["transformer"] < _MEASURED_MODEL_PARAMETERS:
         return RateShare(ASSUMED_MFU, "assumed")
-    rows = [row for row in rows if row["phase"] == phase] or [row for row in rows if row["phase"] == "forward"]
+    rows = [row for row in rows if row["phase"] == phase] or [
+        row for row in rows if row["phase"] == "forward"
+    ]
     nearest = min(rows, key=lambda row: abs(math.log(row["resolution"] / resolution)))
     what = {"forward": "forwards", "update": "updates"}[nearest["phase"]]
     model = nearest["model"].rpartition("/")[2]
-    return RateShare(nearest["share"], f"measured on {device} in {what} of {model} at {nearest['resolution']} px")
+    return RateShare(
+        nearest["share"], f"measured on {device} in {what} of {model} at {nearest['resolution']} px"
+    )
 
 
 def _phase_shares(
@@ -674,15 +860,30 @@ def iteration_seconds(
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # by phase
     """Estimate the seconds of an iteration's phases: the longer of arithmetic, and of reading weights and moments."""
-    weights = model_sizes(config)["transformer"] * (TORCH_DTYPES[s.dtype].itemsize if s.lora_rank else 4)
-    prompts, n = s.prompts_per_iteration / processes, counts or iteration_counts(s)
-    passes = -(-n.trained / processes // s.update_batch) * (_backward_forwards(s) + n.extra / n.trained)
-    moments = _count_trained_parameters(config, s.lora_rank, s.lora_targets) * (28 if s.optimizer == "adamw" else 16)
-    drawn = {name: prompts * n for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images)) if n}
+    weights = model_sizes(config)["transformer"] * (
+        TORCH_DTYPES[s.dtype].itemsize if s.lora_rank else 4
+    )
+    prompts = s.prompts_per_iteration / processes
+    n = counts or iteration_counts(s)
+    passes = -(-n.trained / processes // s.update_batch) * (
+        _backward_forwards(s) + n.extra / n.trained
+    )
+    moments = _count_trained_parameters(config, s.lora_rank, s.lora_targets) * (
+        28 if s.optimizer == "adamw" else 16
+    )
+    drawn = {
+        name: prompts * n
+        for name, n in (("rollout", s.images_per_prompt), ("baseline", s.baseline_images))
+        if n
+    }
     forwards = {"rollout": math.ceil(n.rollout / _images(s)), "baseline": s.steps}  # of an image
-    moved = {name: -(-images // s.rollout_batch) * forwards[name] * weights for name, images in drawn.items()}  # bytes
+    moved = {
+        name: -(-images // s.rollout_batch) * forwards[name] * weights
+        for name, images in drawn.items()
+    }  # bytes
     moved["update"] = passes * weights + s.updates_per_iteration * moments
-    rate, shares = getattr(where, s.dtype) * 1e12 * processes, _phase_shares(s, config, where, share)
+    rate = getattr(where, s.dtype) * 1e12 * processes
+    shares = _phase_shares(s, config, where, share)
     return {
         phase: max(flops / (rate * shares[phase].value), moved[phase] / (where.bandwidth * 1e12))
         for phase, flops in iteration_flops(s, config, counts).items()
@@ -693,79 +894,120 @@ _HELD_OUT_PROMPTS = 400  # where their file is not here: as many as HPDv2's test
 
 
 def _encoded_prompts(s: Settings) -> int:
-    "Prompts that a run encodes at most, that of classifier-free guidance among them."
+    """Prompts that a run encodes at most, that of classifier-free guidance among them."""
     return s.iterations * s.prompts_per_iteration + s.eval_count + (s.true_cfg_scale > 1)
 
 
 def run_disk_bytes(s: Settings, config: ModelConfig) -> dict[str, int]:  # part -> bytes
-    "About how much a run writes, its evaluation included, and the embeddings of its prompts."
+    """About how much a run writes, its evaluation included, and the embeddings of its prompts."""
     held_out = len(held_out_prompts(s)) or _HELD_OUT_PROMPTS
     trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
     kept = s.keep_checkpoints + 1 + (s.iterations // s.keep_every if s.keep_every else 0)
-    times, drawn = 2 + (s.iterations // s.eval_every if s.eval_every else 0), s.eval_images * held_out  # by each arm
+    # by each arm
+    times = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
+    drawn = s.eval_images * held_out
     pixels = s.eval_resolution**2 * (8 * times + 3 * drawn) + s.resolution**2 * 2 * drawn
-    embeds = (_encoded_prompts(s) + max(0, held_out - s.eval_count)) * prompt_embeds_bytes(config, s)
-    return {"checkpoints": trained * (12 + 4 * (s.ema > 0)) * kept, "trained weights": 4 * trained,
-            "images": 2 * pixels, "the rest": 10_000_000, "embeddings": embeds}
+    embeds = (_encoded_prompts(s) + max(0, held_out - s.eval_count)) * prompt_embeds_bytes(
+        config, s
+    )
+    return {
+        "checkpoints": trained * (12 + 4 * (s.ema > 0)) * kept,
+        "trained weights": 4 * trained,
+        "images": 2 * pixels,
+        "the rest": 10_000_000,
+        "embeddings": embeds,
+    }
 
 
 def _host_memory(s: Settings, config: ModelConfig, processes: int = 1) -> dict[str, int]:
-    "What a host's memory holds at the most: weights on their way to the devices, and trajectories that wait there."
+    """What a host's memory holds at the most: weights on their way to the devices, and trajectories that wait there."""
     kept = s.dtype if s.lora_rank or s.sharding != "none" else "float32"
-    return {"weights while they load": processes * model_sizes(config)["transformer"] * TORCH_DTYPES[kept].itemsize,
-            "trajectories": _trajectory_bytes(s, config) if s.latents_on == "host" else 0}
+    return {
+        "weights while they load": processes
+        * model_sizes(config)["transformer"]
+        * TORCH_DTYPES[kept].itemsize,
+        "trajectories": _trajectory_bytes(s, config) if s.latents_on == "host" else 0,
+    }
 
 
 def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store
-    "About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."
-    prompts, held_out = (len(read_prompts(getattr(s, name), name)) for name in ("prompts", "eval_prompts"))
+    """About how much a run writes, its evaluation included, and how much its prompts' embeddings add to the store."""
+    prompts, held_out = (
+        len(read_prompts(getattr(s, name), name)) for name in ("prompts", "eval_prompts")
+    )
     drawn = min(s.iterations * s.prompts_per_iteration, prompts)
     folder = locate_model(s.model)
     check_pipeline_folder(folder)
     config = read_model_config(folder)
     *files, _ = run_disk_bytes(s, config).values()
     needed = (drawn + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)
-    there = sum(file.stat().st_size for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors"))
+    there = sum(
+        file.stat().st_size
+        for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
+    )
     return sum(files), max(0, needed - there)
 
 
 def check_disk_space(s: Settings, out: Path) -> None:  # out: the folder to be
-    "InputError where a disk has less room than the run, or the embeddings of its prompts, need."
-    places = [next(p for p in (folder, *folder.parents) if p.exists()) for folder in (out, prompt_cache_folder())]
-    needed, same = estimate_disk_bytes(s), places[0].stat().st_dev == places[1].stat().st_dev
+    """InputError where a disk has less room than the run, or the embeddings of its prompts, need."""
+    places = [
+        next(p for p in (folder, *folder.parents) if p.exists())
+        for folder in (out, prompt_cache_folder())
+    ]
+    needed = estimate_disk_bytes(s)
+    same = places[0].stat().st_dev == places[1].stat().st_dev
     beside = "the run's files" + " and the embeddings of its prompts" * (same and min(needed) > 0)
     words = (beside, beside if same else "the embeddings of the prompts")
-    for place, field, own, what in zip(places, ("out", "CHUNK_GRPO_CACHE"), needed, words, strict=True):
-        free, wanted = shutil.disk_usage(place).free, sum(needed) if same else own
+    for place, field, own, what in zip(
+        places, ("out", "CHUNK_GRPO_CACHE"), needed, words, strict=True
+    ):
+        free = shutil.disk_usage(place).free
+        wanted = sum(needed) if same else own
         if own and free < wanted:
-            raise InputError(f"`{field}` must lie where {what} have room, about {wanted / 1e9:.2f} GB; {place} has "
-                             f"{free / 1e9:.2f} GB free")
+            raise InputError(
+                f"`{field}` must lie where {what} have room, about {wanted / 1e9:.2f} GB; {place} has "
+                f"{free / 1e9:.2f} GB free"
+            )
 
 # %% ../../nbs/06_planning/00_plan.ipynb #7c61df88
-_MACHINES = {"8x80gb": ("h100", 8), "80gb": ("h100", 1), "24gb": ("rtx4090", 1)}  # device of `plan`, processes
+_MACHINES = {
+    "8x80gb": ("h100", 8),
+    "80gb": ("h100", 1),
+    "24gb": ("rtx4090", 1),
+}  # device of `plan`, processes
 
 
 def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, processes
-    "The presets that are named after a machine."
-    return {name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
-            for name in list_presets() if name.startswith("machines/")}
+    """The presets that are named after a machine."""
+    return {
+        name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
+        for name in list_presets()
+        if name.startswith("machines/")
+    }
 
 
 def preset_processes(source: str | None) -> int | None:
-    "The processes of the machine that a preset is for; None for a settings file, and a preset of no machine."
+    """The processes of the machine that a preset is for; None for a settings file, and a preset of no machine."""
     paper = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}
     return (paper | {name: n for name, (_, n) in machine_presets().items()}).get(source)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #55e3c79f
-_SHARED_FORWARDS = 10_000  # of a whole run, an image a forward: on the pocket model as long as a process takes to start
-_PROCESS_BYTES = 1_000_000_000  # of a process beside the training: libraries, encoders, autoencoder, rewards
+# of a whole run, an image a forward: on the pocket model as long as a process takes to start
+_SHARED_FORWARDS = 10_000
+# of a process beside the training: libraries, encoders, autoencoder, rewards
+_PROCESS_BYTES = 1_000_000_000
 
 
-def processes_here(s: Settings, source: str | None = None) -> int:  # `source`: the preset or file of the settings
-    "The processes that pay on this machine; with GPUs those that the preset is for where there are as many, else 1."
-    here, wanted = machine.machine_info(), preset_processes(source) or 1
+def processes_here(
+    s: Settings, source: str | None = None
+) -> int:  # `source`: the preset or file of the settings
+    """The processes that pay on this machine; with GPUs those that the preset is for where there are as many, else 1."""
+    here = machine.machine_info()
+    wanted = preset_processes(source) or 1
     if here["gpus"]:
-        return wanted if len(here["gpus"]) >= wanted and s.prompts_per_iteration % wanted == 0 else 1
+        return (
+            wanted if len(here["gpus"]) >= wanted and s.prompts_per_iteration % wanted == 0 else 1
+        )
     most = max(n for n in range(1, here["cores"] + 1) if s.prompts_per_iteration % n == 0)
     pays = 2 * most > here["cores"] and s.iterations * _images(s) * s.steps >= _SHARED_FORWARDS
     config = find_model_config(s.model) if pays else None
@@ -776,8 +1018,9 @@ def processes_here(s: Settings, source: str | None = None) -> int:  # `source`: 
 
 # %% ../../nbs/06_planning/00_plan.ipynb #99efd8e4
 def _amount(x: float, unit: str) -> str:
-    "A number with a prefix, three digits, and its unit: FLOP or B."
-    names, power = ("", "k", "M", "G", "T", "P", "E"), 0
+    """A number with a prefix, three digits, and its unit: FLOP or B."""
+    names = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
     while x >= 999.5 and power < len(names) - 1:
         x, power = x / 1000, power + 1
     return f"{x:.3g} {names[power]}{unit}"
@@ -790,7 +1033,7 @@ def forwards_per_image(s: Settings, counts: IterationCounts) -> dict[str, float]
 
 
 def _duration(seconds: float) -> str:
-    "Seconds in the unit that suits them."
+    """Seconds in the unit that suits them."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172800, 3600, "hours")):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
@@ -809,35 +1052,71 @@ def describe_counts(
     counts: IterationCounts | None = None,
     show_prompts: bool = True,  # the first of each list; a run from elsewhere may name any file
 ) -> list[tuple[str, str]]:
-    "What an iteration and the run draw and train; InputError where the processes cannot share it."
+    """What an iteration and the run draw and train; InputError where the processes cannot share it."""
     check_processes(s, processes)
-    images, updates = _images(s), s.updates_per_iteration
-    by_chunks = s.method == "chunk" and not named_code(s)  # else the method draws what it trains in its own way
+    images = _images(s)
+    updates = s.updates_per_iteration
+    by_chunks = s.method == "chunk" and not named_code(
+        s
+    )  # else the method draws what it trains in its own way
     counts = counts or iteration_counts(s)
-    low, _, high = (images * n for n in transitions_per_image(s)) if by_chunks else (counts.trained,) * 3
+    low, _, high = (
+        (images * n for n in transitions_per_image(s)) if by_chunks else (counts.trained,) * 3
+    )
     mean = counts.trained
     ragged = "" if low == high else f", {low:,} to {high:,} by the draw of chunks"
-    prompts, draws = len(held_out_prompts(s)), _evaluation_forwards(s)
-    each, arms = (prompts or 1) * s.eval_images, sum(n for n, _, _ in draws.values())
+    prompts = len(held_out_prompts(s))
+    draws = _evaluation_forwards(s)
+    each = (prompts or 1) * s.eval_images
+    arms = sum(n for n, _, _ in draws.values())
     forwards = {kind: each * n * steps for kind, (n, steps, _) in draws.items()}
-    parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items())
+    parts = ", ".join(
+        f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items()
+    )
     what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
     return [
-        *((name, _describe_list(getattr(s, name), name)) for name in ("prompts", "eval_prompts") if show_prompts),
-        ("images an iteration", f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
-                                + f", and {s.baseline_images} of each prompt by the base" * (s.baseline_images > 0)),
-        ("images a process", f"{images // processes:,}, {processes} process{'es' * (processes > 1)}"),
-        ("updates an iteration", f"{updates}, each on {images // updates:,} images"
-                                 + (", the first on-policy" if updates > 1 else ", on-policy")),
-        ("transitions an image", f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}" if by_chunks else
-                                 f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}"),
+        *(
+            (name, _describe_list(getattr(s, name), name))
+            for name in ("prompts", "eval_prompts")
+            if show_prompts
+        ),
+        (
+            "images an iteration",
+            f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
+            + f", and {s.baseline_images} of each prompt by the base" * (s.baseline_images > 0),
+        ),
+        (
+            "images a process",
+            f"{images // processes:,}, {processes} process{'es' * (processes > 1)}",
+        ),
+        (
+            "updates an iteration",
+            f"{updates}, each on {images // updates:,} images"
+            + (", the first on-policy" if updates > 1 else ", on-policy"),
+        ),
+        (
+            "transitions an image",
+            f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}"
+            if by_chunks
+            else f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}",
+        ),
         ("trained an iteration", f"{mean:,.0f} transitions{ragged}"),
-        ("forwards an image",
-         ", ".join(f"{name} {round(n, 2):g}" for name, n in forwards_per_image(s, counts).items())),
-        ("in the whole run", f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
-                             f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions"),
-        ("evaluation at the end", f"{each * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
-                                  f"{sum(forwards.values()):,} forwards: {parts}"),
+        (
+            "forwards an image",
+            ", ".join(
+                f"{name} {round(n, 2):g}" for name, n in forwards_per_image(s, counts).items()
+            ),
+        ),
+        (
+            "in the whole run",
+            f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
+            f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions",
+        ),
+        (
+            "evaluation at the end",
+            f"{each * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
+            f"{sum(forwards.values()):,} forwards: {parts}",
+        ),
     ]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #557666af
@@ -871,7 +1150,10 @@ def _apply_savings(s: Settings, chosen: Sequence[dict], processes: int) -> dict 
         changes |= saving
     if "reward_options" in changes:
         changes["reward_options"] = _reward_elsewhere(s)
-    if any(all(getattr(s, name) == changes[name] for name in saving if name in changes) for saving in chosen):
+    if any(
+        all(getattr(s, name) == changes[name] for name in saving if name in changes)
+        for saving in chosen
+    ):
         return None
     sharding = changes.get("sharding", s.sharding)
     if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", s.lora_rank)):
@@ -886,7 +1168,8 @@ def _find_smaller(
     config: ModelConfig,
     where: _DeviceSpec,
     processes: int = 1,
-) -> tuple[dict | None, int]:  # changes of settings, None if none are enough; bytes of the smallest run that was tried
+    # changes of settings, None if none are enough; bytes of the smallest run that was tried
+) -> tuple[dict | None, int]:
     """Find the fewest savings with which a run fits on a device."""
     smallest, _ = _peak_memory(s, config, processes)
     for count in range(1, len(_SAVINGS) + 1):
@@ -894,7 +1177,9 @@ def _find_smaller(
             changes = _apply_savings(s, chosen, processes)
             if changes is None:
                 continue
-            smaller = fit_update_batch(config, s.model_copy(update=changes))  # not checked again: hundreds are tried
+            smaller = fit_update_batch(
+                config, s.model_copy(update=changes)
+            )  # not checked again: hundreds are tried
             total, _ = _peak_memory(smaller, config, processes)
             if where.fits(total):
                 return changes, total
@@ -935,10 +1220,13 @@ def _describe_device(
     """Compare the memory of a run with a device's by part, and estimate the time of an iteration."""
     where, (once, times, last) = find_device(name), _evaluation_flops(s, config)
     total, parts = _peak_memory(s, config, processes)
-    phases, rate = iteration_seconds(s, config, where, share, processes, counts), getattr(where, s.dtype)
+    phases = iteration_seconds(s, config, where, share, processes, counts)
+    rate = getattr(where, s.dtype)
     shares = _phase_shares(s, config, where, share)
-    iteration, speed = sum(phases.values()), rate * 1e12 * shares["evaluation"].value * processes
-    spent, change = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items()), []
+    iteration = sum(phases.values())
+    speed = rate * 1e12 * shares["evaluation"].value * processes
+    spent = ", ".join(f"{k} {_duration(v)}" for k, v in phases.items())
+    change = []
     if not where.fits(total):
         found, least = _find_smaller(s, config, where, processes)
         text = f"nothing that plan knows: with every saving it still takes {least / 1e9:.0f} GB"
@@ -948,22 +1236,42 @@ def _describe_device(
     if any(source.startswith("measured") for _, source in shares.values()):
         whole = f"a whole iteration was {whole}, only the share of its rate"
     return [
-        (f"on {processes} x {where.name}", f"{verdict} of {where.gigabytes} GB; a tenth is to stay free"), *change,
+        (
+            f"on {processes} x {where.name}",
+            f"{verdict} of {where.gigabytes} GB; a tenth is to stay free",
+        ),
+        *change,
         *((f"  {what}", f"{n / 1e9:.2f} GB") for what, n in parts.items() if n),
-        ("  at once", "activations or decoding, not both; text encoders only before the first iteration"),
-        ("time an iteration", f"{_duration(iteration)}: {spent}, at a share of {rate:g} TFLOP/s: "
-                              + _describe_shares(shares, list(phases))),
-        ("time of the run", f"{_duration(iteration * s.iterations + once * times / speed)} with evaluations, without "
-                            "decoding and rewards"),
+        (
+            "  at once",
+            "activations or decoding, not both; text encoders only before the first iteration",
+        ),
+        (
+            "time an iteration",
+            f"{_duration(iteration)}: {spent}, at a share of {rate:g} TFLOP/s: "
+            + _describe_shares(shares, list(phases)),
+        ),
+        (
+            "time of the run",
+            f"{_duration(iteration * s.iterations + once * times / speed)} with evaluations, without "
+            "decoding and rewards",
+        ),
         ("time to evaluate it", _duration(last / speed) + " a prompt" * (not held_out_prompts(s))),
-        ("measured", whole)]
+        ("measured", whole),
+    ]
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
-def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: IterationCounts | None = None) -> dict:
-    "The numbers of the tables: counts, operations, bytes and seconds at the rate of a process; None where not known."
+def estimate_numbers(
+    s: Settings, rate: float, processes: int = 1, counts: IterationCounts | None = None
+) -> dict:
+    """The numbers of the tables: counts, operations, bytes and seconds at the rate of a process; None where not known."""
     trained = (counts or iteration_counts(s)).trained
-    out = {"iterations": s.iterations, "images_per_iteration": _images(s), "transitions_per_iteration": trained,
-           "forwards_per_image": forwards_per_image(s, counts or iteration_counts(s))}
+    out = {
+        "iterations": s.iterations,
+        "images_per_iteration": _images(s),
+        "transitions_per_iteration": trained,
+        "forwards_per_image": forwards_per_image(s, counts or iteration_counts(s)),
+    }
     config = find_model_config(s.model)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
@@ -971,56 +1279,115 @@ def estimate_numbers(s: Settings, rate: float, processes: int = 1, counts: Itera
     flops, (once, times, last) = iteration_flops(s, config, counts), _evaluation_flops(s, config)
     work = {"iteration": sum(flops.values()), "evaluation": last}
     work["run"] = work["iteration"] * s.iterations + once * times
-    sizes = {"all": model_sizes(config)["transformer"],
-             "trained": _count_trained_parameters(config, s.lora_rank, s.lora_targets)}
-    return out | {"parameters": sizes, "flops": flops, "memory_bytes": training_memory(s, config, processes),
-                  "least_seconds": {name: n / speed for name, n in work.items()}}
+    sizes = {
+        "all": model_sizes(config)["transformer"],
+        "trained": _count_trained_parameters(config, s.lora_rank, s.lora_targets),
+    }
+    return out | {
+        "parameters": sizes,
+        "flops": flops,
+        "memory_bytes": training_memory(s, config, processes),
+        "least_seconds": {name: n / speed for name, n in work.items()},
+    }
 
 
 def describe_estimates(
-    s: Settings, rate: float,  # operations a second that one process's device multiplies matrices with
-    processes: int = 1, counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-    device: str = "",  # of `find_device`: memory by part and time on it, in place of the least time at the rate
+    s: Settings,  # of the run
+    rate: float,  # operations per second of matrix products on one process's device
+    processes: int = 1,  # one per device
+    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    # of `find_device`: memory by part and time on it, in place of the least time at the rate
+    device: str = "",
     share: float | None = None,  # of the device's rate; None: measured on it, or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
-    "Parameters, operations, memory, time and disk of a run: estimated, not measured."
+    """Parameters, operations, memory, time and disk of a run: estimated, not measured."""
     config = find_model_config(s.model)
     if config is None:
-        return [("model", f"the sizes of {s.model} are not known here, so memory and time cannot be estimated")]
-    s, encoded, found = fit_update_batch(config, s), _encoded_prompts(s), estimate_numbers(s, rate, processes, counts)
-    (once, times, last), note = _evaluation_flops(s, config), " a prompt" * (not held_out_prompts(s))
+        return [
+            (
+                "model",
+                f"the sizes of {s.model} are not known here, so memory and time cannot be estimated",
+            )
+        ]
+    s, encoded, found = (
+        fit_update_batch(config, s),
+        _encoded_prompts(s),
+        estimate_numbers(s, rate, processes, counts),
+    )
+    (once, times, last), note = (
+        _evaluation_flops(s, config),
+        " a prompt" * (not held_out_prompts(s)),
+    )
     rows = [
-        ("prompts encoded", f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk"),
+        (
+            "prompts encoded",
+            f"at most {encoded:,}, {_amount(encoded * prompt_embeds_bytes(config, s), 'B')} on disk",
+        ),
         ("parameters", "{all:,}, trained {trained:,}".format(**found["parameters"])),
-        *([("adapted layers", _describe_adapted_layers(config, s.lora_rank, s.lora_targets))] if s.lora_rank else ()),
-        ("one forward", f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px"),
-        ("arithmetic an iteration", ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in found["flops"].items())),
-        ("arithmetic an evaluation", f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times"),
-        ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{note}")]
+        *(
+            [("adapted layers", _describe_adapted_layers(config, s.lora_rank, s.lora_targets))]
+            if s.lora_rank
+            else ()
+        ),
+        (
+            "one forward",
+            f"{_amount(forward_flops(config, s.resolution, s.max_tokens), 'FLOP')} at {s.resolution} px",
+        ),
+        (
+            "arithmetic an iteration",
+            ", ".join(f"{k} {_amount(v, 'FLOP')}" for k, v in found["flops"].items()),
+        ),
+        (
+            "arithmetic an evaluation",
+            f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times",
+        ),
+        ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{note}"),
+    ]
     if s.update_memory:
-        rows.append(("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB"))
+        rows.append(
+            ("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")
+        )
     if device:
         rows += _describe_device(s, config, device, share, processes, counts)
     else:
-        held, least = found["memory_bytes"], {name: _duration(x) for name, x in found["least_seconds"].items()}
+        held = found["memory_bytes"]
+        least = {name: _duration(x) for name, x in found["least_seconds"].items()}
         parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in held.items() if n)
         total = _amount(sum(held.values()), "B")
-        rows += [("memory a process", f"{total}: {parts}; encoders, decoding and rewards on top"),
-                 ("least time an iteration", f"{least['iteration']} at {_amount(rate, 'FLOP')}/s a process"),
-                 ("least time of the run", f"{least['run']} with evaluations; a run reaches a part of it"),
-                 ("least time to evaluate it", least["evaluation"] + note)]
-    sizes_of = {"disk": run_disk_bytes(s, config), "memory of the host": _host_memory(s, config, processes)}
+        rows += [
+            ("memory a process", f"{total}: {parts}; encoders, decoding and rewards on top"),
+            (
+                "least time an iteration",
+                f"{least['iteration']} at {_amount(rate, 'FLOP')}/s a process",
+            ),
+            (
+                "least time of the run",
+                f"{least['run']} with evaluations; a run reaches a part of it",
+            ),
+            ("least time to evaluate it", least["evaluation"] + note),
+        ]
+    sizes_of = {
+        "disk": run_disk_bytes(s, config),
+        "memory of the host": _host_memory(s, config, processes),
+    }
     for name, sizes in sizes_of.items():
         text = ", ".join(f"{what} {n / 1e9:.3g} GB" for what, n in sizes.items() if n >= 1e8)
-        rows.append((name, f"{sum(sizes.values()) / 1e9:.3g} GB at most" + f": {text}" * bool(text)))
+        rows.append(
+            (name, f"{sum(sizes.values()) / 1e9:.3g} GB at most" + f": {text}" * bool(text))
+        )
     return rows
 
 # %% ../../nbs/06_planning/00_plan.ipynb #a9a0fbf4
 def describe_measured(
-    s: Settings, lines: list[dict], rate: float, processes: int = 1, counts: IterationCounts | None = None,
+    s: Settings,
+    lines: list[dict],
+    rate: float,
+    processes: int = 1,
+    counts: IterationCounts | None = None,
 ) -> list[tuple[str, str]]:
-    "Rows of the least time and the measured time of a run's phases, from the lines of its metrics."
-    found, config = [line["seconds"] for line in lines if line.get("seconds")], find_model_config(s.model)
+    """Rows of the least time and the measured time of a run's phases, from the lines of its metrics."""
+    found = [line["seconds"] for line in lines if line.get("seconds")]
+    config = find_model_config(s.model)
     if not found:
         return [("measured", "nothing: the run has no finished iteration")]
     work = {}

@@ -31,29 +31,33 @@ def pocket_model_path(
 ) -> str:
     """Return the folder of a shipped base, a FluxPipeline that diffusers alone can load; InputError for other names."""
     if model not in POCKET_MODELS:
-        raise InputError(f"`model` must be one of the shipped bases {', '.join(POCKET_MODELS)}; got {model!r}")
+        raise InputError(
+            f"`model` must be one of the shipped bases {', '.join(POCKET_MODELS)}; got {model!r}"
+        )
     return str(POCKET_DIR / POCKET_MODELS[model])
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #b64419dd
 PROMPT_SPLITS = ("train", "validation", "test")
-PROMPT_FILES = {split: POCKET_DIR / "prompts" / f"{split}.txt" for split in (*PROMPT_SPLITS, "test192")}
+PROMPT_FILES = {
+    split: POCKET_DIR / "prompts" / f"{split}.txt" for split in (*PROMPT_SPLITS, "test192")
+}
 
 
 def read_pocket_prompts(split: str = "train") -> list[str]:  # split: one of PROMPT_FILES
-    "The shipped prompts of a list; raises InputError for any other name."
+    """The shipped prompts of a list; raises InputError for any other name."""
     if split not in PROMPT_FILES:
         raise InputError(f"`split` must be train, validation, test or test192; got {split!r}")
     return PROMPT_FILES[split].read_text().splitlines()
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538
 def read_pocket_manifest() -> dict:
-    "What the weights were trained with, what they score, and the hash of every shipped file."
+    """What the weights were trained with, what they score, and the hash of every shipped file."""
     return json.loads((POCKET_DIR / "manifest.json").read_text())
 
 
 def verify_pocket_files(
-    folder: Path | None = None, # that holds manifest.json and what it names; the shipped one
-) -> int: # number of files, all as they were shipped
+    folder: Path | None = None,  # that holds manifest.json and what it names; the shipped one
+) -> int:  # number of files, all as they were shipped
     """Compare every shipped file with the manifest; raises InputError naming the first that differs.
 
     The other bases have a manifest of their own, in `POCKET_DIR / "bases"`.
@@ -64,5 +68,7 @@ def verify_pocket_files(
         file = folder / name
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             state = "changed" if file.is_file() else "missing"
-            raise InputError(f"`{name}` of the pocket model must be as it was shipped; it is {state}")
+            raise InputError(
+                f"`{name}` of the pocket model must be as it was shipped; it is {state}"
+            )
     return len(files)

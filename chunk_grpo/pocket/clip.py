@@ -20,37 +20,49 @@ from . import IMAGE_SIZE, MAX_TOKENS, POCKET_DIR
 from .geneval import images_to_numpy
 
 
-def tokenize_captions(tokenize: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor: # (B, MAX_TOKENS)
-    "Token numbers, padded to full length."
+def tokenize_captions(
+    tokenize: PreTrainedTokenizerFast, captions: list[str]
+) -> torch.Tensor:  # (B, MAX_TOKENS)
+    """Token numbers, padded to full length."""
     kwargs = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
     return torch.tensor(tokenize(captions, **kwargs)["input_ids"])
 
 
-def numpy_to_vae_input(array: np.ndarray) -> torch.Tensor:  # (B, H, W, 3) uint8 -> (B, 3, H, W) in [-1, 1]
-    "Bytes to the range a diffusers VAE works in."
+def numpy_to_vae_input(
+    array: np.ndarray,
+) -> torch.Tensor:  # (B, H, W, 3) uint8 -> (B, 3, H, W) in [-1, 1]
+    """Bytes to the range a diffusers VAE works in."""
     return torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def embed_text(model: CLIPModel, ids: torch.Tensor) -> torch.Tensor:  # (B, MAX_TOKENS) -> (B, 64), unit length
-    "Directions of captions."
+def embed_text(
+    model: CLIPModel, ids: torch.Tensor
+) -> torch.Tensor:  # (B, MAX_TOKENS) -> (B, 64), unit length
+    """Directions of captions."""
     return F.normalize(model.text_projection(model.text_model(input_ids=ids).pooler_output), dim=-1)
 
 
-def embed_image(model: CLIPModel, x: torch.Tensor) -> torch.Tensor:  # (B, 3, 64, 64) -> (B, 64), unit length
-    "Directions of images with values in [-1, 1]."
-    return F.normalize(model.visual_projection(model.vision_model(pixel_values=x).pooler_output), dim=-1)
+def embed_image(
+    model: CLIPModel, x: torch.Tensor
+) -> torch.Tensor:  # (B, 3, 64, 64) -> (B, 64), unit length
+    """Directions of images with values in [-1, 1]."""
+    return F.normalize(
+        model.visual_projection(model.vision_model(pixel_values=x).pooler_output), dim=-1
+    )
 
 # %% ../../nbs/01_pocket/03_clip.ipynb #7ff69475
 class PocketCLIP:
-    "The CLIP as a reward: the cosine between image and prompt."
+    """The CLIP as a reward: the cosine between image and prompt."""
 
     def __init__(self, folder: Path = POCKET_DIR / "clip"):  # with the model and its tokenizer
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     @torch.no_grad()
-    def embed(self, images: Sequence[Image.Image] | torch.Tensor) -> torch.Tensor:  # as below -> (B, 64), unit length
-        "Directions of images of any size."
+    def embed(
+        self, images: Sequence[Image.Image] | torch.Tensor
+    ) -> torch.Tensor:  # as below -> (B, 64), unit length
+        """Directions of images of any size."""
         x = numpy_to_vae_input(images_to_numpy(images))
         if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
             x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
@@ -58,15 +70,18 @@ class PocketCLIP:
 
     @torch.no_grad()
     def __call__(
-        self, images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        self,
+        # PIL, or (B, 3, H, W) float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,
         prompts: Sequence[str],  # one an image
-    ) -> torch.Tensor: # (B,), float32, in [-1, 1]
-        "Cosines; raises InputError where the numbers of images and prompts differ."
+    ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
+        """Cosines; raises InputError where the numbers of images and prompts differ."""
         if len(images) != len(prompts):
-            raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
+            raise InputError(
+                f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
+            )
         if not len(prompts):
             return torch.zeros(0)
         unique = list(dict.fromkeys(prompts))
         text = embed_text(self.model, tokenize_captions(self.tokenizer, unique))
         return (self.embed(images) * text[torch.tensor([unique.index(p) for p in prompts])]).sum(-1)
-

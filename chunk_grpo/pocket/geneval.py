@@ -17,33 +17,52 @@ from PIL import Image, ImageFilter
 from scipy import ndimage
 
 from .. import InputError
-from .world import CaptionSpec, POCKET_CATEGORIES, POCKET_COLOURS, SHAPES, Scene, SceneObject
+from chunk_grpo.pocket.world import (
+    CaptionSpec,
+    POCKET_CATEGORIES,
+    POCKET_COLOURS,
+    SHAPES,
+    Scene,
+    SceneObject,
+)
 from .world import matches_caption, parse_caption, render_scene, spatial_relations
 
-_Images = Sequence[Image.Image] | torch.Tensor # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+_Images = Sequence[Image.Image] | torch.Tensor  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
 
 
-def images_to_numpy(images: _Images) -> np.ndarray: # (B, H, W, 3), uint8
-    "Images of any accepted kind as one array of bytes; InputError for pixels that are no image's."
+def images_to_numpy(images: _Images) -> np.ndarray:  # (B, H, W, 3), uint8
+    """Images of any accepted kind as one array of bytes; InputError for pixels that are no image's."""
     if isinstance(images, torch.Tensor):
         x = images.detach().cpu()
         if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
-            raise InputError(f"images: got a tensor of shape {tuple(x.shape)}, allowed is (B, 3, H, W).")
+            raise InputError(
+                f"images: got a tensor of shape {tuple(x.shape)}, allowed is (B, 3, H, W)."
+            )
         if x.dtype != torch.uint8 and not x.is_floating_point():
-            raise InputError(f"images: got a tensor of {x.dtype}, allowed are uint8 and floats in [0, 1].")
+            raise InputError(
+                f"images: got a tensor of {x.dtype}, allowed are uint8 and floats in [0, 1]."
+            )
         if x.is_floating_point():
             x = x.float()
             low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-            if not (low >= -0.01 and high <= 1.01):  # true for NaN too; a resize may end so far outside
-                raise InputError(f"images: got floats from {low.item():.3g} to {high.item():.3g}, allowed are finite "
-                                 "ones in [0, 1].")
+            if not (
+                low >= -0.01 and high <= 1.01
+            ):  # true for NaN too; a resize may end so far outside
+                raise InputError(
+                    f"images: got floats from {low.item():.3g} to {high.item():.3g}, allowed are finite "
+                    "ones in [0, 1]."
+                )
             x = (x.clamp(0, 1) * 255).round().to(torch.uint8)
         return x.permute(0, 2, 3, 1).numpy()
     if isinstance(images, str) or not all(isinstance(image, Image.Image) for image in images):
         kinds = ", ".join(sorted({type(image).__name__ for image in images}))
-        raise InputError(f"images: got {kinds}, allowed are a tensor (B, 3, H, W) or a list of PIL images.")
+        raise InputError(
+            f"images: got {kinds}, allowed are a tensor (B, 3, H, W) or a list of PIL images."
+        )
     if len(sizes := {image.size for image in images}) > 1:
-        raise InputError(f"images: got pictures of {len(sizes)} sizes, allowed is one size in a batch.")
+        raise InputError(
+            f"images: got pictures of {len(sizes)} sizes, allowed is one size in a batch."
+        )
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
@@ -62,14 +81,15 @@ def _nearest_colour(hue: float) -> str:
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #3088fdbe
 _MIN_CHROMA = 40  # of 255, of a coloured pixel
-_MIN_CHROMA_SHARE = 0.5  # a pixel belongs to an object where it has at least this share of the object's chroma
+# a pixel belongs to an object where it has at least this share of the object's chroma
+_MIN_CHROMA_SHARE = 0.5
 _MIN_COMPONENT_PIXELS = 20  # pixels; smaller patches are crumbs and do not count
 _MAX_HUE_DISTANCE = np.deg2rad(20)  # of a pixel from its object's mean hue
 _MIN_HUE_SHARE = 0.8  # of the object's pixels that keep within it
 
 
 def _components(array: np.ndarray) -> Iterator[tuple[int, str | None, np.ndarray]]:
-    "Connected patches of colour in (B, H, W, 3) bytes: image, colour (None: several), mask (H, W)."
+    """Connected patches of colour in (B, H, W, 3) bytes: image, colour (None: several), mask (H, W)."""
     for image, chroma in enumerate(np.ptp(array, axis=-1)):
         label, count = ndimage.label(chroma >= _MIN_CHROMA, np.ones((3, 3)))
         for k in range(1, count + 1):
@@ -84,14 +104,24 @@ def _components(array: np.ndarray) -> Iterator[tuple[int, str | None, np.ndarray
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #3d955ee2
 _GRID = 16  # a patch is compared with the shapes on this many cells a side
-_RADII_BLURS = ((24, 0.0), (10, 0.5), (8, 0.7), (7, 0.9))  # radius, blur (pixels) at which a shape is known
-_OFFSETS = (0.0, 0.25, 0.5, 0.75)  # moves of its centre (pixels): a tip may fill one more row or column
+_RADII_BLURS = (
+    (24, 0.0),
+    (10, 0.5),
+    (8, 0.7),
+    (7, 0.9),
+)  # radius, blur (pixels) at which a shape is known
+_OFFSETS = (
+    0.0,
+    0.25,
+    0.5,
+    0.75,
+)  # moves of its centre (pixels): a tip may fill one more row or column
 _MIN_SHAPE_IOU = 0.82  # least overlap (intersection over union) with the best shape
 _MAX_ASPECT_RATIO = 1.4  # longest side over shortest
 
 
 def _stretch(masks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    "Patches (N, H, W) on a common grid (N, 16, 16) by the nearest pixel, and their top, bottom, left, right (N, 4)."
+    """Patches (N, H, W) on a common grid (N, 16, 16) by the nearest pixel, and their top, bottom, left, right (N, 4)."""
     places = [ndimage.find_objects(mask.astype(int))[0] for mask in masks]
     spans = np.array([(rows.start, rows.stop, cols.start, cols.stop) for rows, cols in places])
     cell = (np.arange(_GRID) + 0.5) / _GRID
@@ -107,15 +137,16 @@ def _shape_templates() -> np.ndarray:  # (radii * offsets^2 * shapes, 16, 16), b
         for shape in SHAPES:
             thing = SceneObject(shape, "blue", 32 + x, 32 + y, radius)
             picture = render_scene(Scene("", (thing,))).filter(ImageFilter.GaussianBlur(blur))
-            (_, _, mask), = _components(images_to_numpy([picture]))
+            ((_, _, mask),) = _components(images_to_numpy([picture]))
             out.append(_stretch(mask[None])[0][0])
     return np.stack(out)
 
 
 def detect_shapes(
-    array: np.ndarray, # (B, H, W, 3), uint8
-) -> list[list[SceneObject | None]]: # the objects of each image; None is a coloured patch that is no shape of the world
-    "Find the objects of every image: one a connected patch of colour, its colour by hue, its shape by overlap."
+    array: np.ndarray,  # (B, H, W, 3), uint8
+    # the objects of each image; None is a coloured patch that is no shape of the world
+) -> list[list[SceneObject | None]]:
+    """Find the objects of every image: one a connected patch of colour, its colour by hue, its shape by overlap."""
     found: list[list[SceneObject | None]] = [[] for _ in array]
     parts = list(_components(array))
     if not parts:
@@ -125,37 +156,57 @@ def detect_shapes(
     both = a @ b.T
     overlap = both / (a.sum(1)[:, None] + b.sum(1) - both)
     for (image, colour, _), span, alike in zip(parts, spans, overlap, strict=True):
-        high, wide = int(span[1] - span[0]), int(span[3] - span[2])
-        good = colour and alike.max() >= _MIN_SHAPE_IOU and max(high, wide) <= _MAX_ASPECT_RATIO * min(high, wide)
-        x, y, radius = (span[2] + span[3]) / 2, (span[0] + span[1]) / 2, (high + wide) / 4
+        high = int(span[1] - span[0])
+        wide = int(span[3] - span[2])
+        good = (
+            colour
+            and alike.max() >= _MIN_SHAPE_IOU
+            and max(high, wide) <= _MAX_ASPECT_RATIO * min(high, wide)
+        )
+        x = (span[2] + span[3]) / 2
+        y = (span[0] + span[1]) / 2
+        radius = (high + wide) / 4
         shape = SHAPES[alike.argmax() % len(SHAPES)]
-        found[image].append(SceneObject(shape, colour, float(x), float(y), radius) if good else None)
+        found[image].append(
+            SceneObject(shape, colour, float(x), float(y), radius) if good else None
+        )
     return found
 
 
 def describe_things(things: Sequence[SceneObject | None]) -> str:
-    "What the checker sees in an image, in words."
-    words = ["unclear patch" if thing is None else f"{thing.colour} {thing.shape}" for thing in things]
+    """What the checker sees in an image, in words."""
+    words = [
+        "unclear patch" if thing is None else f"{thing.colour} {thing.shape}" for thing in things
+    ]
     return ", ".join(f"a{'n' * (word[0] in 'aeiou')} {word}" for word in words) or "nothing"
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #61e8b594
 def _detected(images: _Images, prompts: Sequence[str]) -> list[list[SceneObject | None]]:
     if len(images) != len(prompts):
-        raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
+        raise InputError(
+            f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
+        )
     return detect_shapes(images_to_numpy(images)) if len(images) else []
 
 
 def match_objects(
     spec: CaptionSpec,
-    things: Sequence[SceneObject | None], # what an image shows; None is a patch that is no shape of the world
-) -> tuple[list[SceneObject | None], int]: # for each object asked for its match or None; how many things are left over
-    "Which thing answers which object of the caption."
-    left, found = list(things), [None] * len(spec.objects)
+    # what an image shows; None is a patch that is no shape of the world
+    things: Sequence[SceneObject | None],
+    # for each object asked for its match or None; how many things are left over
+) -> tuple[list[SceneObject | None], int]:
+    """Which thing answers which object of the caption."""
+    left = list(things)
+    found = [None] * len(spec.objects)
     for exact in (True, False):
         for i, (shape, colour) in enumerate(spec.objects):
             if found[i] is not None:
                 continue
-            fits = (t for t in left if t is not None and t.shape == shape and (not exact or colour in (None, t.colour)))
+            fits = (
+                t
+                for t in left
+                if t is not None and t.shape == shape and (not exact or colour in (None, t.colour))
+            )
             found[i] = next(fits, None)
             if found[i] is not None:
                 left.remove(found[i])
@@ -163,45 +214,56 @@ def match_objects(
 
 
 def objects_present(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> list[bool]:
-    "Which of the objects that the caption asks for, in its order, does the image show?"
-    return [thing is not None and colour in (None, thing.colour)
-            for thing, (_, colour) in zip(match_objects(spec, things)[0], spec.objects, strict=True)]
+    """Which of the objects that the caption asks for, in its order, does the image show?"""
+    return [
+        thing is not None and colour in (None, thing.colour)
+        for thing, (_, colour) in zip(match_objects(spec, things)[0], spec.objects, strict=True)
+    ]
 
 
 class PocketGenEval:
-    "The checker as a reward: 1 where an image shows what its prompt says, 0 elsewhere; images are PIL or tensors."
+    """The checker as a reward: 1 where an image shows what its prompt says, 0 elsewhere; images are PIL or tensors."""
 
-    def __call__(self, images: _Images, prompts: Sequence[str]) -> torch.Tensor: # (B,), float32, 0 or 1
-        "Verdicts; raises InputError for a prompt outside the grammar."
+    def __call__(
+        self, images: _Images, prompts: Sequence[str]
+    ) -> torch.Tensor:  # (B,), float32, 0 or 1
+        """Verdicts; raises InputError for a prompt outside the grammar."""
         pairs = zip(prompts, _detected(images, prompts), strict=True)
-        return torch.tensor([matches_caption(parse_caption(p), things) for p, things in pairs], dtype=torch.float32)
+        return torch.tensor(
+            [matches_caption(parse_caption(p), things) for p, things in pairs], dtype=torch.float32
+        )
 
     def objects(self, images: _Images, prompts: Sequence[str]) -> list[list[bool]]:
-        "Which objects of its prompt each image has, whatever else it shows; raises InputError as the verdict does."
+        """Which objects of its prompt each image has, whatever else it shows; raises InputError as the verdict does."""
         pairs = zip(prompts, _detected(images, prompts), strict=True)
         return [objects_present(parse_caption(p), things) for p, things in pairs]
 
     def category(self, prompt: str) -> str:
-        "The GenEval category of a prompt."
+        """The GenEval category of a prompt."""
         return parse_caption(prompt).category
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #89580347
-def share_of_facts(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> float: # 0 ... 1
-    "Facts of the caption that are true, as a share of those asked for and of the things that were not."
+def share_of_facts(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> float:  # 0 ... 1
+    """Facts of the caption that are true, as a share of those asked for and of the things that were not."""
     found, extra = match_objects(spec, things)
     facts = [thing is not None for thing in found]
-    facts += [thing is not None and thing.colour == colour
-              for thing, (_, colour) in zip(found, spec.objects, strict=True) if colour]
+    facts += [
+        thing is not None and thing.colour == colour
+        for thing, (_, colour) in zip(found, spec.objects, strict=True)
+        if colour
+    ]
     if spec.relation:
         facts.append(None not in found and spec.relation in spatial_relations(*found))
     return sum(facts) / (len(facts) + extra)
 
 
 class PocketPartial:
-    "The graded checker as a reward."
+    """The graded checker as a reward."""
 
-    def __call__(self, images: _Images, prompts: Sequence[str]) -> torch.Tensor: # (B,), float32, in [0, 1]
-        "Shares of what was asked; raises InputError for a prompt outside the grammar."
+    def __call__(
+        self, images: _Images, prompts: Sequence[str]
+    ) -> torch.Tensor:  # (B,), float32, in [0, 1]
+        """Shares of what was asked; raises InputError for a prompt outside the grammar."""
         pairs = zip(map(parse_caption, prompts), _detected(images, prompts), strict=True)
         return torch.tensor([share_of_facts(*pair) for pair in pairs], dtype=torch.float32)
 
@@ -213,10 +275,17 @@ _LARGEST_RADIUS = 22.0  # pixels; what is larger is no object of the world
 
 
 class PocketWarm:
-    "The share of an image's objects that are red or yellow; 0 for an image without objects."
+    """The share of an image's objects that are red or yellow; 0 for an image without objects."""
 
-    def __call__(self, images: _Images, prompts: Sequence[str]) -> torch.Tensor: # (B,), float32, in [0, 1]
-        "Shares of warm objects."
-        warm = [[t is not None and t.colour in _WARM_COLOURS and t.radius <= _LARGEST_RADIUS for t in things]
-                for things in _detected(images, prompts)]
+    def __call__(
+        self, images: _Images, prompts: Sequence[str]
+    ) -> torch.Tensor:  # (B,), float32, in [0, 1]
+        """Shares of warm objects."""
+        warm = [
+            [
+                t is not None and t.colour in _WARM_COLOURS and t.radius <= _LARGEST_RADIUS
+                for t in things
+            ]
+            for things in _detected(images, prompts)
+        ]
         return torch.tensor([sum(each) / max(1, len(each)) for each in warm], dtype=torch.float32)

@@ -16,11 +16,13 @@ from .. import InputError
 from .geneval import detect_shapes, images_to_numpy
 from .world import SceneObject
 
-_LARGEST_RADIUS = 22 / 64  # of an object, as a share of the image's side; what is larger is no object of the world
+# of an object, as a share of the image's side; what is larger is no object of the world
+_LARGEST_RADIUS = 22 / 64
 
 
 def mean_height(
-    things: Sequence[SceneObject | None],  # what an image shows; None is a patch that is no shape of the world
+    # what an image shows; None is a patch that is no shape of the world
+    things: Sequence[SceneObject | None],
     side: int,  # of the image, in pixels
 ) -> float:  # 0 at the upper edge to 1 at the lower one
     """Return the mean height of the centres of well-formed objects; 0 without any."""
@@ -37,7 +39,9 @@ def _checked_array(
     prompts: Sequence[str],  # one per image
 ) -> np.ndarray:  # (B, H, W, 3), uint8
     if len(images) != len(prompts):
-        raise InputError(f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images")
+        raise InputError(
+            f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
+        )
     return images_to_numpy(images) if len(images) else np.zeros((0, 1, 1, 3), np.uint8)
 
 
@@ -46,7 +50,8 @@ class PocketLow:
 
     def __call__(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        # PIL, or (B, 3, H, W) float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return mean heights; raises InputError for pixels that are no image's."""
@@ -63,7 +68,8 @@ class PocketLowPixels:
 
     def __call__(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        # PIL, or (B, 3, H, W) float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return mean heights of colour, 0 without any; raises InputError for pixels that are no image's."""

@@ -20,20 +20,43 @@ from .. import InputError
 from . import IMAGE_SIZE, MAX_TOKENS
 
 POCKET_COLOURS = {
-    "red": (222, 40, 40), "yellow": (240, 205, 30), "green": (40, 165, 60),
-    "cyan": (40, 205, 215), "blue": (45, 75, 220), "purple": (165, 55, 200),
+    "red": (222, 40, 40),
+    "yellow": (240, 205, 30),
+    "green": (40, 165, 60),
+    "cyan": (40, 205, 215),
+    "blue": (45, 75, 220),
+    "purple": (165, 55, 200),
 }
 SHAPE_PLURALS = {
-    "circle": "circles", "square": "squares", "triangle": "triangles",
-    "star": "stars", "cross": "crosses", "ring": "rings",
+    "circle": "circles",
+    "square": "squares",
+    "triangle": "triangles",
+    "star": "stars",
+    "cross": "crosses",
+    "ring": "rings",
 }
 SHAPES = tuple(SHAPE_PLURALS)
 COUNT_WORDS = {"two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
-CAPTION_PREFIXES = ("", *(f"{article} of " for article in (
-    "a photo", "a picture", "a drawing", "an image", "a painting", "a sketch", "a print")))
+CAPTION_PREFIXES = (
+    "",
+    *(
+        f"{article} of "
+        for article in (
+            "a photo",
+            "a picture",
+            "a drawing",
+            "an image",
+            "a painting",
+            "a sketch",
+            "a print",
+        )
+    ),
+)
 POCKET_CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-_S, _P, _C = "|".join(SHAPES), "|".join(SHAPE_PLURALS.values()), "|".join(POCKET_COLOURS)
+_S = "|".join(SHAPES)
+_P = "|".join(SHAPE_PLURALS.values())
+_C = "|".join(POCKET_COLOURS)
 _SHAPE_OF = {plural: shape for shape, plural in SHAPE_PLURALS.items()}
 _CAPTION_PATTERNS = {
     "single_object": re.compile(f"a ({_S})"),
@@ -49,7 +72,7 @@ _PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
 @dataclass(frozen=True)
 class CaptionSpec:
-    "What a caption says: the objects as (shape, colour or None), how they lie, and which GenEval category it is."
+    """What a caption says: the objects as (shape, colour or None), how they lie, and which GenEval category it is."""
 
     category: str
     objects: tuple[tuple[str, str | None], ...]
@@ -57,10 +80,12 @@ class CaptionSpec:
 
 
 def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the grammar
-    "The meaning of a caption; raises InputError for one outside the grammar."
+    """The meaning of a caption; raises InputError for one outside the grammar."""
     if len(caption.split()) > PROMPT_WORDS:
-        raise InputError(f"`caption` must have at most {PROMPT_WORDS} words, all that the model reads; got {caption!r}")
-    body = caption[_PREFIX.match(caption).end():]
+        raise InputError(
+            f"`caption` must have at most {PROMPT_WORDS} words, all that the model reads; got {caption!r}"
+        )
+    body = caption[_PREFIX.match(caption).end() :]
     for category, pattern in _CAPTION_PATTERNS.items():
         found = pattern.fullmatch(body)
         if not found:
@@ -76,12 +101,14 @@ def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the gr
             return CaptionSpec(category, ((w[1], w[0]), (w[3], w[2])))
         relation = w[1] if category == "position" else None
         return CaptionSpec(category, ((w[0], None), (w[-1], None)), relation)
-    raise InputError(f"`caption` must follow the grammar of the pocket world, as 'two stars' does; got {caption!r}")
+    raise InputError(
+        f"`caption` must follow the grammar of the pocket world, as 'two stars' does; got {caption!r}"
+    )
 
 # %% ../../nbs/01_pocket/01_world.ipynb #db304bab
 @dataclass(frozen=True)
 class SceneObject:
-    "One drawn object: centre and radius (half its side) in pixels."
+    """One drawn object: centre and radius (half its side) in pixels."""
 
     shape: str
     colour: str
@@ -92,7 +119,7 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    "A picture before it is painted: its caption, its objects, and the grey of its background at top and bottom."
+    """A picture before it is painted: its caption, its objects, and the grey of its background at top and bottom."""
 
     caption: str
     things: tuple[SceneObject, ...]
@@ -100,32 +127,53 @@ class Scene:
 
 
 def _outline(shape: str) -> np.ndarray:  # corners (N, 2) in the square [-1, 1]^2, which they fill
-    "Corners of a polygon of radius 1: square, triangle, star or cross."
+    """Corners of a polygon of radius 1: square, triangle, star or cross."""
     if shape == "square":
         return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], float)
     if shape == "triangle":
         return np.array([(0, -1), (1, 1), (-1, 1)], float)
     if shape == "cross":
         a = 0.34
-        return np.array([(a, -1), (a, -a), (1, -a), (1, a), (a, a), (a, 1),
-                         (-a, 1), (-a, a), (-1, a), (-1, -a), (-a, -a), (-a, -1)], float)
+        return np.array(
+            [
+                (a, -1),
+                (a, -a),
+                (1, -a),
+                (1, a),
+                (a, a),
+                (a, 1),
+                (-a, 1),
+                (-a, a),
+                (-1, a),
+                (-1, -a),
+                (-a, -a),
+                (-a, -1),
+            ],
+            float,
+        )
     angle = np.arange(10) * np.pi / 5 - np.pi / 2
-    corners = np.stack([np.cos(angle), np.sin(angle)], 1) * np.where(np.arange(10) % 2, 0.42, 1.0)[:, None]
-    low, high = corners.min(0), corners.max(0)
+    corners = (
+        np.stack([np.cos(angle), np.sin(angle)], 1)
+        * np.where(np.arange(10) % 2, 0.42, 1.0)[:, None]
+    )
+    low = corners.min(0)
+    high = corners.max(0)
     return (corners - low) / (high - low) * 2 - 1
 
 
 def render_scene(
-    scene: Scene, size: int = IMAGE_SIZE,  # pixels, both sides
+    scene: Scene,
+    size: int = IMAGE_SIZE,  # pixels, both sides
     finer: int = 4,  # drawn this many times larger, then averaged
-) -> Image.Image: # RGB
-    "The picture of a scene, antialiased."
+) -> Image.Image:  # RGB
+    """The picture of a scene, antialiased."""
     scale = size / IMAGE_SIZE * finer
     ramp = np.linspace(*scene.background, size * finer).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
     pen = ImageDraw.Draw(image)
     for thing in scene.things:
-        centre, r = np.array([thing.x, thing.y]) * scale, thing.radius * scale
+        centre = np.array([thing.x, thing.y]) * scale
+        r = thing.radius * scale
         fill = POCKET_COLOURS[thing.colour]
         box = (*(centre - r), *(centre + r))
         if thing.shape == "circle":
@@ -138,10 +186,11 @@ def render_scene(
 
 # %% ../../nbs/01_pocket/01_world.ipynb #60ac4609
 def spatial_relations(
-    a: SceneObject, b: SceneObject,  # in the order in which a caption names them
-    margin: float = 0.1, # share of the two objects' widths that does not count
-) -> set[str]: # which of the four relations hold
-    "Relations of `a` to `b`, by GenEval's rule on the offset of the centres."
+    a: SceneObject,
+    b: SceneObject,  # in the order in which a caption names them
+    margin: float = 0.1,  # share of the two objects' widths that does not count
+) -> set[str]:  # which of the four relations hold
+    """Relations of `a` to `b`, by GenEval's rule on the offset of the centres."""
     offset = np.array([a.x - b.x, a.y - b.y])
     shrunk = np.sign(offset) * np.maximum(np.abs(offset) - margin * 2 * (a.radius + b.radius), 0)
     dx, dy = shrunk / max(np.linalg.norm(offset), 1e-6)
@@ -149,8 +198,10 @@ def spatial_relations(
     return {name for name, holds in facts.items() if holds}
 
 
-def matches_caption(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> bool:  # what an image shows
-    "Does the image show what the caption says, no more and no less?"
+def matches_caption(
+    spec: CaptionSpec, things: Sequence[SceneObject | None]
+) -> bool:  # what an image shows
+    """Does the image show what the caption says, no more and no less?"""
     if len(things) != len(spec.objects) or None in things:
         return False
     if spec.category == "counting":
@@ -159,22 +210,32 @@ def matches_caption(spec: CaptionSpec, things: Sequence[SceneObject | None]) -> 
     for shape, colour in spec.objects:
         if shape not in by_shape or colour not in (None, by_shape[shape].colour):
             return False
-    return spec.relation is None or spec.relation in spatial_relations(*(by_shape[shape] for shape, _ in spec.objects))
+    return spec.relation is None or spec.relation in spatial_relations(
+        *(by_shape[shape] for shape, _ in spec.objects)
+    )
 
 # %% ../../nbs/01_pocket/01_world.ipynb #a73ca4f9
 _RADIUS = 13.0  # pixels
 _PLACES = (16.0, 48.0)  # centres, pixels
-_FREE_RADII = {1: (11.0, 20.0), 2: (8.5, 12.5), 3: (7.5, 10.0), 4: (7.0, 9.0)}  # least and largest, of free layouts
+_FREE_RADII = {
+    1: (11.0, 20.0),
+    2: (8.5, 12.5),
+    3: (7.5, 10.0),
+    4: (7.0, 9.0),
+}  # least and largest, of free layouts
 _GAP = 4.0  # pixels left free between the objects' boxes
 
 
 def _apart(things: Sequence[SceneObject]) -> bool:
-    return all(max(abs(a.x - b.x), abs(a.y - b.y)) >= a.radius + b.radius + _GAP
-               for i, a in enumerate(things) for b in things[:i])
+    return all(
+        max(abs(a.x - b.x), abs(a.y - b.y)) >= a.radius + b.radius + _GAP
+        for i, a in enumerate(things)
+        for b in things[:i]
+    )
 
 
 def _spread(count: int, free: bool, rng: np.random.Generator) -> list[tuple[float, float, float]]:
-    "Centre and radius of some objects; free ones may still overlap."
+    """Centre and radius of some objects; free ones may still overlap."""
     if free:
         low, high = _FREE_RADII[count]
         base = rng.uniform(low, high)
@@ -185,24 +246,32 @@ def _spread(count: int, free: bool, rng: np.random.Generator) -> list[tuple[floa
 
 
 def sample_scene(
-    caption: str, rng: np.random.Generator,
+    caption: str,
+    rng: np.random.Generator,
     free: bool = False,  # objects anywhere and of any size, background with a ramp
 ) -> Scene:
-    "A random layout that makes a caption true; colours that it leaves open are drawn, one for a counted group."
-    spec, names = parse_caption(caption), list(POCKET_COLOURS)
+    """A random layout that makes a caption true; colours that it leaves open are drawn, one for a counted group."""
+    spec = parse_caption(caption)
+    names = list(POCKET_COLOURS)
     shared = names[rng.integers(len(names))] if spec.category == "counting" else None
     while True:
         things = [
             SceneObject(shape, colour or shared or names[rng.integers(len(names))], *place)
-            for (shape, colour), place in zip(spec.objects, _spread(len(spec.objects), free, rng), strict=True)
+            for (shape, colour), place in zip(
+                spec.objects, _spread(len(spec.objects), free, rng), strict=True
+            )
         ]
         # a clear relation: it holds, and alone
-        if _apart(things) and (spec.relation is None or spatial_relations(*things) == {spec.relation}):
+        if _apart(things) and (
+            spec.relation is None or spatial_relations(*things) == {spec.relation}
+        ):
             grey = int(rng.integers(212, 240))
             ramp = rng.integers(-8, 9, 2) if free else (0, 0)
             return Scene(caption, tuple(things), tuple(int(grey + g) for g in ramp))
 
 
-def sample_scene_image(caption: str, rng: np.random.Generator, free: bool = False) -> Image.Image:  # RGB, 64 x 64
-    "A random picture of which a caption is true; `free` as in `sample_scene`."
+def sample_scene_image(
+    caption: str, rng: np.random.Generator, free: bool = False
+) -> Image.Image:  # RGB, 64 x 64
+    """A random picture of which a caption is true; `free` as in `sample_scene`."""
     return render_scene(sample_scene(caption, rng, free))

@@ -35,94 +35,175 @@ from .. import InputError
 from ..core.settings import Settings, reward_weights, training_method
 from ..core.statistics import NORMAL_QUANTILE
 from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
-from ..runs.run_folder import file_of_run, read_metrics_lines, read_run_info, read_run_settings
+from chunk_grpo.runs.run_folder import (
+    file_of_run,
+    read_metrics_lines,
+    read_run_info,
+    read_run_settings,
+)
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #5161dae6
-METHOD_COLOURS = {"steps": "#0072B2", "chunk": "#D55E00", "chunk+ws": "#CC79A7", "base": "#7F7F7F", "hybrid": "#009E73",
-                  "as-trained": "#56B4E9", "base-as-trained": "#B8B8B8"}
-FURTHER_COLOURS = ("#332288", "#117733", "#882255", "#DDCC77", "#44AA99", "#AA4499", "#999933", "#661100", "#6699CC")
-ARM_LABELS = {"base": "base", "plain": "trained", "hybrid": "hybrid", "base-as-trained": "base as trained",
-              "as-trained": "as trained"}  # of an evaluation, as a reader sees them
-_STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9.5,
-          "axes.titlelocation": "left", "axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.7,
-          "axes.axisbelow": True, "legend.frameon": False, "font.family": "DejaVu Sans", "lines.linewidth": 1.5}
+METHOD_COLOURS = {
+    "steps": "#0072B2",
+    "chunk": "#D55E00",
+    "chunk+ws": "#CC79A7",
+    "base": "#7F7F7F",
+    "hybrid": "#009E73",
+    "as-trained": "#56B4E9",
+    "base-as-trained": "#B8B8B8",
+}
+FURTHER_COLOURS = (
+    "#332288",
+    "#117733",
+    "#882255",
+    "#DDCC77",
+    "#44AA99",
+    "#AA4499",
+    "#999933",
+    "#661100",
+    "#6699CC",
+)
+ARM_LABELS = {
+    "base": "base",
+    "plain": "trained",
+    "hybrid": "hybrid",
+    "base-as-trained": "base as trained",
+    "as-trained": "as trained",
+}  # of an evaluation, as a reader sees them
+_STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "font.family": "DejaVu Sans",
+    "lines.linewidth": 1.5,
+}
 
 
 def method_colour(method: str) -> str:  # method: any name
-    "The colour of a method in every figure."
-    return METHOD_COLOURS.get(method) or FURTHER_COLOURS[zlib.crc32(method.encode()) % len(FURTHER_COLOURS)]
+    """The colour of a method in every figure."""
+    return (
+        METHOD_COLOURS.get(method)
+        or FURTHER_COLOURS[zlib.crc32(method.encode()) % len(FURTHER_COLOURS)]
+    )
 
 
 def create_subplots(
-    columns: int = 1, rows: int = 1, size: tuple[float, float] = (7.0, 3.2),  # panels side by side; inches
+    columns: int = 1,  # panels side by side
+    rows: int = 1,  # panels one above another
+    size: tuple[float, float] = (7.0, 3.2),  # width and height, inches
     **options,  # of matplotlib's `subplots`
 ) -> tuple[Figure, np.ndarray]:  # figure and its panels, (rows, columns)
-    "An empty figure outside of pyplot."
+    """An empty figure outside of pyplot."""
     FigureCanvasAgg(figure := Figure(figsize=size, layout="constrained"))
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def with_house_style(draw):  # a function that returns a figure, or None
-    "The same function, drawing in the house style, with every text taken literally."
+    """The same function, drawing in the house style, with every text taken literally."""
+
     @functools.wraps(draw)
     def drawn(*arguments, **options):
         with mpl.rc_context(_STYLE):
             figure = draw(*arguments, **options)
         for text in figure.findobj(Text) if figure else ():
-            if "$" in text.get_text():  # the numbers of a logarithmic axis, which are formulas, are written later
+            if (
+                "$" in text.get_text()
+            ):  # the numbers of a logarithmic axis, which are formulas, are written later
                 text.set_parse_math(False)
         return figure
+
     return drawn
 
 
 def short_name(name: str, longest: int = 44) -> str:  # of a reward, a run or a setting; letters
-    "The name, or its two ends."
+    """The name, or its two ends."""
     half = longest // 2 - 2
     return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
 
 
 def figure_to_png(figure: Figure, dpi: int = 160) -> bytes:  # pixels an inch
-    "The figure as a PNG file."
+    """The figure as a PNG file."""
     figure.savefig(buffer := io.BytesIO(), format="png", dpi=dpi)
     return buffer.getvalue()
 
 
-def display_figure(figure: Figure, caption: str, dpi: int = 160) -> None:  # one or two sentences; pixels an inch
-    "Display a figure, 100 pixels of the page for an inch, with its caption below."
-    display(Image(figure_to_png(figure, dpi), width=round(figure.get_size_inches()[0] * 100), alt=caption))
+def display_figure(
+    figure: Figure, caption: str, dpi: int = 160
+) -> None:  # one or two sentences; pixels an inch
+    """Display a figure, 100 pixels of the page for an inch, with its caption below."""
+    display(
+        Image(
+            figure_to_png(figure, dpi), width=round(figure.get_size_inches()[0] * 100), alt=caption
+        )
+    )
     display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #44ba3dc6
-def metric_series(metrics: pd.DataFrame, name: str) -> pd.Series:  # by iteration; empty where there is no such column
-    "The values of a column that are there."
+def metric_series(
+    metrics: pd.DataFrame, name: str
+) -> pd.Series:  # by iteration; empty where there is no such column
+    """The values of a column that are there."""
     return metrics.set_index("iteration").get(name, pd.Series(dtype=float)).dropna().astype(float)
 
 
 def draw_mean(
-    axis, metrics: pd.DataFrame, name: str,  # a panel; a row an iteration; of the column
-    error: str, colour: str, label: str,  # column of its standard error; empty for none; of the line, in the legend
+    axis,  # a panel
+    metrics: pd.DataFrame,  # a row an iteration
+    name: str,  # of the column
+    error: str,  # column of its standard error
+    colour: str,  # empty for none
+    label: str,  # of the line, in the legend
 ) -> None:
-    "A column as a line, with its 95% interval where there is a standard error."
+    """A column as a line, with its 95% interval where there is a standard error."""
     mean = metric_series(metrics, name)
     if len(mean):
         spread = NORMAL_QUANTILE * metric_series(metrics, error).reindex(mean.index)
-        axis.fill_between(mean.index, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+        axis.fill_between(
+            mean.index, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0
+        )
         axis.plot(mean.index, mean, color=colour, label=label)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def draw_held_out(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None:
-    "Held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."
+    """Held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."""
     column = f"eval_{reward}"
-    arms = {column: ("held-out prompts, trained", colour, "o", 0),
-            f"{column}_hybrid": ("hybrid", METHOD_COLOURS["hybrid"], "s", 0.008 * metrics.iteration.max())}
+    arms = {
+        column: ("held-out prompts, trained", colour, "o", 0),
+        f"{column}_hybrid": (
+            "hybrid",
+            METHOD_COLOURS["hybrid"],
+            "s",
+            0.008 * metrics.iteration.max(),
+        ),
+    }
     for name, (label, shade, marker, beside) in arms.items():
         if len(mean := metric_series(metrics, name)):
             error = NORMAL_QUANTILE * metric_series(metrics, f"{name}_se").reindex(mean.index)
-            axis.errorbar(mean.index + beside, mean, yerr=error, fmt=marker, color=shade, label=label, markersize=4.5,
-                          capsize=2.5, elinewidth=1.1, markeredgecolor="white", zorder=3)
+            axis.errorbar(
+                mean.index + beside,
+                mean,
+                yerr=error,
+                fmt=marker,
+                color=shade,
+                label=label,
+                markersize=4.5,
+                capsize=2.5,
+                elinewidth=1.1,
+                markeredgecolor="white",
+                zorder=3,
+            )
     if len(base := metric_series(metrics, column)):
-        axis.axhline(base.iloc[0], color=METHOD_COLOURS["base"], linestyle=":", label="base, held-out")
+        axis.axhline(
+            base.iloc[0], color=METHOD_COLOURS["base"], linestyle=":", label="base, held-out"
+        )
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #d9d886ed
@@ -130,43 +211,70 @@ def draw_held_out(axis, metrics: pd.DataFrame, reward: str, colour: str) -> None
 def plot_profile(
     measured: Mapping,  # mean, std (T,), and chunks such as "2,3,4,7", or ""
 ) -> Figure:
-    "The relative distance of every transition, mean and spread, with the chunks as shaded blocks."
+    """The relative distance of every transition, mean and spread, with the chunks as shaded blocks."""
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
-    mean, std = np.asarray(measured["mean"]), np.asarray(measured["std"])
+    mean = np.asarray(measured["mean"])
+    std = np.asarray(measured["std"])
     sizes = [int(s) for s in str(measured.get("chunks") or "").split(",") if s]
     for k, (a, b) in enumerate(itertools.pairwise(np.concatenate([[0], np.cumsum(sizes)]) - 0.5)):
         axis.axvspan(a, b, color="#D55E00", alpha=0.13 if k % 2 == 0 else 0.05, linewidth=0)
         if len(sizes) <= 8:
-            words = f"chunk {k + 1}" if b - a > 0.08 * len(mean) else f"{k + 1}"  # as wide as the block
-            axis.annotate(words, ((a + b) / 2, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
-                          fontsize=8)
+            words = (
+                f"chunk {k + 1}" if b - a > 0.08 * len(mean) else f"{k + 1}"
+            )  # as wide as the block
+            axis.annotate(
+                words,
+                ((a + b) / 2, 0.98),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="top",
+                fontsize=8,
+            )
     steps = np.arange(len(mean))
-    axis.fill_between(steps, mean - std, mean + std, color=METHOD_COLOURS["base"], alpha=0.25, linewidth=0)
+    axis.fill_between(
+        steps, mean - std, mean + std, color=METHOD_COLOURS["base"], alpha=0.25, linewidth=0
+    )
     axis.plot(steps, mean, color="black", marker="o", markersize=3.5)
-    axis.set(xlabel="transition, from noise to image", ylabel=f"relative {measured.get('kind', 'l1')} distance",
-             xlim=(-0.5, len(mean) - 0.5), ylim=(0, 1.15 * float((mean + std).max())))
+    axis.set(
+        xlabel="transition, from noise to image",
+        ylabel=f"relative {measured.get('kind', 'l1')} distance",
+        xlim=(-0.5, len(mean) - 0.5),
+        ylim=(0, 1.15 * float((mean + std).max())),
+    )
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
-_INCHES = {"side": 0.95, "text": 1.45, "gap": 0.06, "below": 0.2, "head": 0.28, "line": 0.14, "between": 0.3}
+_INCHES = {
+    "side": 0.95,
+    "text": 1.45,
+    "gap": 0.06,
+    "below": 0.2,
+    "head": 0.28,
+    "line": 0.14,
+    "between": 0.3,
+}
 
 
 def read_image(file: Path) -> PIL.Image.Image:
-    "An image of a run, in memory; InputError where it is missing, damaged or far too large."
+    """An image of a run, in memory; InputError where it is missing, damaged or far too large."""
     try:
         with PIL.Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise InputError(f"a run must hold its images whole; {file} cannot be read ({error})") from None
+        raise InputError(
+            f"a run must hold its images whole; {file} cannot be read ({error})"
+        ) from None
 
 
 @functools.cache
 def _letters_of(file: str) -> frozenset[int]:  # file: of a font
-    "Read the letters that a font draws, as numbers of Unicode."
+    """Read the letters that a font draws, as numbers of Unicode."""
     return frozenset(font_manager.get_font(file).get_charmap())
 
 
-def choose_fonts(text: str) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
+def choose_fonts(
+    text: str,
+) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
     """Find an installed font for letters that the figures' own font lacks, such as Chinese ones.
 
     Where no font has them, each is written as its number of Unicode, so that no box stands in its place.
@@ -177,7 +285,9 @@ def choose_fonts(text: str) -> tuple[str, list[str]]:  # the text to draw, and t
     if not missing:
         return text, usual
     for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name):
-        if "Last Resort" not in font.name and {ord(letter) for letter in missing} <= _letters_of(font.fname):
+        if "Last Resort" not in font.name and {ord(letter) for letter in missing} <= _letters_of(
+            font.fname
+        ):
             return text, [*usual, font.name]
     escaped = [f"\\u{{{ord(letter):x}}}" if letter in missing else letter for letter in text]
     return "".join(escaped), usual
@@ -188,22 +298,37 @@ def plot_image_grid(
     images: Sequence[Sequence[PIL.Image.Image | Path]],  # rows of images, or of files
     prompts: Sequence[str],  # one a row
     columns: Sequence[str],  # names of the arms
-    below: Sequence[Sequence[str]] | None = None, blocks: int = 1,  # a short text under each image; set side by side
+    below: Sequence[Sequence[str]] | None = None,  # a short text under each image
+    blocks: int = 1,  # set side by side
 ) -> Figure:
-    "Images side by side: a prompt a row, an arm a column."
-    p, side, lines = _INCHES, _INCHES["side"], -(-len(prompts) // blocks)
-    pitch, wide = side + (p["below"] if below else p["gap"]), p["text"] + len(columns) * (side + p["gap"])
+    """Images side by side: a prompt a row, an arm a column."""
+    p = _INCHES
+    side = _INCHES["side"]
+    lines = -(-len(prompts) // blocks)
+    pitch = side + (p["below"] if below else p["gap"])
+    wide = p["text"] + len(columns) * (side + p["gap"])
     head = p["head"] + p["line"] * max((name.count("\n") for name in columns), default=0)
-    width, height = blocks * wide + (blocks - 1) * p["between"], head + lines * pitch
+    width = blocks * wide + (blocks - 1) * p["between"]
+    height = head + lines * pitch
     FigureCanvasAgg(figure := Figure(figsize=(width, height)))
     for r, row in enumerate(images):
-        left, top = (r // lines) * (wide + p["between"]), head + (r % lines) * pitch
+        left = (r // lines) * (wide + p["between"])
+        top = head + (r % lines) * pitch
         text, fonts = choose_fonts(prompts[r])
         words = textwrap.fill(text, 20, max_lines=5, placeholder=" ...")
-        figure.text(left / width, 1 - (top + side / 2) / height, words, va="center", fontsize=8, family=fonts)
+        figure.text(
+            left / width,
+            1 - (top + side / 2) / height,
+            words,
+            va="center",
+            fontsize=8,
+            family=fonts,
+        )
         for c, image in enumerate(row):
             place = left + p["text"] + c * (side + p["gap"])
-            axis = figure.add_axes((place / width, 1 - (top + side) / height, side / width, side / height))
+            axis = figure.add_axes(
+                (place / width, 1 - (top + side) / height, side / width, side / height)
+            )
             image = image if isinstance(image, PIL.Image.Image) else read_image(image)
             axis.imshow(image, interpolation="nearest" if image.width <= 128 else "antialiased")
             axis.set(xticks=[], yticks=[])
@@ -215,10 +340,12 @@ def plot_image_grid(
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #9fe734b6
 def _choose_rows(scores: pd.DataFrame, count: int) -> tuple[list[str], list[list]]:
-    "Arms, and a row of `scores` for each arm of prompts that are spread evenly over the list."
+    """Arms, and a row of `scores` for each arm of prompts that are spread evenly over the list."""
     first = scores[scores.image_index == scores.image_index.min()]
     places = sorted(first.prompt_index.unique())
-    chosen = [places[i * len(places) // min(count, len(places))] for i in range(min(count, len(places)))]
+    chosen = [
+        places[i * len(places) // min(count, len(places))] for i in range(min(count, len(places)))
+    ]
     arms = [arm for arm in ARM_LABELS if (first.arm == arm).any()]
     cells = {(row.prompt_index, row.arm): row for row in first.itertuples()}
     return arms, [[cells[p, arm] for arm in arms] for p in chosen]
@@ -226,21 +353,29 @@ def _choose_rows(scores: pd.DataFrame, count: int) -> tuple[list[str], list[list
 
 def plot_before_after(
     scores: pd.DataFrame,  # a row an image: arm, prompt_index, image_index, prompt, file, scores
-    folder: Path, name: str, count: int = 6,  # that the files lie in; reward whose scores stand below the images; rows
+    folder: Path,  # that the files lie in
+    name: str,  # reward whose scores stand below the images
+    count: int = 6,  # rows
 ) -> Figure:
-    "Images of the same prompts and seeds from every arm of an evaluation."
+    """Images of the same prompts and seeds from every arm of an evaluation."""
     arms, rows = _choose_rows(scores, count)
     files = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
     words = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
-    return plot_image_grid(files, [row[0].prompt for row in rows], [ARM_LABELS[arm] for arm in arms], words,
-                           blocks=1 + (len(rows) > 3 and len(arms) < 4))
+    return plot_image_grid(
+        files,
+        [row[0].prompt for row in rows],
+        [ARM_LABELS[arm] for arm in arms],
+        words,
+        blocks=1 + (len(rows) > 3 and len(arms) < 4),
+    )
 
 
 def checker_notes(
-    scores: pd.DataFrame, folder: Path,  # as for `plot_before_after`, and where the files lie
+    scores: pd.DataFrame,  # as for `plot_before_after`
+    folder: Path,  # of the image files
     count: int = 6,  # rows, as in the figure
 ) -> list[str]:  # one an image of the figure that the checker calls wrong; none without its scores
-    "What the pocket world's checker sees in the images that it calls wrong."
+    """What the pocket world's checker sees in the images that it calls wrong."""
     out = []
     for cell in (cell for row in _choose_rows(scores, count)[1] for cell in row):
         if cell.scores.get("pocket-geneval") == 0:
@@ -251,11 +386,14 @@ def checker_notes(
 # %% ../../nbs/12_reporting/00_figures.ipynb #5ffdbcf3
 @with_house_style
 def plot_deltas(
-    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, "hybrid-base": ...}, the first on top
+    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, ...}
     colour: str = METHOD_COLOURS["chunk"],
 ) -> Figure:
-    "Differences to the base with their 95% intervals, a panel a reward."
-    order = {name: [arm for arm in row if arm.endswith("-base") and row[arm]][::-1] for name, row in summary.items()}
+    """Differences to the base with their 95% intervals, a panel a reward."""
+    order = {
+        name: [arm for arm in row if arm.endswith("-base") and row[arm]][::-1]
+        for name, row in summary.items()
+    }
     high = 1.1 + 0.3 * max(2, *map(len, order.values()))
     figure, axes = create_subplots(len(summary), size=(3.6 * max(2, len(summary)), high))
     for axis, (name, row) in zip(axes[0], summary.items(), strict=True):
@@ -264,24 +402,39 @@ def plot_deltas(
             value = row[f"{arm}-base"]
             shade = colour if arm == "plain" else METHOD_COLOURS.get(arm, METHOD_COLOURS["hybrid"])
             known = None not in (value["lo"], value["hi"])
-            error = [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]] if known else None
-            axis.errorbar(value["mean"], y, xerr=error, fmt="o", color=shade, capsize=3, markersize=6)
-            axis.annotate(f"{value['mean']:+.3f}", (value["mean"], y), xytext=(0, 7), textcoords="offset points",
-                          ha="center", fontsize=8, color=shade)
+            error = (
+                [[value["mean"] - value["lo"]], [value["hi"] - value["mean"]]] if known else None
+            )
+            axis.errorbar(
+                value["mean"], y, xerr=error, fmt="o", color=shade, capsize=3, markersize=6
+            )
+            axis.annotate(
+                f"{value['mean']:+.3f}",
+                (value["mean"], y),
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=shade,
+            )
         axis.axvline(0, color="black", linewidth=0.8)
-        axis.set(yticks=range(len(arms)), yticklabels=[ARM_LABELS.get(arm, arm) for arm in arms],
-                 title=short_name(name),
-                 xlabel="difference to the base", ylim=(-0.6, len(arms) - 0.3))
+        axis.set(
+            yticks=range(len(arms)),
+            yticklabels=[ARM_LABELS.get(arm, arm) for arm in arms],
+            title=short_name(name),
+            xlabel="difference to the base",
+            ylim=(-0.6, len(arms) - 0.3),
+        )
     return figure
 
 
 @with_house_style
 def plot_categories(
-    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean; those of ARM_LABELS are drawn
+    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean
     name: str,  # of the reward
     colour: str = METHOD_COLOURS["chunk"],
 ) -> Figure:
-    "The mean of every category, a dot an arm."
+    """The mean of every category, a dot an arm."""
     shades = METHOD_COLOURS | {"plain": colour}
     arms = {arm: arms[arm] for arm in ARM_LABELS if arm in arms}
     rows = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
@@ -290,8 +443,15 @@ def plot_categories(
         seen = [values[category] for values in arms.values() if category in values]
         axis.plot([min(seen), max(seen)], [y, y], color="#cccccc", linewidth=2, zorder=1)
     for (arm, values), marker in zip(arms.items(), "os^Dv", strict=False):
-        axis.plot([values[c] for c in rows if c in values], [y for y, c in enumerate(rows) if c in values], marker,
-                  color=shades[arm], markersize=6.5, linestyle="", label=ARM_LABELS[arm])
+        axis.plot(
+            [values[c] for c in rows if c in values],
+            [y for y, c in enumerate(rows) if c in values],
+            marker,
+            color=shades[arm],
+            markersize=6.5,
+            linestyle="",
+            label=ARM_LABELS[arm],
+        )
     axis.set(yticks=range(len(rows)), yticklabels=[c.replace("_", " ") for c in rows])
     axis.set(xlabel=f"mean {short_name(name)}", ylim=(-0.6, len(rows) - 0.4))
     figure.legend(loc="outside upper right", ncols=5, fontsize=8)
@@ -300,12 +460,14 @@ def plot_categories(
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
 @with_house_style
 def plot_progress(
-    lines: Sequence[Mapping], s: Settings,  # of the metrics, as far as they are; of the run
+    lines: Sequence[Mapping],  # of the metrics, as far as they are
+    s: Settings,  # of the run
     name: str | None = None,  # reward whose held-out scores are drawn
 ) -> Figure:
-    "The run so far, with the time left above."
+    """The run so far, with the time left above."""
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
-    metrics, colour = pd.DataFrame(lines), method_colour(training_method(s))
+    metrics = pd.DataFrame(lines)
+    colour = method_colour(training_method(s))
     draw_mean(axes[0], metrics, "reward_mean", "reward_se", colour, "training prompts")
     if name:
         draw_held_out(axes[0], metrics, name, colour)
@@ -313,24 +475,31 @@ def plot_progress(
     clips = "clip_fraction" in metrics and metrics.clip_fraction.notna().any()
     right = metric_series(metrics, "grad_norm")
     if clips:
-        rows = metrics.dropna(subset=["clip_fraction"])  # a list a row, a number for each chunk that was drawn
+        rows = metrics.dropna(
+            subset=["clip_fraction"]
+        )  # a list a row, a number for each chunk that was drawn
         clipped = np.array(rows.clip_fraction.tolist(), dtype=float)
         right = pd.Series(100 * np.nanmean(clipped, axis=1), rows.iteration)
     axes[1].plot(right.index, right, color=colour)
     axes[1].set_ylabel("ratios clipped (%)" if clips else "norm of the gradient")
-    done, total = int(metrics.iteration.max()), s.iterations
+    done = int(metrics.iteration.max())
+    total = s.iterations
     spent = metric_series(metrics, "seconds_total")
     seconds = float(spent.iloc[-1]) if len(spent) else 0.0
     left = f"about {seconds / done * (total - done):.0f} s left" if done else "base measured"
-    figure.suptitle(f"iteration {done} of {total}, {seconds:.0f} s, {'finished' if done >= total else left}", x=0.01,
-                    ha="left", fontsize=9.5)
+    figure.suptitle(
+        f"iteration {done} of {total}, {seconds:.0f} s, {'finished' if done >= total else left}",
+        x=0.01,
+        ha="left",
+        fontsize=9.5,
+    )
     for axis in axes:
         axis.set(xlabel="iteration", xlim=(-0.02 * total, 1.02 * total))
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #8a7f97e7
 class LiveFigure:
-    "One figure that follows a run; call it with every new line of the metrics."
+    """One figure that follows a run; call it with every new line of the metrics."""
 
     def __init__(self, s: Settings, every: float = 2.0):  # of the run; seconds between two drawings
         self.s, self.every = s, every
@@ -338,14 +507,20 @@ class LiveFigure:
         self.lines, self.drawn, self.handle = [], -math.inf, None
 
     def __call__(self, line: Mapping, s: Settings | None = None) -> None:
-        "Take a line of the metrics in, and draw again if it is time or the run has ended."
-        self.lines = [old for old in self.lines if old["iteration"] < line["iteration"]] + [dict(line)]
+        """Take a line of the metrics in, and draw again if it is time or the run has ended."""
+        self.lines = [old for old in self.lines if old["iteration"] < line["iteration"]] + [
+            dict(line)
+        ]
         if line["iteration"] >= self.s.iterations or time.monotonic() - self.drawn >= self.every:
             self.draw()
 
     def draw(self) -> None:
-        "Draw the figure, in place if it is there already."
-        shown = Image(figure_to_png(plot_progress(self.lines, self.s, self.name)), width=760, alt="The run so far")
+        """Draw the figure, in place if it is there already."""
+        shown = Image(
+            figure_to_png(plot_progress(self.lines, self.s, self.name)),
+            width=760,
+            alt="The run so far",
+        )
         if self.handle is None:
             self.handle = display(shown, display_id=True)
         else:
@@ -355,16 +530,19 @@ class LiveFigure:
 
 def watch_run(
     run: str | Path,  # folder of a run that is going on, or has ended
-    on_log: Callable | None = None,  # called with every line of metrics and the settings; None: the live figure
+    on_log: Callable | None = None,  # called with (line, settings); None: the live figure
     every: float = 1.0,  # seconds between two looks
 ) -> str:  # finished, failed or interrupted
-    "Follow a run through its folder until it has ended."
+    """Follow a run through its folder until it has ended."""
     s = read_run_settings(run)
     on_log, last = on_log or LiveFigure(s), -1
     while True:
-        status = read_run_info(run)["status"]  # before the look, so that what was written before the end is seen
+        # before the look, so that what was written before the end is seen
+        status = read_run_info(run)["status"]
         lines = read_metrics_lines(run)
-        last = min(last, max([line["iteration"] for line in lines], default=-1))  # a resumed run may have gone back
+        last = min(
+            last, max([line["iteration"] for line in lines], default=-1)
+        )  # a resumed run may have gone back
         for line in lines:
             if line["iteration"] > last:
                 last = line["iteration"]

@@ -43,56 +43,83 @@ def choose_arms(
     s: setting.Settings,  # of the evaluation
     names: Sequence[str] = (),  # of arms; none: those that are drawn along the ODE
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
-    "The arms of these names; InputError for one that there is not."
+    """The arms of these names; InputError for one that there is not."""
     known = evaluating.ode_arms(s) | run_images.AS_TRAINED_ARMS
     named = ["plain" if name == "trained" else name for name in names]
     for name in named:
         if name == "hybrid" and name not in known:
-            raise InputError(f"`hybrid_split` must be from 1 to {s.eval_steps - 1}, below the {s.eval_steps} steps, "
-                             f"for the arm hybrid; got {s.hybrid_split}")
+            raise InputError(
+                f"`hybrid_split` must be from 1 to {s.eval_steps - 1}, below the {s.eval_steps} steps, "
+                f"for the arm hybrid; got {s.hybrid_split}"
+            )
         if name not in known:
             raise InputError(f"an arm must be one of {', '.join(known)}; got {name!r}")
     return {name: known[name] for name in named} or evaluating.ode_arms(s)
 
-
-
 # %% ../../nbs/12_reporting/04_publish.ipynb #43eba675
 def draw_samples(
-    model: Policy, s: setting.Settings,  # of `load_trained_policy`; of the evaluation
-    prompts: Sequence[str], arms: Mapping[str, int | None],  # of `choose_arms`
+    model: Policy,  # of `load_trained_policy`
+    s: setting.Settings,  # of the evaluation
+    prompts: Sequence[str],  # one image per arm each
+    arms: Mapping[str, int | None],  # of `choose_arms`
     seeds: Sequence[int],
 ) -> Iterator[dict]:  # an image each: prompt, number, arm, split, seed, generator_seed, image
-    "Images of every prompt, arm and seed."
+    """Images of every prompt, arm and seed."""
     model.encode(list(dict.fromkeys(prompts)))
     held_out = held_out_prompts(s)
     for number, prompt in enumerate(prompts):
         place = held_out.index(prompt) if prompt in held_out else 0
         for arm, split in arms.items():
             for seed in seeds:
-                asked, whole = s.model_copy(update={"eval_seed": seed}), {place: prompt}
-                drawn = run_images.sample_arm_images(model, asked, whole, [(place, 0)], arm, split)[0]
+                asked = s.model_copy(update={"eval_seed": seed})
+                whole = {place: prompt}
+                drawn = run_images.sample_arm_images(model, asked, whole, [(place, 0)], arm, split)[
+                    0
+                ]
                 image = VaeImageProcessor.numpy_to_pil(drawn.permute(1, 2, 0).numpy())[0]
-                yield {"prompt": prompt, "number": number, "arm": arm, "split": split, "seed": seed,
-                       "generator_seed": derive_seed(seed, -1, place, 0), "image": image}
+                yield {
+                    "prompt": prompt,
+                    "number": number,
+                    "arm": arm,
+                    "split": split,
+                    "seed": seed,
+                    "generator_seed": derive_seed(seed, -1, place, 0),
+                    "image": image,
+                }
 
 
 def _contact_sheet(images: Sequence[Mapping]) -> bytes:  # of `draw_samples` -> a PNG file
-    "Prompts in rows, arms and seeds in columns."
+    """Prompts in rows, arms and seeds in columns."""
     cells = {(x["number"], x["arm"], x["seed"]): x for x in images}
     columns = list(dict.fromkeys((x["arm"], x["seed"]) for x in images))
-    rows = [[cells[n, *column] for column in columns] for n in sorted({x["number"] for x in images})]
-    figure = plot_image_grid([[x["image"] for x in row] for row in rows], [row[0]["prompt"] for row in rows],
-                             [f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns])
-    return figure_to_png(figure, dpi=min(180, int(60_000 / max(figure.get_size_inches()))))  # a PNG has at most 65,535
+    rows = [
+        [cells[n, *column] for column in columns] for n in sorted({x["number"] for x in images})
+    ]
+    figure = plot_image_grid(
+        [[x["image"] for x in row] for row in rows],
+        [row[0]["prompt"] for row in rows],
+        [f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns],
+    )
+    return figure_to_png(
+        figure, dpi=min(180, int(60_000 / max(figure.get_size_inches())))
+    )  # a PNG has at most 65,535
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b9497d63
 def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | None) -> None:
-    "InputError where there is nothing to draw, a seed is no whole number, or something lies in the folder."
-    if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
-        raise InputError(f"`prompts` must be a list of texts, at least one and none empty; got {prompts!r:.80}")
+    """InputError where there is nothing to draw, a seed is no whole number, or something lies in the folder."""
+    if (
+        isinstance(prompts, str)
+        or not prompts
+        or not all(isinstance(p, str) and p.strip() for p in prompts)
+    ):
+        raise InputError(
+            f"`prompts` must be a list of texts, at least one and none empty; got {prompts!r:.80}"
+        )
     for seed in seeds:
         if type(seed) is not int or not 0 <= seed < 2**63:
-            raise InputError(f"a seed must be a whole number from 0 to {2**63 - 1}; got {seed!r:.80}")
+            raise InputError(
+                f"a seed must be a whole number from 0 to {2**63 - 1}; got {seed!r:.80}"
+            )
     if len(set(seeds)) < len(seeds):
         raise InputError(f"`seeds` must be different from each other; got {list(seeds)!r:.80}")
     if out is not None:
@@ -109,22 +136,32 @@ def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | Non
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompts: Sequence[str],
-    arms: Sequence[str] = (),  # base, plain, hybrid, base-as-trained, as-trained; none: the first three
+    arms: Sequence[str] = (),  # names of `choose_arms`; empty: the first three
     seeds: Sequence[int] = (),  # none: that of the run's evaluation
-    out: Path | str | None = None,  # a folder to be, for the images and a sheet of them; None: no files
-    changes: Mapping | Sequence[str] = (),  # of the settings, such as {"eval_steps": 20, "hybrid_split": 12}
+    out: Path | str | None = None,  # a new folder for images and a sheet; None: no files
+    changes: Mapping | Sequence[str] = (),  # of settings, like {"eval_steps": 20}
     say: Callable[[str], None] = lambda text: None,  # told of the progress
     trust: bool = False,  # load and run what a run from elsewhere names
-) -> list[dict]:  # an image each: prompt, arm, seed, generator_seed, image, and file where there are files
-    "Sample a run's newest weights; InputError for bad input, before any weight is loaded."
-    run, s, out = Path(run), evaluating.evaluation_settings(run, changes), None if out is None else Path(out)
+    # an image each: prompt, arm, seed, generator_seed, image, and file where there are files
+) -> list[dict]:
+    """Sample a run's newest weights; InputError for bad input, before any weight is loaded."""
+    run, s, out = (
+        Path(run),
+        evaluating.evaluation_settings(run, changes),
+        None if out is None else Path(out),
+    )
     run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
     chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
     weights = run_images.find_newest_weights(run)
     run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * bool(held_out_prompts(s))])
-    each, images = len(prompts) * len(seeds), []
-    whole, spent, began, said = sum(each * run_images.image_cost(s, arm) for arm in chosen), 0, *[time.monotonic()] * 2
+    each = len(prompts) * len(seeds)
+    images = []
+    whole, spent, began, said = (
+        sum(each * run_images.image_cost(s, arm) for arm in chosen),
+        0,
+        *[time.monotonic()] * 2,
+    )
     with atomic_write(out) if out else nullcontext() as folder:
         if folder:
             folder.mkdir()
@@ -134,15 +171,33 @@ def sample_run(
                 x["file"] = f"{x['number']:05d}-{x['arm']}-{x['seed']}.png"
                 x["image"].save(folder / x["file"])
             images.append(x)
-            done, total, spent = len(images), each * len(chosen), spent + run_images.image_cost(s, x["arm"])
+            done, total, spent = (
+                len(images),
+                each * len(chosen),
+                spent + run_images.image_cost(s, x["arm"]),
+            )
             if (now := time.monotonic()) - said >= 10 or done == total:
-                say(f"samples: {run_images.progress_text(done, total, now - began, spent, whole - spent)}")
+                say(
+                    f"samples: {run_images.progress_text(done, total, now - began, spent, whole - spent)}"
+                )
                 said = now
         if folder:
             told = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
-            which = "final" if weights.name == "final" else f"the checkpoint after iteration {int(weights.name)}"
-            write_json(folder / "samples.json", {"run": run.name, "weights": which, "steps": s.eval_steps,
-                                                 "resolution": s.eval_resolution, "images": told})
+            which = (
+                "final"
+                if weights.name == "final"
+                else f"the checkpoint after iteration {int(weights.name)}"
+            )
+            write_json(
+                folder / "samples.json",
+                {
+                    "run": run.name,
+                    "weights": which,
+                    "steps": s.eval_steps,
+                    "resolution": s.eval_resolution,
+                    "images": told,
+                },
+            )
             (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
     return images
 
@@ -150,25 +205,31 @@ def sample_run(
 @checked(run=path(), changes=Mapping[str, Any] | Sequence[str])
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompt: str = "", arms: Sequence[str] = (),  # to begin with; empty: the first held-out prompt; as for `sample_run`
+    prompt: str = "",  # to begin with; empty: the first held-out prompt
+    arms: Sequence[str] = (),  # as for `sample_run`
     changes: Mapping | Sequence[str] = (),  # of the settings
     trust: bool = False,  # load and run what a run from elsewhere names
 ) -> SnapshotBox:  # its value is the list of images that are shown, as `sample_run` gives them
-    "A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."
+    """A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."""
     s = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
-    chosen, weights = choose_arms(s, arms), run_images.find_newest_weights(run)
+    chosen = choose_arms(s, arms)
+    weights = run_images.find_newest_weights(run)
     run_folder.check_run_inputs(run, s)
     model = run_images.load_trained_policy(Path(run), s, folder=weights)
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
     text = W.Text(first, description="prompt", layout={"width": "480px"})
-    seed, view = W.BoundedIntText(s.eval_seed, 0, 2**31 - 1, description="seed", layout={"width": "180px"}), W.HTML()
+    seed = W.BoundedIntText(
+        s.eval_seed, 0, 2**31 - 1, description="seed", layout={"width": "180px"}
+    )
+    view = W.HTML()
     button = W.Button(description="draw", layout={"width": "100px"})
 
     def draw(_=None):
         if text.value.strip():
             out.value = list(draw_samples(model, s, [text.value], chosen, [seed.value]))
-            pixels, names = [np.asarray(x["image"]) for x in out.value], [ARM_LABELS[x["arm"]] for x in out.value]
+            pixels = [np.asarray(x["image"]) for x in out.value]
+            names = [ARM_LABELS[x["arm"]] for x in out.value]
             view.value = gallery_html([(text.value, pixels)], names, 192)
 
     out = SnapshotBox([W.HBox([text, seed, button]), view], lambda: view.value)
@@ -178,91 +239,158 @@ def sample_widget(
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #65a9450d
 def _is_hub_id(model: str) -> bool:
-    "Whether a model is named as on the hub, and is no folder here."
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and model not in POCKET_MODELS and not Path(model).exists()
+    """Whether a model is named as on the hub, and is no folder here."""
+    return (
+        bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model))
+        and model not in POCKET_MODELS
+        and not Path(model).exists()
+    )
 
 
 def pipeline_options(s: setting.Settings, pipeline: str) -> dict:  # its class in diffusers
-    "What a pipeline's own call is told, beside prompt and noise, to sample as an evaluation does."
+    """What a pipeline's own call is told, beside prompt and noise, to sample as an evaluation does."""
     side, scale = s.eval_resolution, s.true_cfg_scale
-    told = {"num_inference_steps": s.eval_steps, "height": side, "width": side, "max_sequence_length": s.max_tokens}
-    own = {"StableDiffusion3Pipeline": scale, "Flux2KleinPipeline": scale, "ZImagePipeline": scale - 1,
-           "FluxPipeline": s.guidance}
+    told = {
+        "num_inference_steps": s.eval_steps,
+        "height": side,
+        "width": side,
+        "max_sequence_length": s.max_tokens,
+    }
+    own = {
+        "StableDiffusion3Pipeline": scale,
+        "Flux2KleinPipeline": scale,
+        "ZImagePipeline": scale - 1,
+        "FluxPipeline": s.guidance,
+    }
     told |= {"guidance_scale": own[pipeline]} if pipeline in own else {}
     negative = pipeline in ("FluxPipeline", "QwenImagePipeline") and scale > 1
     return told | ({"true_cfg_scale": scale, "negative_prompt": ""} if negative else {})
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #fc02ecb0
 def _markdown_table(rows: Sequence[Mapping]) -> str:  # a mapping a row: column -> anything
-    "Rows as a table of markdown, every cell as text."
+    """Rows as a table of markdown, every cell as text."""
+
     def cell(x) -> str:
         text = " ".join((", ".join(map(str, x)) if isinstance(x, tuple) else str(x)).split())
         text = re.sub(r"([\\`*{}\[\]<>|$])", r"\\\1", text)
         return text if len(text) <= 200 else f"{text[:200]} ..."
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(x) for x in row.values()] for row in rows)]
+    lines = [
+        list(rows[0]),
+        ["---"] * len(rows[0]),
+        *([cell(x) for x in row.values()] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #97d26d43
 def card_data(s: setting.Settings) -> ModelCardData:
-    "What the hub reads of a card."
+    """What the hub reads of a card."""
     base = s.model if _is_hub_id(s.model) else None
-    licence: dict[str, Any] = {"license": "apache-2.0"} if s.model in POCKET_MODELS else {
-        "license": "other", "license_name": "that-of-the-base-model"}
+    licence: dict[str, Any] = (
+        {"license": "apache-2.0"}
+        if s.model in POCKET_MODELS
+        else {"license": "other", "license_name": "that-of-the-base-model"}
+    )
     licence |= {"license_link": f"https://huggingface.co/{base}"} if base else {}
     tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching", *["lora"] * bool(s.lora_rank)]
-    return ModelCardData(base_model=base, library_name="diffusers", pipeline_tag="text-to-image", tags=tags, **licence)
+    return ModelCardData(
+        base_model=base,
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=tags,
+        **licence,
+    )
 
 
 def model_card(
-    run: Path, s: setting.Settings, weights: Path,  # its folder; of `find_newest_weights`
-    name: str, trust: bool = False,  # of the folder that is exported; quote a file that a run from elsewhere names
+    run: Path,  # its folder
+    s: setting.Settings,  # of the run
+    weights: Path,  # of `find_newest_weights`
+    name: str,  # of the folder that is exported
+    trust: bool = False,  # quote a file that a run from elsewhere names
 ) -> str:  # README.md
-    "The card of a run's weights."
+    """The card of a run's weights."""
     quoted = s.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
-    hub, final = _is_hub_id(s.model), weights.name == "final"
+    hub = _is_hub_id(s.model)
+    final = weights.name == "final"
     summary = run_folder.read_evaluation_summary(run) if final else None
-    rows = [{"setting": row["name"], "value": row["value"]} for row in setting.settings_table(s)
-            if row["value"] != row["default"] and row["name"] not in ("model", "prompts", "eval_prompts")]
-    named = {"settings": _markdown_table(rows or [{"setting": "none", "value": ""}]), "method": s.method,
-             "rewards": " and ".join(setting.reward_weights(s))}
-    named = {key: re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text) for key, text in named.items()}  # no folders here
-    return tables.render_template(
-        "card.j2",
-        **named, data=card_data(s).to_yaml(), name=name, s=s, version=chunk_grpo.__version__, summary=summary, hub=hub,
-        pocket=s.model in POCKET_MODELS, base=s.model if hub else Path(s.model).resolve().name,
-        done=s.iterations if final else int(weights.name), hybrid="hybrid" in evaluating.ode_arms(s),
-        options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),
-        prompt=next(iter(held_out_prompts(s) if quoted else ()), "a photo"), seed=derive_seed(s.eval_seed, -1, 0, 0),
-        scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
-        as_trained=tables.as_trained_note(summary) if summary else "") + "\n"
+    rows = [
+        {"setting": row["name"], "value": row["value"]}
+        for row in setting.settings_table(s)
+        if row["value"] != row["default"]
+        and row["name"] not in ("model", "prompts", "eval_prompts")
+    ]
+    named = {
+        "settings": _markdown_table(rows or [{"setting": "none", "value": ""}]),
+        "method": s.method,
+        "rewards": " and ".join(setting.reward_weights(s)),
+    }
+    named = {
+        key: re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text) for key, text in named.items()
+    }  # no folders here
+    return (
+        tables.render_template(
+            "card.j2",
+            **named,
+            data=card_data(s).to_yaml(),
+            name=name,
+            s=s,
+            version=chunk_grpo.__version__,
+            summary=summary,
+            hub=hub,
+            pocket=s.model in POCKET_MODELS,
+            base=s.model if hub else Path(s.model).resolve().name,
+            done=s.iterations if final else int(weights.name),
+            hybrid="hybrid" in evaluating.ode_arms(s),
+            options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),
+            prompt=next(iter(held_out_prompts(s) if quoted else ()), "a photo"),
+            seed=derive_seed(s.eval_seed, -1, 0, 0),
+            scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
+            as_trained=tables.as_trained_note(summary) if summary else "",
+        )
+        + "\n"
+    )
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b77461c3
 @checked(run=path(), folder=path())
 def export_run(
-    run: Path | str, folder: Path | str,  # a run's folder, finished or with a checkpoint; to be made
+    run: Path | str,  # a run's folder, finished or with a checkpoint
+    folder: Path | str,  # to be made
     trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
 ) -> Path:  # the folder
-    "Export a run's newest weights for diffusers, with a model card; InputError for bad input."
+    """Export a run's newest weights for diffusers, with a model card; InputError for bad input."""
     run, out = run_folder.find_run(run), Path(os.path.abspath(folder))
     s = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
-    if not (s.lora_rank or s.model in POCKET_MODELS or _is_hub_id(s.model) or trust or run_folder.is_own_run(run)):
-        raise InputError(f"the run {run} was not made on this machine, and exporting it would copy the model "
-                         f"{s.model!r}; look at it, then add --trust")
+    if not (
+        s.lora_rank
+        or s.model in POCKET_MODELS
+        or _is_hub_id(s.model)
+        or trust
+        or run_folder.is_own_run(run)
+    ):
+        raise InputError(
+            f"the run {run} was not made on this machine, and exporting it would copy the model "
+            f"{s.model!r}; look at it, then add --trust"
+        )
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
     quoted = (trust or run_folder.is_own_run(run)) and bool(held_out_prompts(s))
     run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * quoted])
     if weights.name == "final":
-        read_saved_weights(weights)  # refuses what is cut or not finite, also where run.json has no hashes
-    card, base = model_card(run, s, weights, out.name, trust), inputs.locate_model(s.model)
+        read_saved_weights(
+            weights
+        )  # refuses what is cut or not finite, also where run.json has no hashes
+    card = model_card(run, s, weights, out.name, trust)
+    base = inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
         if not s.lora_rank:  # the pipeline without its transformer
             shutil.copyfile(base / "model_index.json", temporary / "model_index.json")
             parts = inputs.read_model_json(base, "model_index.json").items()
-            for part in [part for part, what in parts if isinstance(what, list) and what[1:] and what[1]]:
+            for part in [
+                part for part, what in parts if isinstance(what, list) and what[1:] and what[1]
+            ]:
                 if part != "transformer" and (base / part).is_dir():
                     others = shutil.ignore_patterns(*inputs.OTHER_FILES)
                     shutil.copytree(base / part, temporary / part, ignore=others)

@@ -28,7 +28,12 @@ from ..core import settings as setting
 from ..core.files import atomic_write, check_place, remove_abandoned, temporary_folder
 from ..core.settings import Settings, training_method
 from .tables import render_template
-from ..runs.run_folder import file_of_run, find_run, read_evaluation_records, read_evaluation_summary
+from chunk_grpo.runs.run_folder import (
+    file_of_run,
+    find_run,
+    read_evaluation_records,
+    read_evaluation_summary,
+)
 from ..runs.run_folder import read_metrics_lines, read_run_settings
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #6ac376e1
@@ -36,35 +41,51 @@ _REPORTS = Path(chunk_grpo.__file__).parent / "reports"
 
 
 def list_reports() -> list[str]:  # such as "train"
-    "The names of the shipped report notebooks."
+    """The names of the shipped report notebooks."""
     return sorted(file.stem for file in _REPORTS.glob("*.ipynb"))
 
 
 def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report, or a notebook file
-    "Where a report notebook lies; InputError where there is none of that name."
+    """Where a report notebook lies; InputError where there is none of that name."""
     file = Path(name) if str(name).endswith(".ipynb") else _REPORTS / f"{name}.ipynb"
     if not file.is_file():
-        raise InputError(f"the report must be one of {', '.join(list_reports())}, or a notebook file; "
-                         f"got {str(name)!r}")
+        raise InputError(
+            f"the report must be one of {', '.join(list_reports())}, or a notebook file; "
+            f"got {str(name)!r}"
+        )
     return file
 
 
-def report_parameters(name: str | Path) -> dict[str, dict]:  # name -> {"type": "int", "default": 1, "help": "..."}
-    "The parameters that a report notebook takes, read from its tagged cell."
+def report_parameters(
+    name: str | Path,
+) -> dict[str, dict]:  # name -> {"type": "int", "default": 1, "help": "..."}
+    """The parameters that a report notebook takes, read from its tagged cell."""
     import papermill  # here, since it takes a second
 
     found = papermill.inspect_notebook(str(find_report_notebook(name)))
-    return {key: {"type": p["inferred_type_name"], "default": ast.literal_eval(p["default"]), "help": p["help"]}
-            for key, p in found.items()}
+    return {
+        key: {
+            "type": p["inferred_type_name"],
+            "default": ast.literal_eval(p["default"]),
+            "help": p["help"],
+        }
+        for key, p in found.items()
+    }
 
 
-_KINDS = {"str": ("a text", str), "int": ("a whole number", int), "float": ("a number", int, float),
-          "bool": ("True or False", bool), "list": ("a list", list, tuple), "dict": ("a mapping", dict)}
+_KINDS = {
+    "str": ("a text", str),
+    "int": ("a whole number", int),
+    "float": ("a number", int, float),
+    "bool": ("True or False", bool),
+    "list": ("a list", list, tuple),
+    "dict": ("a mapping", dict),
+}
 _HOLD_TEXTS = ("overrides", "runs", "shown", "names")
 
 
 def _check_name(key: str, known: Collection[str], name: str | Path) -> None:
-    "InputError where a report has no parameter of this name."
+    """InputError where a report has no parameter of this name."""
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
@@ -72,7 +93,7 @@ def _check_name(key: str, known: Collection[str], name: str | Path) -> None:
 
 
 def _check_type(key: str, value: Any, kind: str, name: str | Path) -> None:
-    "InputError where a value is not of the type that stands in the notebook."
+    """InputError where a value is not of the type that stands in the notebook."""
     words, *kinds = _KINDS.get(kind, ("anything", type(value)))
     if type(value) not in kinds:
         raise InputError(f"`{key}` of the report {Path(name).stem} must be {words}; got {value!r}")
@@ -82,7 +103,7 @@ def _check_type(key: str, value: Any, kind: str, name: str | Path) -> None:
 
 
 def _check_parameters(name: str | Path, values: dict) -> None:
-    "InputError where a parameter is unknown or has the wrong type."
+    """InputError where a parameter is unknown or has the wrong type."""
     known = report_parameters(name)
     for key, value in values.items():
         _check_name(key, known, name)
@@ -90,7 +111,7 @@ def _check_parameters(name: str | Path, values: dict) -> None:
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #81bdb42b
 def _split_overrides(text: str) -> list[str]:
-    "Split settings that stand in one text, `a=1 b=/my models/c`, where the next name begins."
+    """Split settings that stand in one text, `a=1 b=/my models/c`, where the next name begins."""
     return re.split(r"\s+(?=[A-Za-z_][\w.]*=)", text.strip()) if text.strip() else []
 
 
@@ -99,14 +120,20 @@ def _split_commas(text: str) -> list[str]:
 
 
 def _split_numbers(text: str) -> list[int | str]:
-    return [int(part) if re.fullmatch(r"-?[0-9]{1,9}", part) else part for part in _split_commas(text)]
+    return [
+        int(part) if re.fullmatch(r"-?[0-9]{1,9}", part) else part for part in _split_commas(text)
+    ]
 
 
-_TEXTS_AS_LISTS = {"overrides": _split_overrides, "runs": _split_commas, "step_counts": _split_numbers}
+_TEXTS_AS_LISTS = {
+    "overrides": _split_overrides,
+    "runs": _split_commas,
+    "step_counts": _split_numbers,
+}
 
 
 def _signature(cells: Sequence[str]) -> dict[str, str]:  # name -> type
-    "Read the parameters of a notebook from its executed cells: those that only declare."
+    """Read the parameters of a notebook from its executed cells: those that only declare."""
     found: dict[str, str] = {}
     for source in cells:
         try:
@@ -122,11 +149,15 @@ def check_report_parameters(
     name: str,  # of the report
     namespace: dict[str, Any],  # globals() of its kernel; texts for lists are split in place
 ) -> None:
-    "Raise InputError where papermill handed over a parameter of another name or type."
+    """Raise InputError where papermill handed over a parameter of another name or type."""
     cells = list(namespace.get("In", ()))
     known = _signature(cells)
     for source in [source for source in cells if source.startswith("# Parameters\n")]:
-        given = [ast.unparse(line.targets[0]) for line in ast.parse(source).body if isinstance(line, ast.Assign)]
+        given = [
+            ast.unparse(line.targets[0])
+            for line in ast.parse(source).body
+            if isinstance(line, ast.Assign)
+        ]
         for key in given:
             _check_name(key, known, name)
     for key, kind in known.items():
@@ -139,11 +170,13 @@ def check_report_parameters(
             _check_type(key, value, kind, name)
         except InputError as error:
             hint = {"str": "-r", "list": "-y", "dict": "-y"}.get(kind)
-            raise InputError(f"{error}" + f" (papermill's {hint} hands it over as it is)" * bool(hint)) from None
+            raise InputError(
+                f"{error}" + f" (papermill's {hint} hands it over as it is)" * bool(hint)
+            ) from None
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #6f22de57
 def _own_kernel_manager() -> type:
-    "Make the class that starts this interpreter as the kernel, whatever kernel Jupyter has under the name python3."
+    """Make the class that starts this interpreter as the kernel, whatever kernel Jupyter has under the name python3."""
     from ipykernel.kernelspec import get_kernel_dict  # these here, since they take a second
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -160,43 +193,65 @@ def _own_kernel_manager() -> type:
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #37238f79
 def execute_report(
-    name: str | Path, out: str | Path,  # name of a shipped report, or a notebook file; the executed notebook
-    /, **values,  # parameters of the report
+    name: str | Path,  # name of a shipped report, or a notebook file
+    out: str | Path,  # the executed notebook
+    /,
+    **values,  # parameters of the report
 ) -> Path:  # out
-    "Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."
+    """Run a report notebook; InputError for bad parameters or bad input, RuntimeError where a cell fails."""
     import papermill  # here, since it takes a second
     from papermill.exceptions import PapermillExecutionError
 
     _check_parameters(name, values)
     out, failed = Path(os.path.realpath(out)), None
     values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-    only_reads = values.get("train") is False or any(values.get(key) for key in ("run", "runs", "folder"))
+    only_reads = values.get("train") is False or any(
+        values.get(key) for key in ("run", "runs", "folder")
+    )
     with temporary_folder("report") as folder, atomic_write(out) as new:
         made = folder / "report.ipynb"
         # papermill fills braces in
-        files = [str(file).replace("{", "{{").replace("}", "}}") for file in (find_report_notebook(name), made)]
+        files = [
+            str(file).replace("{", "{{").replace("}", "}}")
+            for file in (find_report_notebook(name), made)
+        ]
         places = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": places} if only_reads else {}
         try:
-            with mock.patch.dict(os.environ, own):  # the kernel drops the empty folder, not the working directory
-                papermill.execute_notebook(*files, parameters=values, progress_bar=False, kernel_name="python3",
-                                           kernel_manager_class=_own_kernel_manager(),
-                                           coalesce_streams=True, store_widget_state=False, autosave_cell_every=10,
-                                           extra_arguments=[
-                                               "--log-level=ERROR", *["--IPKernelApp.ignore_cwd=True"] * only_reads])
+            with mock.patch.dict(
+                os.environ, own
+            ):  # the kernel drops the empty folder, not the working directory
+                papermill.execute_notebook(
+                    *files,
+                    parameters=values,
+                    progress_bar=False,
+                    kernel_name="python3",
+                    kernel_manager_class=_own_kernel_manager(),
+                    coalesce_streams=True,
+                    store_widget_state=False,
+                    autosave_cell_every=10,
+                    extra_arguments=[
+                        "--log-level=ERROR",
+                        *["--IPKernelApp.ignore_cwd=True"] * only_reads,
+                    ],
+                )
         except PapermillExecutionError as error:
             if error.ename == "InputError":
                 raise InputError(error.evalue) from None
             failed = error
         shutil.copyfile(made, new)
     if failed:
-        raise RuntimeError(f"the report {Path(name).stem} stopped in its cell {failed.exec_count} with "
-                           f"{failed.ename}: {failed.evalue}; it is kept as far as it came in {out}") from failed
+        raise RuntimeError(
+            f"the report {Path(name).stem} stopped in its cell {failed.exec_count} with "
+            f"{failed.ename}: {failed.evalue}; it is kept as far as it came in {out}"
+        ) from failed
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #9b4e88fe
-def notebook_to_html(source: str | Path, out: str | Path) -> Path:  # an executed notebook; the page; returns out
-    "One HTML file without code, scripts or anything to fetch."
+def notebook_to_html(
+    source: str | Path, out: str | Path
+) -> Path:  # an executed notebook; the page; returns out
+    """One HTML file without code, scripts or anything to fetch."""
     import nbformat  # these here, since they take a second
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -207,27 +262,49 @@ def notebook_to_html(source: str | Path, out: str | Path) -> Path:  # an execute
     book = nbformat.read(source, as_version=4)
     book.metadata.pop("widgets", None)
     for cell in book.cells:
-        cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"
-                        and ("application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-                             or "text/html" in o.data)]
+        cell.outputs = [
+            o
+            for o in cell.get("outputs", [])
+            if o.get("name") != "stderr"
+            and (
+                "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+                or "text/html" in o.data
+            )
+        ]
     live = Config(TagRemovePreprocessor={"enabled": True, "remove_all_outputs_tags": {"live"}})
-    body, _ = HTMLExporter(template_name="basic", exclude_input=True, exclude_input_prompt=True, config=live,
-                           exclude_output_prompt=True, exclude_anchor_links=True, mathjax_url="",
-                           require_js_url="").from_notebook_node(book)
-    words = [line[2:] for cell in book.cells if cell.cell_type == "markdown"
-             for line in cell.source.splitlines() if line.startswith("# ")]
+    body, _ = HTMLExporter(
+        template_name="basic",
+        exclude_input=True,
+        exclude_input_prompt=True,
+        config=live,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+        mathjax_url="",
+        require_js_url="",
+    ).from_notebook_node(book)
+    words = [
+        line[2:]
+        for cell in book.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+        if line.startswith("# ")
+    ]
     title = words[0] if words else source.stem
     style = (_REPORTS / "report.css").read_text(encoding="utf-8")
     with atomic_write(out) as new:
-        new.write_text(render_template("page.html.j2", title=title, style=style, body=body), encoding="utf-8")
+        new.write_text(
+            render_template("page.html.j2", title=title, style=style, body=body), encoding="utf-8"
+        )
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #383dc7af
 def write_report(
-    name: str, out: str | Path,  # of a report; the page; the executed notebook lies beside it
-    /, **parameters,  # of the report
+    name: str,  # of a report notebook
+    out: str | Path,  # the page to write; the executed notebook lies beside it
+    /,
+    **parameters,  # of the report
 ) -> Path:  # the page
-    "Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."
+    """Execute a report and render it; InputError where a parameter is wrong or nothing can be written there."""
     out, notebook = Path(out), Path(out).with_suffix(".ipynb")
     for file in (out, notebook):
         check_place(file, file=True)
@@ -235,14 +312,20 @@ def write_report(
 
 
 @checked(run=path())
-def write_run_report(run: str | Path, name: str = "train") -> Path:  # its folder; or "evaluate"; returns the page
-    "The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."
+def write_run_report(
+    run: str | Path, name: str = "train"
+) -> Path:  # its folder; or "evaluate"; returns the page
+    """The report of a run: report.ipynb and report.html in its folder, that of an evaluation under evaluation/."""
     run = find_run(run).resolve()
-    read_run_settings(run)  # warns here of settings of another version, since what the kernel says is not shown
+    read_run_settings(
+        run
+    )  # warns here of settings of another version, since what the kernel says is not shown
     if name == "evaluate":
         if read_evaluation_summary(run) is None:
-            raise InputError(f"the run to report on must be evaluated; {run} has no evaluation/summary.json, which "
-                             "`chunk-grpo evaluate` writes")
+            raise InputError(
+                f"the run to report on must be evaluated; {run} has no evaluation/summary.json, which "
+                "`chunk-grpo evaluate` writes"
+            )
         return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
     if name != "train":
         raise InputError(f"the report of a run must be train or evaluate; got {name!r}")
@@ -251,61 +334,118 @@ def write_run_report(run: str | Path, name: str = "train") -> Path:  # its folde
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
-def group_runs(runs: Sequence[Settings]) -> list[tuple[str, str, str]]:  # of each: group, its letter, a label as A2
-    "Groups of runs, equal where the settings differ by the seed alone, or by what changes no number."
-    plain = [s.model_dump(mode="json", exclude={"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"})
-             for s in runs]
-    methods, letters, seen, out = [training_method(s) for s in runs], {}, Counter(), []
+def group_runs(
+    runs: Sequence[Settings],
+) -> list[tuple[str, str, str]]:  # of each: group, its letter, a label as A2
+    """Groups of runs, equal where the settings differ by the seed alone, or by what changes no number."""
+    plain = [
+        s.model_dump(
+            mode="json",
+            exclude={"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"},
+        )
+        for s in runs
+    ]
+    methods = [training_method(s) for s in runs]
+    letters = {}
+    seen = Counter()
+    out = []
     for method, own in zip(methods, plain, strict=True):
         same = [other for of, other in zip(methods, plain, strict=True) if of == method]
-        differ = [f"{key} {own[key]}" for key in own if any(other[key] != own[key] for other in same)]
-        group, n = ", ".join([method, *differ]), len(letters)
+        differ = [
+            f"{key} {own[key]}" for key in own if any(other[key] != own[key] for other in same)
+        ]
+        group = ", ".join([method, *differ])
+        n = len(letters)
         letter = letters.setdefault(group, ("" if n < 26 else chr(64 + n // 26)) + chr(65 + n % 26))
         seen[group] += 1
         out.append((group, letter, f"{letter}{seen[group]}"))
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #51e3180b
-def run_cost(run: Path) -> dict[str, float]:  # run: its folder; returns transitions trained, images seen, seconds
-    "What a run cost, from its metrics; a run that never started cost nothing."
+def run_cost(
+    run: Path,
+) -> dict[str, float]:  # run: its folder; returns transitions trained, images seen, seconds
+    """What a run cost, from its metrics; a run that never started cost nothing."""
     lines = read_metrics_lines(run)
-    return {"transitions": int(sum(line.get("transitions_trained") or 0 for line in lines)),
-            "images": sum(line.get("images") or 0 for line in lines),
-            "seconds": max([line.get("seconds_total") or 0.0 for line in lines], default=0.0)}
+    return {
+        "transitions": int(sum(line.get("transitions_trained") or 0 for line in lines)),
+        "images": sum(line.get("images") or 0 for line in lines),
+        "seconds": max([line.get("seconds_total") or 0.0 for line in lines], default=0.0),
+    }
 
 
 @checked(runs=paths())
-def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders; returns a row a run and reward
-    "Base, trained, and their difference with its interval, beside what they cost; InputError where not evaluated."
-    rows, chosen = [], [read_run_settings(run) for run in runs]
-    for run, s, (group, letter, label) in zip(map(Path, runs), chosen, group_runs(chosen), strict=True):
+def compare_runs(
+    runs: Sequence[str | Path],
+) -> pd.DataFrame:  # runs: run folders; returns a row a run and reward
+    """Base, trained, and their difference with its interval, beside what they cost; InputError where not evaluated."""
+    rows = []
+    chosen = [read_run_settings(run) for run in runs]
+    for run, s, (group, letter, label) in zip(
+        map(Path, runs), chosen, group_runs(chosen), strict=True
+    ):
         summary = read_evaluation_summary(run)
         if summary is None:
-            raise InputError(f"the runs to compare must be evaluated; {run} has no evaluation/summary.json")
-        about = {"run": run.resolve().name, "group": group, "letter": letter, "label": label,
-                 "method": training_method(s), "seed": s.seed} | run_cost(run)
+            raise InputError(
+                f"the runs to compare must be evaluated; {run} has no evaluation/summary.json"
+            )
+        about = {
+            "run": run.resolve().name,
+            "group": group,
+            "letter": letter,
+            "label": label,
+            "method": training_method(s),
+            "seed": s.seed,
+        } | run_cost(run)
         for name, values in summary["rewards"].items():
-            delta, hybrid, alike = (values.get(f"{arm}-base") or {} for arm in ("plain", "hybrid", "as-trained"))
-            rows.append(about | {"reward": name, "base": values["base"]["mean"], "trained": values["plain"]["mean"],
-                                 "delta": delta["mean"], "lo": delta["lo"], "hi": delta["hi"],
-                                 "hybrid_delta": hybrid.get("mean"), "as_trained_delta": alike.get("mean"),
-                                 "trained_on": name in setting.reward_weights(s)})
+            delta, hybrid, alike = (
+                values.get(f"{arm}-base") or {} for arm in ("plain", "hybrid", "as-trained")
+            )
+            rows.append(
+                about
+                | {
+                    "reward": name,
+                    "base": values["base"]["mean"],
+                    "trained": values["plain"]["mean"],
+                    "delta": delta["mean"],
+                    "lo": delta["lo"],
+                    "hi": delta["hi"],
+                    "hybrid_delta": hybrid.get("mean"),
+                    "as_trained_delta": alike.get("mean"),
+                    "trained_on": name in setting.reward_weights(s),
+                }
+            )
     return pd.DataFrame(rows)
 
 
-def unequal_evaluations(runs: Sequence[str | Path]) -> str:  # runs: evaluated; returns empty where they are equal
-    "A sentence: in what evaluations differ."
-    terms = {"n_prompts": "prompts", "images_per_prompt": "images of each", "steps": "steps of the ODE",
-             "resolution": "pixels a side", "split": "step at which the base takes over", "seed": "seed"}
-    labels, found, parts = [label for *_, label in group_runs([read_run_settings(run) for run in runs])], [], []
+def unequal_evaluations(
+    runs: Sequence[str | Path],
+) -> str:  # runs: evaluated; returns empty where they are equal
+    """A sentence: in what evaluations differ."""
+    terms = {
+        "n_prompts": "prompts",
+        "images_per_prompt": "images of each",
+        "steps": "steps of the ODE",
+        "resolution": "pixels a side",
+        "split": "step at which the base takes over",
+        "seed": "seed",
+    }
+    labels = [label for *_, label in group_runs([read_run_settings(run) for run in runs])]
+    found = []
+    parts = []
     for run in runs:
-        summary, records = read_evaluation_summary(run) or {}, read_evaluation_records(run)
+        summary = read_evaluation_summary(run) or {}
+        records = read_evaluation_records(run)
         prompts = list(dict.fromkeys((r["prompt_index"], r["prompt"]) for r in records))
-        found.append({words: summary.get(key) for key, words in terms.items()} | {"list of prompts": prompts})
+        found.append(
+            {words: summary.get(key) for key, words in terms.items()} | {"list of prompts": prompts}
+        )
     for words in found[0]:
         values = [each[words] for each in found if each[words] not in (None, [])]
         if any(value != values[0] for value in values[1:]):
-            said = ", ".join(f"{label} {each[words]}" for label, each in zip(labels, found, strict=True))
+            said = ", ".join(
+                f"{label} {each[words]}" for label, each in zip(labels, found, strict=True)
+            )
             parts.append(words if words == "list of prompts" else f"{words} ({said})")
     words = f"The evaluations of these runs differ in {'; '.join(parts)}, so their scores cannot be compared."
     return words if parts else ""

@@ -18,20 +18,28 @@ from IPython.display import HTML, display
 from .figures import ARM_LABELS
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #35eb0a31
-def format_number(x: float | None, digits: int = 3, signed: bool = False) -> str:  # digits after the point
-    "A number in text."
+def format_number(
+    x: float | None, digits: int = 3, signed: bool = False
+) -> str:  # digits after the point
+    """A number in text."""
     if x is None or not math.isfinite(x):
         return "\u2013"
     return f"{x:{'+' if signed else ''}.{digits}f}".replace("-", "\u2212")
 
 
 def format_small_number(x: float | None) -> str:
-    "A small number with two significant digits, such as 3.2e\u22126."
-    return "\u2013" if x is None or not math.isfinite(x) else f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
+    """A small number with two significant digits, such as 3.2e\u22126."""
+    return (
+        "\u2013"
+        if x is None or not math.isfinite(x)
+        else f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
+    )
 
 
-def format_interval(value: Mapping | None, signed: bool = False) -> str:  # value: mean, lo, hi; None: not measured
-    "A mean with its 95% interval; without the interval where there was one prompt only."
+def format_interval(
+    value: Mapping | None, signed: bool = False
+) -> str:  # value: mean, lo, hi; None: not measured
+    """A mean with its 95% interval; without the interval where there was one prompt only."""
     if not value:
         return "\u2013"
     mean, *ends = (format_number(value.get(key), signed=signed) for key in ("mean", "lo", "hi"))
@@ -39,7 +47,7 @@ def format_interval(value: Mapping | None, signed: bool = False) -> str:  # valu
 
 
 def format_seconds(x: float) -> str:
-    "A time in the units that suit it."
+    """A time in the units that suit it."""
     if x < 120:
         return f"{x:.1f} s"
     minutes = round(x / 60)
@@ -47,17 +55,18 @@ def format_seconds(x: float) -> str:
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #a8d2d9b1
 def _direction(value: Mapping) -> str:  # mean, lo, hi of a difference -> up, down, or open
-    "What the interval of a difference says."
+    """What the interval of a difference says."""
     if value.get("lo") is None or value["lo"] <= 0 <= value["hi"]:
         return "open"
     return "up" if value["lo"] > 0 else "down"
 
 
 def describe_change(
-    name: str, row: Mapping[str, Mapping],  # of the reward; its arms and differences, as in an evaluation's summary
+    name: str,  # of the reward
+    row: Mapping[str, Mapping],  # its arms and differences, as in an evaluation's summary
     arm: str = "plain",  # or as-trained
 ) -> str:
-    "A sentence about one reward on held-out prompts."
+    """A sentence about one reward on held-out prompts."""
     base, delta = row["base-as-trained" if arm == "as-trained" else "base"], row[f"{arm}-base"]
     verb = {"up": "rose", "down": "fell", "open": "went"}[_direction(delta)]
     moved = f"{verb} from {format_number(base['mean'])} to {format_number(row[arm]['mean'])}"
@@ -68,101 +77,158 @@ def describe_change(
     return f"{name} {moved}, a difference of {mean} (95% interval {low} to {high}{tail})"
 
 
-def count_directions(rewards: Mapping[str, Mapping]) -> str:  # reward -> arms and differences, as in a summary
-    "Of each kind of weights, the rewards that rose and fell by more than their interval."
+def count_directions(
+    rewards: Mapping[str, Mapping],
+) -> str:  # reward -> arms and differences, as in a summary
+    """Of each kind of weights, the rewards that rose and fell by more than their interval."""
     said = []
-    for arm in dict.fromkeys(arm for row in rewards.values() for arm in row if row.get(f"{arm}-base")):
-        sides = {name: _direction(row[f"{arm}-base"]) for name, row in rewards.items() if row.get(f"{arm}-base")}
-        moved = [f"{', '.join(names)} {verb}" for verb, which in (("rose", "up"), ("fell", "down"))
-                 if (names := [name for name, side in sides.items() if side == which])]
+    for arm in dict.fromkeys(
+        arm for row in rewards.values() for arm in row if row.get(f"{arm}-base")
+    ):
+        sides = {
+            name: _direction(row[f"{arm}-base"])
+            for name, row in rewards.items()
+            if row.get(f"{arm}-base")
+        }
+        moved = [
+            f"{', '.join(names)} {verb}"
+            for verb, which in (("rose", "up"), ("fell", "down"))
+            if (names := [name for name, side in sides.items() if side == which])
+        ]
         said.append(f"{ARM_LABELS.get(arm, arm)}: {' and '.join(moved) or 'none'}")
     return "; ".join(said)
 
 
 def describe_extremes(changes: Mapping[str, float]) -> str:  # changes: name -> change
-    "The largest rise and the largest fall, where there are any."
-    high, low = max(changes, key=changes.get), min(changes, key=changes.get)
-    rose, fell = (f"{name.replace('_', ' ')} with {format_number(changes[name], signed=True)}" for name in (high, low))
-    return (f"{f'the largest rise is {rose}' if changes[high] > 0 else 'nothing rose'}, "
-            f"{f'the largest fall {fell}' if changes[low] < 0 else 'nothing fell'}")
+    """The largest rise and the largest fall, where there are any."""
+    high = max(changes, key=changes.get)
+    low = min(changes, key=changes.get)
+    rose, fell = (
+        f"{name.replace('_', ' ')} with {format_number(changes[name], signed=True)}"
+        for name in (high, low)
+    )
+    return (
+        f"{f'the largest rise is {rose}' if changes[high] > 0 else 'nothing rose'}, "
+        f"{f'the largest fall {fell}' if changes[low] < 0 else 'nothing fell'}"
+    )
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #697daf7a
-_TEMPLATES = jinja2.Environment(loader=jinja2.PackageLoader("chunk_grpo", "reports"), undefined=jinja2.StrictUndefined,
-                                autoescape=jinja2.select_autoescape(["html.j2"]), trim_blocks=True, lstrip_blocks=True)
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("chunk_grpo", "reports"),
+    undefined=jinja2.StrictUndefined,
+    autoescape=jinja2.select_autoescape(["html.j2"]),
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 _TEMPLATES.filters["repr"] = repr
 
 
-def render_template(template: str, /, **values) -> str:  # template: such as card.j2, which lies beside the reports
-    "A template of the package, filled in; one of HTML escapes what fills it."
+def render_template(
+    template: str, /, **values
+) -> str:  # template: such as card.j2, which lies beside the reports
+    """A template of the package, filled in; one of HTML escapes what fills it."""
     return _TEMPLATES.get_template(template).render(values)
 
 
 def rows_to_html(
-    rows: Sequence[Mapping], right: Sequence[str] = (),  # a mapping a row: column -> text; columns of numbers
+    rows: Sequence[Mapping],  # a mapping a row: column -> text
+    right: Sequence[str] = (),  # columns of numbers
     marks: Sequence[Mapping] = (),  # a mapping a row: column -> "good" or "bad"
 ) -> str:
-    "Rows as an HTML table."
+    """Rows as an HTML table."""
     marked = list(zip(rows, marks or [{}] * len(rows), strict=True))
-    return render_template("table.html.j2", names=list(rows[0]) if rows else [], rows=marked, right=right)
+    return render_template(
+        "table.html.j2", names=list(rows[0]) if rows else [], rows=marked, right=right
+    )
 
 
-def paragraph_html(text: str, kind: str = "", tag: str = "p") -> str:  # kind: lead, caption, note, warning; tag: or h3
-    "A paragraph of HTML."
+def paragraph_html(
+    text: str, kind: str = "", tag: str = "p"
+) -> str:  # kind: lead, caption, note, warning; tag: or h3
+    """A paragraph of HTML."""
     return f'<{tag} class="{kind}">{markup.escape(text)}</{tag}>'
 
 
 def details_html(title: str, lines: Sequence[str]) -> str:  # plain text; plain texts
-    "Lines that are folded away below their title."
+    """Lines that are folded away below their title."""
     items = "".join(f"<li>{markup.escape(line)}</li>" for line in lines)
     return f"<details><summary>{markup.escape(title)}</summary><ul>{items}</ul></details>"
 
 
 def display_html(*parts: str) -> None:  # parts: HTML
-    "Display HTML."
+    """Display HTML."""
     display(HTML("\n".join(parts)))
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #1b2689cc
-def evaluation_rows(rewards: Mapping[str, Mapping]) -> list[dict[str, str]]:  # rewards: of an evaluation's summary
-    "Mean of every arm and its difference to its base, with 95% intervals: a row a reward and arm."
+def evaluation_rows(
+    rewards: Mapping[str, Mapping],
+) -> list[dict[str, str]]:  # rewards: of an evaluation's summary
+    """Mean of every arm and its difference to its base, with 95% intervals: a row a reward and arm."""
     rows = []
     for name, row in rewards.items():
         for arm, value in row.items():
             delta = row.get(f"{arm}-base")
             if arm in ("base", "base-as-trained") or delta:
                 sure = "" if not delta else "no" if _direction(delta) == "open" else "yes"
-                rows.append({"reward": name, "weights": ARM_LABELS.get(arm, arm),
-                             "mean (95% interval)": format_interval(value),
-                             "difference to the base": format_interval(delta, signed=True), "excludes 0": sure})
+                rows.append(
+                    {
+                        "reward": name,
+                        "weights": ARM_LABELS.get(arm, arm),
+                        "mean (95% interval)": format_interval(value),
+                        "difference to the base": format_interval(delta, signed=True),
+                        "excludes 0": sure,
+                    }
+                )
     return rows
 
 
 def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as above
-    "The same as a table, with the differences that exclude 0 coloured."
-    rows, (mean, delta) = evaluation_rows(rewards), ("mean (95% interval)", "difference to the base")
-    marks = [{delta: "good" if row[delta][0] == "+" else "bad"} if row["excludes 0"] == "yes" else {} for row in rows]
+    """The same as a table, with the differences that exclude 0 coloured."""
+    rows, (mean, delta) = (
+        evaluation_rows(rewards),
+        ("mean (95% interval)", "difference to the base"),
+    )
+    marks = [
+        {delta: "good" if row[delta][0] == "+" else "bad"} if row["excludes 0"] == "yes" else {}
+        for row in rows
+    ]
     return rows_to_html(rows, (mean, delta), marks)
 
 
-def as_trained_note(summary: Mapping) -> str:  # summary: of an evaluation; returns empty where no arm was sampled so
-    "A sentence: how the arms as trained are sampled, and that their base is sampled likewise."
+def as_trained_note(
+    summary: Mapping,
+) -> str:  # summary: of an evaluation; returns empty where no arm was sampled so
+    """A sentence: how the arms as trained are sampled, and that their base is sampled likewise."""
     how = summary.get("as_trained")
     if not how:
         return ""
-    return (f"As trained means sampled as in training, by the SDE ({how['sampler']}, {how['steps']} steps, \u03b7 "
-            f"{how['eta']:g}, shift {how['shift']:g}, {how['resolution']} px), and so is the base that it is compared "
-            "with.")
+    return (
+        f"As trained means sampled as in training, by the SDE ({how['sampler']}, {how['steps']} steps, \u03b7 "
+        f"{how['eta']:g}, shift {how['shift']:g}, {how['resolution']} px), and so is the base that it is compared "
+        "with."
+    )
 
 
 def category_html(
     values: Mapping,  # a reward of an evaluation's summary, with categories
-    reported: Sequence[Mapping] = (),  # rows of the paper with these categories, see `paper_table_rows`
+    reported: Sequence[Mapping] = (),  # rows of `paper_table_rows`
 ) -> str:
-    "The mean of every category, an arm a column, and their mean at the end; the paper's rows as further columns."
+    """The mean of every category, an arm a column, and their mean at the end; the paper's rows as further columns."""
     overall = values.get("overall") or {}
-    columns = {ARM_LABELS.get(arm, arm): {**means, "overall": overall.get(arm)}
-               for arm, means in values["categories"].items()}
-    names = [*dict.fromkeys(c for means in values["categories"].values() for c in means), *["overall"] * bool(overall)]
+    columns = {
+        ARM_LABELS.get(arm, arm): {**means, "overall": overall.get(arm)}
+        for arm, means in values["categories"].items()
+    }
+    names = [
+        *dict.fromkeys(c for means in values["categories"].values() for c in means),
+        *["overall"] * bool(overall),
+    ]
     columns |= {f"the paper, {row['row']}": row for row in reported}
-    rows = [{"category": name.replace("_", " "), **{a: format_number(m.get(name)) for a, m in columns.items()}}
-            for name in names]
+    rows = [
+        {
+            "category": name.replace("_", " "),
+            **{a: format_number(m.get(name)) for a, m in columns.items()},
+        }
+        for name in names
+    ]
     return rows_to_html(rows, list(columns))

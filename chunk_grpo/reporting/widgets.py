@@ -37,7 +37,7 @@ def move_boundary(
     index: int,  # of the boundary between chunks index + 1 and index + 2, from 0
     to: int,  # the transition that it moves to, index + 1 ... n - K + 1 + index
 ) -> Chunks:
-    "The chunks after a boundary was moved, which pushes others along where it meets them."
+    """The chunks after a boundary was moved, which pushes others along where it meets them."""
     ends = [0]
     for j, part in enumerate(chunks.slices[1:]):
         ends.append(to if j == index else (min if j < index else max)(part.start, to + j - index))
@@ -45,56 +45,70 @@ def move_boundary(
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #7da2080f
 def chunk_weight_rows(
-    chunks: Chunks, profile: Tensor,  # K chunks of n transitions; mean distance of each of them, (n,)
+    chunks: Chunks,  # K chunks of n transitions
+    profile: Tensor,  # mean distance of each of them, (n,)
 ) -> list[dict[str, str]]:  # a row a chunk
-    "Both weights of every chunk, as rows of a table."
+    """Both weights of every chunk, as rows of a table."""
     drawn = chunk_weights(profile[None], chunks)[0].tolist()
-    return [{"chunk": str(k + 1),
-             "transitions": f"{s.start} to {s.stop - 1}" if s.stop > s.start + 1 else f"{s.start}",
-             "weight of each, T/(K cs)": tables.format_number(step_weights(chunks)[s.start].item()),
-             "sampling weight (16)": tables.format_number(drawn[k]),
-             "uniform sampling": tables.format_number(1 / len(chunks))}
-            for k, s in enumerate(chunks.slices)]
+    return [
+        {
+            "chunk": str(k + 1),
+            "transitions": f"{s.start} to {s.stop - 1}" if s.stop > s.start + 1 else f"{s.start}",
+            "weight of each, T/(K cs)": tables.format_number(step_weights(chunks)[s.start].item()),
+            "sampling weight (16)": tables.format_number(drawn[k]),
+            "uniform sampling": tables.format_number(1 / len(chunks)),
+        }
+        for k, s in enumerate(chunks.slices)
+    ]
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #89e7ad4b
 class SnapshotBox(W.VBox):
-    "Widgets in a column, what was chosen in them, and a static page for where there is no kernel."
+    """Widgets in a column, what was chosen in them, and a static page for where there is no kernel."""
 
     value = traitlets.Any()  # what was chosen; `observe` it to follow
 
     def __init__(
-        self, children: Sequence[W.Widget],  # from top to bottom
+        self,
+        children: Sequence[W.Widget],  # from top to bottom
         page: Callable[[], str],  # HTML of the widget as it stands
     ):
         super().__init__(children)
         self.page = page
 
     def _repr_mimebundle_(self, **options) -> dict[str, object]:  # MIME type -> data
-        "The view, and the page beside it."
+        """The view, and the page beside it."""
         return {**super()._repr_mimebundle_(**options), "text/html": self.page()}
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #b8dbf78d
 _FIGURE_WIDTH = 770  # of a figure, pixels of the page
 
 
-def _png_html(data: bytes, words: str, width: int, crisp: bool = False) -> str:  # words for who cannot see it
-    "A PNG as an image that needs no file; `crisp`: enlarged without smoothing."
+def _png_html(
+    data: bytes, words: str, width: int, crisp: bool = False
+) -> str:  # words for who cannot see it
+    """A PNG as an image that needs no file; `crisp`: enlarged without smoothing."""
     style = f"width: {width}px; max-width: 100%; margin: 0; {'image-rendering: pixelated;' if crisp else ''}"
-    return (f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(words)}" '
-            f'style="{style}" decoding="sync">')
+    return (
+        f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(words)}" '
+        f'style="{style}" decoding="sync">'
+    )
 
 
 def gallery_html(
-    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # words before the row, and its images (H, W, 3) uint8
-    columns: Sequence[str], width: int,  # words above the images; of an image, pixels of the page
+    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # words, and images (H, W, 3) uint8
+    columns: Sequence[str],  # words above the images
+    width: int,  # of an image, pixels of the page
 ) -> str:  # HTML
-    "Images in rows and columns."
+    """Images in rows and columns."""
+
     def picture(pixels: np.ndarray, words: str) -> str:
         Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
         return _png_html(buffer.getvalue(), words, width, crisp=pixels.shape[0] < width)
 
-    pictured = [(words, [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)])
-                for words, images in rows]
+    pictured = [
+        (words, [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)])
+        for words, images in rows
+    ]
     return tables.render_template("gallery.html.j2", columns=columns, rows=pictured)
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #588d9dd1
@@ -102,40 +116,60 @@ _MAX_SLIDER_CHUNKS = 8  # chunks whose boundaries have sliders
 _KNOB_RADIUS = 8  # pixels; the track of a slider is shorter by them at each end
 
 
-def _boundary_sliders(chunks: Chunks, moved: Callable[[int, int], None], edges: Sequence[float]) -> list[W.HBox]:
+def _boundary_sliders(
+    chunks: Chunks, moved: Callable[[int, int], None], edges: Sequence[float]
+) -> list[W.HBox]:
     """A slider for every boundary, each knob under the edge that it moves: `edges` are where in the figure's width
     transitions 0 and n begin, and `moved` is called with a boundary's number and its new place."""
-    out, free = [], chunks.transitions - len(chunks)  # how far each boundary can go
+    # how far each boundary can go
+    out = []
+    free = chunks.transitions - len(chunks)
     if not free or len(chunks) > _MAX_SLIDER_CHUNKS:
         return out
-    unit, fixed = 100 * (edges[1] - edges[0]) / chunks.transitions, {"margin": "0", "flex": "0 0 auto"}
+    unit = 100 * (edges[1] - edges[0]) / chunks.transitions
+    fixed = {"margin": "0", "flex": "0 0 auto"}
     for j, part in enumerate(chunks.slices[1:]):
         left = f"calc({100 * edges[0] + unit * (j + 1):.2f}% - {_KNOB_RADIUS}px)"
         wide = f"calc({unit * free:.2f}% + {2 * _KNOB_RADIUS}px)"
-        slider = W.IntSlider(part.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": wide})
+        slider = W.IntSlider(
+            part.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": wide}
+        )
         slider.observe(lambda change, j=j: moved(j, change.new), "value")
-        out.append(W.HBox([W.Label(f"chunk {j + 2}", layout=fixed | {"width": left}), slider],
-                          layout={"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"}))
+        out.append(
+            W.HBox(
+                [W.Label(f"chunk {j + 2}", layout=fixed | {"width": left}), slider],
+                layout={"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"},
+            )
+        )
     return out
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
-    measured: Mapping,  # mean and std (T,) of every transition's relative distance, and kind: a run's profile.json
+    # mean and std (T,) of every transition's relative distance, and kind: a run's profile.json
+    measured: Mapping,
     chunks: str = "2,3,4,7",  # the setting to begin with
     transitions: int | None = None,  # how many are trained, n; None: all but the last
 ) -> SnapshotBox:  # its value is the Chunks that are shown
-    "Chunks typed or moved over a profile; InputError where the first ones or the profile cannot be used."
+    """Chunks typed or moved over a profile; InputError where the first ones or the profile cannot be used."""
     mean = torch.tensor(measured["mean"], dtype=torch.float64)
     profile = mean[: len(mean) - 1 if transitions is None else transitions]
     own = chunks_from_profile(profile)
     chunks_from_setting(chunks, len(profile), own)  # InputError where they cannot be used
-    field = W.Text(chunks, description="chunks", tooltip="sizes, or steps, whole, equal:SIZE, profile",
-                   layout={"width": "340px", "flex": "0 0 auto"})
-    words, figure, handles = W.HTML(layout={"min_width": "0"}), W.HTML(), W.VBox()
+    field = W.Text(
+        chunks,
+        description="chunks",
+        tooltip="sizes, or steps, whole, equal:SIZE, profile",
+        layout={"width": "340px", "flex": "0 0 auto"},
+    )
+    words = W.HTML(layout={"min_width": "0"})
+    figure = W.HTML()
+    handles = W.VBox()
     below = W.HTML().add_class("jp-RenderedHTMLCommon")
 
     def moved(j, place):
-        if place != out.value.slices[j + 1].start:  # moved by the reader, and not to where the text has put it
+        if (
+            place != out.value.slices[j + 1].start
+        ):  # moved by the reader, and not to where the text has put it
             field.value = str(move_boundary(out.value, j, place))
 
     def read(change=None):
@@ -150,9 +184,11 @@ def chunk_editor(
         figure.value = _png_html(figures.figure_to_png(drawn), alt, _FIGURE_WIDTH)
         left, right = drawn.axes[0].get_position().intervalx
         rows = chunk_weight_rows(found, profile)
-        below.value = (f'<p>Line for the settings file: <code style="user-select: all">chunks: '
-                       f'{field.value.replace(" ", "")}</code></p><div style="display: inline-block; max-width: 100%">'
-                       f"{tables.rows_to_html(rows, list(rows[0])[2:])}</div>")
+        below.value = (
+            f'<p>Line for the settings file: <code style="user-select: all">chunks: '
+            f'{field.value.replace(" ", "")}</code></p><div style="display: inline-block; max-width: 100%">'
+            f"{tables.rows_to_html(rows, list(rows[0])[2:])}</div>"
+        )
         if len(handles.children) != len(found) - 1:
             edges = left, left + (right - left) * found.transitions / len(mean)
             handles.children = _boundary_sliders(found, moved, edges)
@@ -169,15 +205,22 @@ def chunk_editor(
 TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v, decoded")
 
 
-def _strips_html(made, names: Sequence[str], count: int = 6, most: int = 2) -> str:  # places, prompts -> HTML
-    "A few places of the first prompts' trajectories side by side."
+def _strips_html(
+    made, names: Sequence[str], count: int = 6, most: int = 2
+) -> str:  # places, prompts -> HTML
+    """A few places of the first prompts' trajectories side by side."""
     places = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
     columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in places]
-    parts = [f"<p>Transitions done and noise level \u03c3 above; {len(made.prompts[:most])} of "
-             f"{len(made.prompts)} prompts.</p>"]
+    parts = [
+        f"<p>Transitions done and noise level \u03c3 above; {len(made.prompts[:most])} of "
+        f"{len(made.prompts)} prompts.</p>"
+    ]
     for p, prompt in enumerate(made.prompts[:most]):
-        rows = [(f"{name}: {view}", made.images[a, v, p, places])
-                for v, view in enumerate(TRAJECTORY_VIEWS) for a, name in enumerate(names)]
+        rows = [
+            (f"{name}: {view}", made.images[a, v, p, places])
+            for v, view in enumerate(TRAJECTORY_VIEWS)
+            for a, name in enumerate(names)
+        ]
         parts.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 96)}")
     return "".join(parts)
 
@@ -186,22 +229,37 @@ def trajectory_scrubber(
     made,  # `profiles.TrajectoryFrames`; its module would load the models
     names: Sequence[str] = ("base", "trained"),  # of the two arms
 ) -> SnapshotBox:  # its value is (prompt's number from 0, transitions done)
-    "Trajectories to go along, base beside trained from the same noise."
+    """Trajectories to go along, base beside trained from the same noise."""
     last = len(made.sigmas) - 1
-    wide = {"style": {"description_width": "9em"}, "layout": {"width": "620px", "max_width": "100%"}}
-    prompt = W.Dropdown(options=[(text, p) for p, text in enumerate(made.prompts)], description="prompt", **wide)
-    place = W.BoundedIntText(last // 2, 0, last, description="transitions done", style=wide["style"])
-    slider, words, images = W.IntSlider(last // 2, 0, last, readout=False), W.HTML(), W.HTML()
+    wide = {
+        "style": {"description_width": "9em"},
+        "layout": {"width": "620px", "max_width": "100%"},
+    }
+    prompt = W.Dropdown(
+        options=[(text, p) for p, text in enumerate(made.prompts)], description="prompt", **wide
+    )
+    place = W.BoundedIntText(
+        last // 2, 0, last, description="transitions done", style=wide["style"]
+    )
+    slider = W.IntSlider(last // 2, 0, last, readout=False)
+    words = W.HTML()
+    images = W.HTML()
     W.link((place, "value"), (slider, "value"))
 
     def show(change=None):
         p, i = out.value = prompt.value, place.value
-        left = f"after {i} of {last} transitions" if i < last else f"after all {last} transitions: the image"
+        left = (
+            f"after {i} of {last} transitions"
+            if i < last
+            else f"after all {last} transitions: the image"
+        )
         words.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {left}"
         rows = [(view, made.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
         images.value = gallery_html(rows, names, 192)
 
-    row = W.HBox([place, slider])  # a slider has no name for a screen reader, so the number has a field that has one
+    row = W.HBox(
+        [place, slider]
+    )  # a slider has no name for a screen reader, so the number has a field that has one
     out = SnapshotBox([prompt, row, words, images], lambda: _strips_html(made, names))
     show()
     prompt.observe(show, "value")
@@ -210,15 +268,18 @@ def trajectory_scrubber(
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #f99e0af4
 def write_lab_notebook(
-    run: Path | str, folder: Path | str = ".",  # a run's folder; where the notebook is to lie
+    run: Path | str,  # a run's folder
+    folder: Path | str = ".",  # where the notebook is to lie
 ) -> Path:  # FOLDER/NAME.ipynb
-    "A notebook with the widgets of a run, written if it is not there; InputError where it cannot lie there."
+    """A notebook with the widgets of a run, written if it is not there; InputError where it cannot lie there."""
     run, folder = run_folder.find_run(Path(run)), Path(folder)
     file = folder / f"{run.resolve().name}.ipynb"
     if not folder.is_dir():
         raise InputError(f"`--folder` must be a folder that is there; got {folder}")
     if folder.resolve().is_relative_to(run.resolve()):
-        raise InputError(f"`--folder` must lie outside the run's folder, which is data; got {folder}")
+        raise InputError(
+            f"`--folder` must lie outside the run's folder, which is data; got {folder}"
+        )
     if not file.exists():
         check_place(file, "`--folder`")
         kinds = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
@@ -226,12 +287,22 @@ def write_lab_notebook(
         texts = re.split(r"\n*# %%.*\n", filled)[1:]  # text and code in turn
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         with atomic_write(file) as temporary:
-            nbformat.write(nbformat.v4.new_notebook(cells=[kinds[i % 2](text) for i, text in enumerate(texts)],
-                                                    metadata={"kernelspec": kernel}), temporary)
+            nbformat.write(
+                nbformat.v4.new_notebook(
+                    cells=[kinds[i % 2](text) for i, text in enumerate(texts)],
+                    metadata={"kernelspec": kernel},
+                ),
+                temporary,
+            )
     return file
 
 
-def lab_command(file: Path, options: Sequence[str] = ()) -> list[str]:  # options: JupyterLab's own, as --no-browser
-    "The command that opens JupyterLab on a notebook, and imports nothing from the working folder to start."
-    place = [f"--ServerApp.root_dir={file.resolve().parent}", f"--LabApp.default_url=/lab/tree/{quote(file.name)}"]
+def lab_command(
+    file: Path, options: Sequence[str] = ()
+) -> list[str]:  # options: JupyterLab's own, as --no-browser
+    """The command that opens JupyterLab on a notebook, and imports nothing from the working folder to start."""
+    place = [
+        f"--ServerApp.root_dir={file.resolve().parent}",
+        f"--LabApp.default_url=/lab/tree/{quote(file.name)}",
+    ]
     return [sys.executable, "-P", "-m", "jupyterlab", *place, *options]

@@ -33,7 +33,7 @@ _JITTER = random.Random()  # of its own: the numbers of a run stay as they were
 # %% ../../nbs/05_reward_serving/01_client.ipynb #6e3ddf0b
 def encode_images(images: Images, pixels: str = "exact") -> np.ndarray | list[np.ndarray]:
     # images: (B, 3, H, W) float in [0, 1], or PIL; pixels: tensors as they are, or "bytes": rounded
-    "Images as `pack_request` takes them; InputError for a tensor of another kind, or with values outside [0, 1]."
+    """Images as `pack_request` takes them; InputError for a tensor of another kind, or with values outside [0, 1]."""
     if not isinstance(images, Tensor):
         return [np.asarray(image.convert("RGB")) for image in images]
     found = images_to_tensor(images.detach()).cpu()
@@ -41,46 +41,69 @@ def encode_images(images: Images, pixels: str = "exact") -> np.ndarray | list[np
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #32312fe9
 class RewardUnavailable(InputError):
-    "The reward stayed away, after all retries; the run stops and can be resumed."
+    """The reward stayed away, after all retries; the run stops and can be resumed."""
 
 
 class TransientError(Exception):
-    "The other end did not answer, or the fault was its own: asking again may help."
+    """The other end did not answer, or the fault was its own: asking again may help."""
 
 
 def call_with_retries(
-    ask: Callable, what: str,  # may raise TransientError; the other end, "the server http://..."
-    retries: int, pause: float,  # tries after the first, and seconds before the first of these
+    ask: Callable,  # may raise TransientError
+    what: str,  # the other end, "the server http://..."
+    retries: int,  # tries after the first
+    pause: float,  # before the first retry, s
 ):
-    "What `ask` gives; RewardUnavailable after the last try."
+    """What `ask` gives; RewardUnavailable after the last try."""
     retrying = Retrying(
-        retry=retry_if_exception_type(TransientError), stop=stop_after_attempt(retries + 1), reraise=True,
-        wait=lambda state: min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5))
+        retry=retry_if_exception_type(TransientError),
+        stop=stop_after_attempt(retries + 1),
+        reraise=True,
+        wait=lambda state: (
+            min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
+        ),
+    )
     try:
         return retrying(ask)
     except TransientError as error:
-        raise RewardUnavailable(f"reward: {what} stayed away after {retries + 1} tries (the last: {error}); the run "
-                                "can be resumed when it works again.") from None
+        raise RewardUnavailable(
+            f"reward: {what} stayed away after {retries + 1} tries (the last: {error}); the run "
+            "can be resumed when it works again."
+        ) from None
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #e362956c
 def exchange(
-    url: str, path: str, timeout: float,  # server, /score or /health, seconds of the whole exchange
-    token: str | None = None, body: bytes | None = None,  # what is posted
+    url: str,  # of the server
+    path: str,  # /score or /health
+    timeout: float,  # of the whole exchange, s
+    token: str | None = None,  # that the server wants
+    body: bytes | None = None,  # to post; None: get
 ) -> dict:
-    "The server's answer; TransientError where asking again may help, InputError where it would not."
+    """The server's answer; TransientError where asking again may help, InputError where it would not."""
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
-    answer, end = bytearray(), time.monotonic() + timeout
+    answer = bytearray()
+    end = time.monotonic() + timeout
     local = httpx.URL(url).host in ("127.0.0.1", "localhost", "::1")  # no proxy lies between
     limits = httpx.Timeout(timeout, connect=min(10.0, timeout))
     try:
-        with httpx.stream("GET" if body is None else "POST", url.rstrip("/") + path, content=body, headers=headers,
-                          timeout=limits, trust_env=not local) as reply:
-            for part in reply.iter_raw():  # as it came: what is packed can be a thousand times as long
+        with httpx.stream(
+            "GET" if body is None else "POST",
+            url.rstrip("/") + path,
+            content=body,
+            headers=headers,
+            timeout=limits,
+            trust_env=not local,
+        ) as reply:
+            for (
+                part
+            ) in reply.iter_raw():  # as it came: what is packed can be a thousand times as long
                 answer += part
                 if len(answer) > _MAX_ANSWER_BYTES:
-                    raise InputError(f"reward: the server {url} answered with more than {_MAX_ANSWER_BYTES:,} bytes; "
-                                     "scores take less.")
+                    raise InputError(
+                        f"reward: the server {url} answered with more than {_MAX_ANSWER_BYTES:,} bytes; "
+                        "scores take less."
+                    )
                 if time.monotonic() > end:
                     raise TimeoutError
     except (TimeoutError, httpx.TimeoutException):
@@ -92,31 +115,48 @@ def exchange(
     except (ValueError, RecursionError):
         found = None
     if reply.status_code != 200:
-        said = found.get("detail", "") if isinstance(found, dict) else answer[:2000].decode(errors="replace")
+        said = (
+            found.get("detail", "")
+            if isinstance(found, dict)
+            else answer[:2000].decode(errors="replace")
+        )
         said = "".join(c if c.isprintable() else " " for c in str(said)[:400]).strip()
         if reply.status_code >= 500:
             raise TransientError(f"status {reply.status_code}, {said}")
         raise InputError(f"reward: the server {url} refused ({reply.status_code}): {said}")
     if not isinstance(found, dict):
-        raise InputError(f"reward: the server {url} must answer with JSON; it said {bytes(answer[:80])!r}.")
+        raise InputError(
+            f"reward: the server {url} must answer with JSON; it said {bytes(answer[:80])!r}."
+        )
     return found
 
 
 def request_scores(
-    ask: Callable[[str, bytes], dict], what: str,  # path and body -> answer; who answers
-    images: Images, prompts: Sequence[str], pixels: str,  # as in `encode_images`
+    ask: Callable[[str, bytes], dict],  # path and body -> answer
+    what: str,  # who answers
+    images: Images,  # B images
+    prompts: Sequence[str],  # one per image
+    pixels: str,  # as in `encode_images`
 ) -> Tensor:  # (B,) float32
-    "Ask for scores; InputError where they are not one finite number an image."
+    """Ask for scores; InputError where they are not one finite number an image."""
     if len(images) != len(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise InputError(f"`prompts` must be a text for each of {len(images)} images; got {len(prompts)}")
+        raise InputError(
+            f"`prompts` must be a text for each of {len(images)} images; got {len(prompts)}"
+        )
     scores = ask("/score", pack_request(encode_images(images, pixels), prompts)).get("scores")
-    numbers = isinstance(scores, list) and all(type(x) in (int, float) and abs(x) < 2**1000 or x != x for x in scores)
+    numbers = isinstance(scores, list) and all(
+        type(x) in (int, float) and abs(x) < 2**1000 or x != x for x in scores
+    )
     if not numbers or len(scores) != len(prompts):
-        raise InputError(f"reward: {what} must answer with {len(prompts)} scores, one an image; it did not.")
+        raise InputError(
+            f"reward: {what} must answer with {len(prompts)} scores, one an image; it did not."
+        )
     found = torch.tensor([float(x) for x in scores], dtype=torch.float64).float()
     for score, prompt in zip(found.tolist(), prompts, strict=True):
         if not np.isfinite(score):
-            raise InputError(f"reward: {what} returned {score} for the prompt {prompt!r}; allowed are finite numbers.")
+            raise InputError(
+                f"reward: {what} returned {score} for the prompt {prompt!r}; allowed are finite numbers."
+            )
     return found
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #467b5b50
@@ -134,7 +174,7 @@ def request_checks(
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #5a905298
 class Patience(BaseModel):
-    "How a served reward is asked."
+    """How a served reward is asked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
     timeout: float = Field(600.0, gt=0, le=7 * 24 * 3600)  # seconds of a request
@@ -144,7 +184,7 @@ class Patience(BaseModel):
 
     @classmethod
     def of(cls, **options):
-        "These options; InputError for one that cannot be."
+        """These options; InputError for one that cannot be."""
         try:
             return cls(**options)
         except ValidationError as error:
@@ -152,7 +192,7 @@ class Patience(BaseModel):
 
 
 class RemoteReward(Patience):
-    "A reward behind a server; called like any other."
+    """A reward behind a server; called like any other."""
 
     url: str  # of the server, http://host:port
     reward: str | None = None  # that the server must serve; None: any
@@ -160,7 +200,7 @@ class RemoteReward(Patience):
     about: dict = Field({}, repr=False)  # what the server said of itself
 
     def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,)
-        "Scores of the images."
+        """Scores of the images."""
         return request_scores(self.ask, f"the server {self.url}", images, prompts, self.pixels)
 
     def first_rejected(self, prompts: Sequence[str]) -> tuple[int, str] | None:
@@ -168,27 +208,40 @@ class RemoteReward(Patience):
         return request_checks(self.ask, prompts) if self.about.get("checks") else None
 
     def ask(self, path: str, body: bytes | None = None) -> dict:
-        "The server's answer; InputError where it refuses, RewardUnavailable where it stays away."
+        """The server's answer; InputError where it refuses, RewardUnavailable where it stays away."""
         token = os.environ.get(self.token_variable) if self.token_variable else None
         if self.token_variable and not re.fullmatch("[!-~]+", token or ""):
-            raise InputError(f"`token_variable` must name an environment variable with the token of {self.url}; "
-                             f"{self.token_variable} is {'set to what no header can hold' if token else 'not set'}")
-        return call_with_retries(lambda: exchange(self.url, path, self.timeout, token, body),
-                                 f"the server {self.url}", self.retries, self.pause)
+            raise InputError(
+                f"`token_variable` must name an environment variable with the token of {self.url}; "
+                f"{self.token_variable} is {'set to what no header can hold' if token else 'not set'}"
+            )
+        return call_with_retries(
+            lambda: exchange(self.url, path, self.timeout, token, body),
+            f"the server {self.url}",
+            self.retries,
+            self.pause,
+        )
 
 
 def load_remote_reward(url: str, **options) -> RemoteReward:  # options: fields of `RemoteReward`
-    "A reward behind a server, which has answered when this returns; InputError for options that cannot be."
+    """A reward behind a server, which has answered when this returns; InputError for options that cannot be."""
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
         parts = httpx.URL()
-    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or not 0 < (parts.port or 80) < 65536:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.host
+        or parts.userinfo
+        or not 0 < (parts.port or 80) < 65536
+    ):
         raise InputError(f"`url` must be http://host:port or https://host; got {url!r}")
     remote = RemoteReward.of(url=url, **options)
     about = remote.ask("/health")
     if about.get("protocol") != PROTOCOL_VERSION:
-        raise InputError(f"`url` must be a server of protocol {PROTOCOL_VERSION}; {url} has {about.get('protocol')!r}")
+        raise InputError(
+            f"`url` must be a server of protocol {PROTOCOL_VERSION}; {url} has {about.get('protocol')!r}"
+        )
     if remote.reward is not None and about.get("name") != remote.reward:
         raise InputError(f"`url` must serve {remote.reward!r}; {url} serves {about.get('name')!r}")
     return remote.model_copy(update={"about": about})

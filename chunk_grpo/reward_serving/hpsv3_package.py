@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #667be350
-def declare_torchvision_ops() -> torch.library.Library | None:  # to be kept: the operators live as long as it does
-    "Declare what torchvision's wheel wants of a torch without CUDA."
+def declare_torchvision_ops() -> (
+    torch.library.Library | None
+):  # to be kept: the operators live as long as it does
+    """Declare what torchvision's wheel wants of a torch without CUDA."""
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return None
     library = torch.library.Library("torchvision", "DEF")
@@ -24,9 +26,11 @@ def declare_torchvision_ops() -> torch.library.Library | None:  # to be kept: th
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #2989340e
 class HPSv3PackageReward:
-    "The package's scorer, called like any other reward."
+    """The package's scorer, called like any other reward."""
 
-    def __init__(self, scorer, batch: int = 8):  # hpsv3.HPSv3RewardInferencer; images scored at once
+    def __init__(
+        self, scorer, batch: int = 8
+    ):  # hpsv3.HPSv3RewardInferencer; images scored at once
         self.scorer, self.batch, self.device = scorer, batch, scorer.device
 
     def check_prompt(self, prompt: str) -> None:
@@ -34,25 +38,33 @@ class HPSv3PackageReward:
         if "<|" in prompt:
             raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
 
-    def __call__(self, images: torch.Tensor | Sequence[Image.Image], prompts: Sequence[str]) -> torch.Tensor:
-        "The means (B,) of images (B, 3, H, W) in [0, 1] or of PIL; ValueError for a prompt with a mark in it."
+    def __call__(
+        self, images: torch.Tensor | Sequence[Image.Image], prompts: Sequence[str]
+    ) -> torch.Tensor:
+        """The means (B,) of images (B, 3, H, W) in [0, 1] or of PIL; ValueError for a prompt with a mark in it."""
         for prompt in prompts:
             self.check_prompt(prompt)
         if isinstance(images, torch.Tensor):
-            rows = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+            rows = (
+                (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+            )
             images = [Image.fromarray(x) for x in rows]
         parts = [slice(low, low + self.batch) for low in range(0, len(prompts), self.batch)]
-        scores = [self.scorer.reward(image_paths=list(images[p]), prompts=list(prompts[p]))[:, 0] for p in parts]
+        scores = [
+            self.scorer.reward(image_paths=list(images[p]), prompts=list(prompts[p]))[:, 0]
+            for p in parts
+        ]
         return torch.cat(scores).float().cpu()
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #d29d0776
 def load_hpsv3_package(
     checkpoint: str | None = None,  # HPSv3.safetensors; None: from the hub
     config: str | None = None,  # the package's YAML; None: its own, which names the base model
-    device: str = "auto", dtype: str = "auto",  # this process' GPU where there is one; float32 on a CPU, else its own
+    device: str = "auto",  # this process' GPU where there is one
+    dtype: str = "auto",  # float32 on a CPU, else its own
     batch: int = 8,  # images scored at once
 ) -> HPSv3PackageReward:
-    "The package as a reward; needs the environment `hpsv3`."
+    """The package as a reward; needs the environment `hpsv3`."""
     if dtype not in ("auto", "bfloat16", "float32"):
         raise ValueError(f"dtype: got {dtype!r}, allowed are auto, bfloat16 and float32")
     if device == "auto":

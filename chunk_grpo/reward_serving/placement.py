@@ -39,26 +39,40 @@ ENVIRONMENTS_DIR = Path(client.__file__).parent  # lists of packages, and the se
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
-    "A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."
+    """A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."""
     own = {k: v for k, v in os.environ.items() if not server.python or not k.startswith("PYTHON")}
     if not server.python:
-        own |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
-                "OMP_NUM_THREADS": str(torch.get_num_threads())}  # the same sums in the same order
+        own |= {
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }  # the same sums in the same order
     ready, told = os.pipe()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # that `cuda` means there
+    gpu = (
+        torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    )  # that `cuda` means there
     words = json.dumps([server.loader, server.options, server.name, os.getpid(), told, gpu])
     order = [server.python or sys.executable, ENVIRONMENTS_DIR / "server.py", words]
-    child = subprocess.Popen(order, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[told],
-                             env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token}, start_new_session=True)
+    child = subprocess.Popen(
+        order,
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=[told],
+        env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token},
+        start_new_session=True,
+    )
     os.close(told)
     try:
         with os.fdopen(ready, "rb") as pipe:
             came = select.select([pipe], [], [], server.how.start_timeout)[0]
             line = pipe.readline() if came else b""
         if not line:
-            raise client.TransientError(_end_of(child) if came else f"no answer within {server.how.start_timeout:g} s")
+            raise client.TransientError(
+                _end_of(child) if came else f"no answer within {server.how.start_timeout:g} s"
+            )
         if "failed" in (said := json.loads(line)):
-            raise InputError(f"reward: the worker of {server.name} cannot load it: {said['failed']}")
+            raise InputError(
+                f"reward: the worker of {server.name} cannot load it: {said['failed']}"
+            )
         return child, f"http://127.0.0.1:{said['port']}"
     except BaseException:
         terminate_process_group(child, 0)
@@ -66,38 +80,59 @@ def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
 
 
 def _end_of(child: subprocess.Popen) -> str:
-    "What became of a child that closed its connection."
+    """What became of a child that closed its connection."""
     try:
         code = child.wait(5)
     except subprocess.TimeoutExpired:
         return "it closed its connection"
-    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with status {code}"
+    return (
+        f"it was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"it exited with status {code}"
+    )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #d3879c83
 class LocalPatience(client.Patience):
-    "How a reward in a child is asked."
+    """How a reward in a child is asked."""
 
     start_timeout: float = Field(1800.0, gt=0, le=7 * 24 * 3600)  # seconds until it has loaded
     retries: int = Field(3, ge=0, le=1000)  # tries after the first
 
 
 class LocalServer:
-    "A reward in a child process; called like any other, by one thread at a time."
+    """A reward in a child process; called like any other, by one thread at a time."""
 
     def __init__(
-        self, name: str, loader: str,  # module:function or file.py:function, called with the options in the child
+        self,
+        name: str,  # of the reward
+        loader: str,  # module:function or file.py:function, called with the options in the child
         options: Mapping | None = None,  # as JSON holds them
         python: str | Path | None = None,  # interpreter of another environment; None: this one
         **how,  # fields of `LocalPatience`
     ):
         if python and not os.access(python, os.X_OK):
-            raise InputError(f"`python` must be the interpreter of an environment; {str(python)!r} is no program")
-        self.name, self.loader, self.options, self.python = name, loader, dict(options or {}), python
-        self.how, self.lock, self.token = LocalPatience.of(**how), threading.Lock(), secrets.token_hex(16)
-        self.child, self.url, self.about = None, "", {}  # the process, its address, what it said of itself
+            raise InputError(
+                f"`python` must be the interpreter of an environment; {str(python)!r} is no program"
+            )
+        self.name, self.loader, self.options, self.python = (
+            name,
+            loader,
+            dict(options or {}),
+            python,
+        )
+        self.how, self.lock, self.token = (
+            LocalPatience.of(**how),
+            threading.Lock(),
+            secrets.token_hex(16),
+        )
+        self.child, self.url, self.about = (
+            None,
+            "",
+            {},
+        )  # the process, its address, what it said of itself
 
     def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,)
-        "Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."
+        """Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."""
         return client.request_scores(self._with_child, self.name, images, prompts, self.how.pixels)
 
     def first_rejected(self, prompts: Sequence[str]) -> tuple[int, str] | None:
@@ -105,12 +140,12 @@ class LocalServer:
         return client.request_checks(self._with_child, prompts)
 
     def start(self) -> "LocalServer":
-        "Start the child unless there is one; InputError where it cannot load the reward."
+        """Start the child unless there is one; InputError where it cannot load the reward."""
         self.about = self._with_child("/health", None)
         return self
 
     def close(self) -> None:
-        "End the child and what it started; a later call would start another."
+        """End the child and what it started; a later call would start another."""
         child, self.child = self.child, None
         if child is not None:
             terminate_process_group(child, 0)
@@ -118,14 +153,20 @@ class LocalServer:
     def _with_child(self, path: str, body: bytes | None) -> dict:
         with self.lock:
             try:
-                return client.call_with_retries(lambda: self._ask(path, body), f"the worker of {self.name}",
-                                                self.how.retries, self.how.pause)
+                return client.call_with_retries(
+                    lambda: self._ask(path, body),
+                    f"the worker of {self.name}",
+                    self.how.retries,
+                    self.how.pause,
+                )
             except client.RewardUnavailable:
                 raise
             except InputError as error:
                 said = re.sub(r"^reward: the server \S+ refused \(422\): ", "", str(error))
                 ours = said.startswith("reward: ")
-                raise InputError(said if ours else f"reward: {self.name} failed in its worker: {said}") from None
+                raise InputError(
+                    said if ours else f"reward: {self.name} failed in its worker: {said}"
+                ) from None
 
     def _ask(self, path: str, body: bytes | None) -> dict:
         try:
@@ -135,54 +176,74 @@ class LocalServer:
         except InputError:  # the child said it, and may be asked again
             raise
         except BaseException as error:
-            lost = isinstance(error, client.TransientError) and self.child and "no answer within" not in str(error)
+            lost = (
+                isinstance(error, client.TransientError)
+                and self.child
+                and "no answer within" not in str(error)
+            )
             said = client.TransientError(_end_of(self.child)) if lost else error
             self.close()
             raise said from None
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #90d7fbb2
 def _read_requirements(name: str, folder: Path) -> tuple[list[str], list[str]]:
-    "What pip installs, and what it installs without its dependencies; InputError where there is no list."
+    """What pip installs, and what it installs without its dependencies; InputError where there is no list."""
     known = sorted(path.stem for path in folder.glob("*.txt"))
     if name not in known:
-        raise InputError(f"`environment` must be one of {', '.join(known)}, or an environment's folder; got {name!r}")
+        raise InputError(
+            f"`environment` must be one of {', '.join(known)}, or an environment's folder; got {name!r}"
+        )
     parts = (folder / f"{name}.txt").read_text(encoding="utf-8").partition("# no-deps")
-    whole, alone = ([line for line in part.splitlines() if line and line[0] not in "#:"] for part in parts[::2])
+    whole, alone = (
+        [line for line in part.splitlines() if line and line[0] not in "#:"] for part in parts[::2]
+    )
     return whole, alone
 
 
 def environment_dir(name: str, folder: Path = ENVIRONMENTS_DIR) -> Path:  # folder: of the lists
-    "Where an environment lies, or will."
+    """Where an environment lies, or will."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = json.dumps([*_read_requirements(name, folder), sys.version_info[:2]])
     return cache / "chunk-grpo" / "envs" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def environment_python(environment: str, folder: Path = ENVIRONMENTS_DIR) -> Path:  # folder: of the lists
-    "The interpreter of an environment, by its name or its path; InputError where it has not been made."
+def environment_python(
+    environment: str, folder: Path = ENVIRONMENTS_DIR
+) -> Path:  # folder: of the lists
+    """The interpreter of an environment, by its name or its path; InputError where it has not been made."""
     place = Path(environment).expanduser()
     if os.sep in environment and (place / "bin/python").is_file():
         return place / "bin/python"
     place = environment_dir(environment, folder)
     if not (place / "ready.json").is_file():
-        raise InputError(f"`environment` must have been made: `chunk-grpo reward-env {environment}` makes it")
+        raise InputError(
+            f"`environment` must have been made: `chunk-grpo reward-env {environment}` makes it"
+        )
     return place / "bin/python"
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
-def create_environment(name: str, say: Callable[[str], None] = print, folder: Path = ENVIRONMENTS_DIR) -> Path:
-    "Make an environment unless it is there; its folder. InputError with pip's last words where it cannot be made."
-    place, lists = environment_dir(name, folder), _read_requirements(name, folder)
+def create_environment(
+    name: str, say: Callable[[str], None] = print, folder: Path = ENVIRONMENTS_DIR
+) -> Path:
+    """Make an environment unless it is there; its folder. InputError with pip's last words where it cannot be made."""
+    place = environment_dir(name, folder)
+    lists = _read_requirements(name, folder)
     place.parent.mkdir(parents=True, exist_ok=True)
-    log, began = Path(f"{place}.log"), time.time()
+    log = Path(f"{place}.log")
+    began = time.time()
 
     def run(*command) -> None:
         with open(log, "ab") as handle:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
         if done.returncode:
-            plain = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))  # pip writes in colours
+            plain = re.sub(
+                r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")
+            )  # pip writes in colours
             said = [line.strip() for line in plain.splitlines() if line.strip()] or ["nothing"]
             last = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
-            raise InputError(f"environment: it could not be made; the last words were {last!r}, the log is {log}.")
+            raise InputError(
+                f"environment: it could not be made; the last words were {last!r}, the log is {log}."
+            )
 
     with FileLock(f"{place}.lock"):
         if (place / "ready.json").is_file():
@@ -194,11 +255,26 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
         run(sys.executable, "-m", "venv", place)
         for packages, words in zip(lists, ([], ["--no-deps"]), strict=True):
             if packages:
-                say(f"installing {', '.join(packages[:3])} … ({len(packages)} in all); pip's log is {log}")
-                run(place / "bin/python", "-m", "pip", "install", "--no-input", "--no-compile",
-                    "--disable-pip-version-check", *words, *packages)
-        note = {"seconds": round(time.time() - began), "bytes": sum(p.lstat().st_size for p in place.rglob("*")),
-                "python": sys.version, "packages": sum(lists, [])}
+                say(
+                    f"installing {', '.join(packages[:3])} … ({len(packages)} in all); pip's log is {log}"
+                )
+                run(
+                    place / "bin/python",
+                    "-m",
+                    "pip",
+                    "install",
+                    "--no-input",
+                    "--no-compile",
+                    "--disable-pip-version-check",
+                    *words,
+                    *packages,
+                )
+        note = {
+            "seconds": round(time.time() - began),
+            "bytes": sum(p.lstat().st_size for p in place.rglob("*")),
+            "python": sys.version,
+            "packages": sum(lists, []),
+        }
         (place / "ready.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     say(f"ready after {note['seconds']} s, {note['bytes'] / 1e9:.1f} GB")
     return place
@@ -206,19 +282,23 @@ def create_environment(name: str, say: Callable[[str], None] = print, folder: Pa
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
 @checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
-    name: str,  # what `rewards.load_reward` knows; in another environment module:function or file.py:function
-    here: bool = True,  # whether code in the working folder counts, see `core.settings.import_callable`
+    # what `rewards.load_reward` knows; in another environment module:function or file.py:function
+    name: str,
+    # whether code in the working folder counts, see `core.settings.import_callable`
+    here: bool = True,
     /,  # so that an option may be called name or here
     **options,  # of the reward, and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
-    "A reward by its name, loaded where its options say; InputError where they are wrong."
+    """A reward by its name, loaded where its options say; InputError where they are wrong."""
     backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
     places = {key: options.pop(key, None) for key in REWARD_PLACES}
     named = [key for key in REWARD_PLACES if places[key]] + ["backend"] * (backend == "package")
     if len(named) > 1:
-        raise InputError(f"`reward_options` must name one place to run at; got {' and '.join(named)}")
+        raise InputError(
+            f"`reward_options` must name one place to run at; got {' and '.join(named)}"
+        )
     if not named:
         return rewards.load_reward_with_options(name, here, options)
     if name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
@@ -228,8 +308,11 @@ def load_placed_reward(
     how = {key: options.pop(key) for key in LocalPatience.model_fields if key in options}
     loader, environment = name, places["environment"]
     if backend == "package":
-        loader, environment = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package", "hpsv3"
+        loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
+        environment = "hpsv3"
     elif not environment:
         loader = "chunk_grpo.rewards.rewards:load_reward_with_options"
         options = {"name": name, "here": here, "options": options}
-    return LocalServer(name, loader, options, environment_python(environment) if environment else None, **how).start()
+    return LocalServer(
+        name, loader, options, environment_python(environment) if environment else None, **how
+    ).start()

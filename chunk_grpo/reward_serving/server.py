@@ -38,18 +38,25 @@ from starlette.requests import ClientDisconnect
 
 PROTOCOL_VERSION = 2  # of bodies and answers; both ends must have the same
 _MAX_TEXT = 1_000_000  # bytes of the head
-_MAX_PROMPTS = 100_000_000  # bytes of the prompts as JSON: of 256, each of 10,000 characters, twelve times over
+# bytes of the prompts as JSON: of 256, each of 10,000 characters, twelve times over
+_MAX_PROMPTS = 100_000_000
 _PROMPTS = TypeAdapter(list[str])
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 def pack_request(images: np.ndarray | Sequence[np.ndarray], prompts: Sequence[str]) -> bytes:
-    "The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."
-    named = {"images": images} if isinstance(images, np.ndarray) else {f"{i:06}": x for i, x in enumerate(images)}
+    """The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."""
+    named = (
+        {"images": images}
+        if isinstance(images, np.ndarray)
+        else {f"{i:06}": x for i, x in enumerate(images)}
+    )
     return save({"prompts": np.frombuffer(json.dumps(list(prompts)).encode(), np.uint8), **named})
 
 
-def unpack_request(body: bytes, max_images: int = 256) -> tuple[np.ndarray | list[np.ndarray], list[str]]:
-    "Images and prompts of a body as they were packed; ValueError in one sentence where it is no request."
+def unpack_request(
+    body: bytes, max_images: int = 256
+) -> tuple[np.ndarray | list[np.ndarray], list[str]]:
+    """Images and prompts of a body as they were packed; ValueError in one sentence where it is no request."""
     if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_TEXT:
         raise ValueError("body must be a safetensors file with a short head; it is none")
     try:
@@ -59,44 +66,67 @@ def unpack_request(body: bytes, max_images: int = 256) -> tuple[np.ndarray | lis
         prompts = _PROMPTS.validate_json(text.tobytes() if fits else b"")
         "".join(prompts).encode()
     except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"body must be a safetensors file with images and prompts; it is none ({type(error).__name__})"
-                         ) from None
+        raise ValueError(
+            f"body must be a safetensors file with images and prompts; it is none ({type(error).__name__})"
+        ) from None
     together = named.get("images")
     images = [named[name] for name in sorted(named)] if together is None else together
     if not 0 < len(prompts) == len(images) or len(prompts) > max_images:
-        raise ValueError(f"images must be 1 to {max_images}, with a prompt each; got {len(images)} with {len(prompts)}")
-    whole = together is not None and together.ndim == 4 and together.shape[1] == 3 and len(named) == 1
-    single = together is None and all(x.ndim == 3 and x.shape[2] == 3 and x.dtype == np.uint8 for x in images)
-    if not (whole and together.dtype in (np.float32, np.uint8) or single) or not all(x.size for x in images):
-        raise ValueError("images must be (B, 3, H, W) of float32 or bytes, or pictures (H, W, 3) of bytes; got "
-                         f"{images[0].dtype} of shape {images[0].shape}")
-    if whole and together.dtype == np.float32 and not (together.min() >= -0.01 and together.max() <= 1.01):
-        raise ValueError("images must be finite numbers from 0 to 1 where they are floats; got "
-                         f"{together.min():.3g} to {together.max():.3g}")
+        raise ValueError(
+            f"images must be 1 to {max_images}, with a prompt each; got {len(images)} with {len(prompts)}"
+        )
+    whole = (
+        together is not None and together.ndim == 4 and together.shape[1] == 3 and len(named) == 1
+    )
+    single = together is None and all(
+        x.ndim == 3 and x.shape[2] == 3 and x.dtype == np.uint8 for x in images
+    )
+    if not (whole and together.dtype in (np.float32, np.uint8) or single) or not all(
+        x.size for x in images
+    ):
+        raise ValueError(
+            "images must be (B, 3, H, W) of float32 or bytes, or pictures (H, W, 3) of bytes; got "
+            f"{images[0].dtype} of shape {images[0].shape}"
+        )
+    if (
+        whole
+        and together.dtype == np.float32
+        and not (together.min() >= -0.01 and together.max() <= 1.01)
+    ):
+        raise ValueError(
+            "images must be finite numbers from 0 to 1 where they are floats; got "
+            f"{together.min():.3g} to {together.max():.3g}"
+        )
     return images, prompts
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #2b18178a
 def import_loader(path: str) -> Callable:
-    "What package.module:function or folder/file.py:function names; ValueError where the function is missing."
+    """What package.module:function or folder/file.py:function names; ValueError where the function is missing."""
     module, _, name = path.rpartition(":")
-    found = runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+    found = (
+        runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
+    )
     if not callable(found.get(name)):
-        raise ValueError(f"{path!r} names no function; allowed are module:function and file.py:function")
+        raise ValueError(
+            f"{path!r} names no function; allowed are module:function and file.py:function"
+        )
     return found[name]
 
 
 def format_error(error: Exception) -> str:
-    "An error in one line."
+    """An error in one line."""
     said = " ".join(str(error).split())
     plain = type(error).__name__ == "InputError" or said.startswith("reward: ")
     return said if plain else f"{type(error).__name__}: {said}"
 
 
 def call_reward(
-    name: str, reward: Callable,  # (images, prompts) -> scores
-    images: np.ndarray | list[np.ndarray], prompts: list[str],  # of `unpack_request`
+    name: str,  # of the reward, for errors
+    reward: Callable,  # (images, prompts) -> scores
+    images: np.ndarray | list[np.ndarray],  # of `unpack_request`
+    prompts: list[str],  # of `unpack_request`
 ) -> list[float]:
-    "One finite score an image; ValueError where the reward gives others."
+    """One finite score an image; ValueError where the reward gives others."""
     torch = sys.modules.get("torch")
     if isinstance(images, np.ndarray):
         import torch  # only a reward on tensors needs it
@@ -108,18 +138,30 @@ def call_reward(
     with torch.inference_mode() if torch else contextlib.nullcontext():
         scores = reward(given, list(prompts))
     scores = scores.tolist() if hasattr(scores, "tolist") else list(scores)
-    if not isinstance(scores, list) or any(isinstance(x, list) for x in scores) or len(scores) != len(prompts):
-        raise ValueError(f"reward: {name} must return {len(prompts)} numbers, one an image; it did not")
+    if (
+        not isinstance(scores, list)
+        or any(isinstance(x, list) for x in scores)
+        or len(scores) != len(prompts)
+    ):
+        raise ValueError(
+            f"reward: {name} must return {len(prompts)} numbers, one an image; it did not"
+        )
     for score, prompt in zip(scores, prompts, strict=True):
         if not math.isfinite(score):
-            raise ValueError(f"reward: {name} returned {float(score)} for the prompt {prompt!r}; allowed are finite "
-                             "numbers")
+            raise ValueError(
+                f"reward: {name} returned {float(score)} for the prompt {prompt!r}; allowed are finite "
+                "numbers"
+            )
     return [float(x) for x in scores]
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #6a6f71ef
-def find_rejected(reward: Callable, prompts: list[str]) -> list | None:  # place of the prompt, and why
+def find_rejected(
+    reward: Callable, prompts: list[str]
+) -> list | None:  # place of the prompt, and why
     """Find the first prompt that a reward rejects, in its `check_prompt` or `category`; None where it takes all."""
-    for check in [getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)]:
+    for check in [
+        getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)
+    ]:
         for number, text in enumerate(prompts):
             try:
                 check(text)
@@ -130,7 +172,7 @@ def find_rejected(reward: Callable, prompts: list[str]) -> list | None:  # place
 # %% ../../nbs/05_reward_serving/00_server.ipynb #3ddfa9ed
 @dataclass(frozen=True)
 class ServerLimits:
-    "What a server lets in; four bodies of the largest size may wait at once."
+    """What a server lets in; four bodies of the largest size may wait at once."""
 
     images: int = 256  # in a request
     bytes: int = 512_000_000  # of a request's body
@@ -144,7 +186,7 @@ class ServerLimits:
 
 
 def scorer_versions() -> dict[str, str]:
-    "Versions of Python and of the libraries that decide a score."
+    """Versions of Python and of the libraries that decide a score."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "pillow", "chunk_grpo", "hpsv3"):
         with contextlib.suppress(PackageNotFoundError):
@@ -153,27 +195,41 @@ def scorer_versions() -> dict[str, str]:
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #b9c2e89a
 def create_scoring_app(
-    name: str, reward: Callable,  # (images, prompts) -> scores
-    token: str | None = None, limits: ServerLimits = ServerLimits(),  # token that clients must send; None: any
+    name: str,  # of the reward, for errors
+    reward: Callable,  # (images, prompts) -> scores
+    token: str | None = None,  # token that clients must send
+    limits: ServerLimits = ServerLimits(),  # None: any
 ) -> FastAPI:
-    "The application that scores."
+    """The application that scores."""
     inside: list[int] = []  # bytes of each request that waits or is scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
-    about = {"name": name, "protocol": PROTOCOL_VERSION, "checks": True, "device": str(device),
-             "versions": scorer_versions(), **{f"max_{key}": value for key, value in asdict(limits).items()}}
+    about = {
+        "name": name,
+        "protocol": PROTOCOL_VERSION,
+        "checks": True,
+        "device": str(device),
+        "versions": scorer_versions(),
+        **{f"max_{key}": value for key, value in asdict(limits).items()},
+    }
 
     async def check_token(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise HTTPException(401, "token: it is missing or wrong; allowed is the one that the server was given")
+            raise HTTPException(
+                401, "token: it is missing or wrong; allowed is the one that the server was given"
+            )
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_token)])
+    app = FastAPI(
+        openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_token)]
+    )
     scorer = ThreadPoolExecutor(1)
 
     @contextlib.contextmanager
     def place(size: int) -> Iterator[None]:
         if len(inside) > limits.waiting or sum(inside) + size > 4 * limits.bytes:
-            raise HTTPException(503, f"server: {len(inside)} requests wait already; ask again later")
+            raise HTTPException(
+                503, f"server: {len(inside)} requests wait already; ask again later"
+            )
         inside.append(size)
         try:
             yield
@@ -205,13 +261,17 @@ def create_scoring_app(
         if not (size.isascii() and size.isdigit()):
             raise HTTPException(411, "body: its length must be said in the head of the request")
         if len(size) > 15 or int(size) > limits.bytes:
-            raise HTTPException(413, f"body: it must have at most {limits.bytes} bytes; send fewer images at once")
+            raise HTTPException(
+                413, f"body: it must have at most {limits.bytes} bytes; send fewer images at once"
+            )
         with place(int(size)):
             try:
                 async with asyncio.timeout(limits.body_seconds):
                     body = await request.body()
             except TimeoutError:
-                raise HTTPException(408, f"body: it did not come within {limits.body_seconds:g} s") from None
+                raise HTTPException(
+                    408, f"body: it did not come within {limits.body_seconds:g} s"
+                ) from None
             except ClientDisconnect:  # nobody is there to be answered
                 return Response(status_code=499)
             return await asyncio.get_running_loop().run_in_executor(scorer, answer_to, body)
@@ -228,28 +288,39 @@ def create_scoring_app(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #58419651
 def run_reward_server(
-    name: str, load: Callable[[], Callable],  # loads the reward
-    host: str = "127.0.0.1", port: int = 8000,  # to listen at
-    token: str | None = None, limits: ServerLimits = ServerLimits(),  # token that clients must send
+    name: str,  # of the reward
+    load: Callable[[], Callable],  # loads the reward
+    host: str = "127.0.0.1",  # address to listen at
+    port: int = 8000,  # to listen at
+    token: str | None = None,  # that clients must send
+    limits: ServerLimits = ServerLimits(),  # on a request
 ) -> None:
-    "Load a reward and serve it until the process is stopped; ValueError for an address that cannot be served at."
+    """Load a reward and serve it until the process is stopped; ValueError for an address that cannot be served at."""
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
         if not token and not ipaddress.ip_address(address[0]).is_loopback:
-            raise ValueError(f"`token` must be given for a server at {host}, since other machines can reach it")
+            raise ValueError(
+                f"`token` must be given for a server at {host}, since other machines can reach it"
+            )
         with socket.socket(family, kind, number) as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             line.bind(address)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or "it is no name"
-        raise ValueError(f"`host` and `port` must be free here; got {host!r} and {port} ({why})") from None
-    uvicorn.Server(uvicorn.Config(create_scoring_app(name, load(), token, limits), host, port)).run()
+        raise ValueError(
+            f"`host` and `port` must be free here; got {host!r} and {port} ({why})"
+        ) from None
+    uvicorn.Server(
+        uvicorn.Config(create_scoring_app(name, load(), token, limits), host, port)
+    ).run()
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #56b1cedc
 def _exit_with_parent(parent: int) -> None:
-    "End this process, and what it started, soon after its parent has gone."
+    """End this process, and what it started, soon after its parent has gone."""
     while os.getppid() == parent:
         time.sleep(0.5)
     if os.getpgrp() == os.getpid():
@@ -258,12 +329,16 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def main() -> int:  # exit status
-    "Load the reward that the process above asks for, say to it where the reward is served, and serve."
-    loader, options, name, parent, ready, gpu = json.loads(sys.argv[1])  # ready: open file that learns the port
+    """Load the reward that the process above asks for, say to it where the reward is served, and serve."""
+    loader, options, name, parent, ready, gpu = json.loads(
+        sys.argv[1]
+    )  # ready: open file that learns the port
     token = os.environ.pop("CHUNK_GRPO_REWARD_TOKEN")
     os.set_inheritable(ready, False)
     threading.Thread(target=_exit_with_parent, args=[parent], daemon=True).start()
-    sys.path[:] = [place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))]
+    sys.path[:] = [
+        place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))
+    ]
     status = 0
     try:
         if gpu is not None and importlib.util.find_spec("torch"):
@@ -271,12 +346,17 @@ def main() -> int:  # exit status
 
             if torch.cuda.is_available():
                 torch.cuda.set_device(gpu)
-        app = create_scoring_app(name, import_loader(loader)(**options), token,
-                                 ServerLimits(10**9, 10**12, body_seconds=3600))  # the parent is trusted
+        app = create_scoring_app(
+            name,
+            import_loader(loader)(**options),
+            token,
+            ServerLimits(10**9, 10**12, body_seconds=3600),
+        )  # the parent is trusted
         line = socket.create_server(("127.0.0.1", 0))
         said = {"port": line.getsockname()[1]}
     except Exception as error:  # whatever a loader raises is said to the parent
-        said, status = {"failed": format_error(error)}, 1
+        said = {"failed": format_error(error)}
+        status = 1
     with os.fdopen(ready, "w") as pipe:
         pipe.write(json.dumps(said) + "\n")
     if not status:

@@ -17,16 +17,23 @@ from torch import Tensor
 from transformers import CLIPModel
 
 from .. import InputError
-from .images import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, Images, ImageTransform, transform_images
+from chunk_grpo.rewards.images import (
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+    Images,
+    ImageTransform,
+    transform_images,
+)
 from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 _CLIP_ID = "openai/clip-vit-large-patch14"
-_PICKSCORE_ID, _PICKSCORE_PROCESSOR_ID = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+_PICKSCORE_ID = "yuvalkirstain/PickScore_v1"
+_PICKSCORE_PROCESSOR_ID = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
 class _CLIPScorer(ModelScorer):
-    "A CLIP with its tokenizer and transform: scaled cosines."
+    """A CLIP with its tokenizer and transform: scaled cosines."""
 
     model: Any  # a CLIPModel, of whose configuration and results transformers' types say too little
     transform: ImageTransform
@@ -34,7 +41,7 @@ class _CLIPScorer(ModelScorer):
 
     @torch.inference_mode()
     def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
-        "The projected states of images."
+        """The projected states of images."""
         parts = [images[i : i + self.batch_size] for i in range(0, len(images), self.batch_size)]
         return torch.cat([self._embed_batch(part).cpu() for part in parts])
 
@@ -43,32 +50,55 @@ class _CLIPScorer(ModelScorer):
         return self.model.get_image_features(pixel_values=x).pooler_output.float()
 
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
-        "Scores of one batch; a prompt is read once, and cut off beyond the model's positions (77 tokens)."
+        """Scores of one batch; a prompt is read once, and cut off beyond the model's positions (77 tokens)."""
         unique = list(dict.fromkeys(prompts))
         length = self.model.config.text_config.max_position_embeddings
-        words = self.tokenizer(unique, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        words = self.tokenizer(
+            unique, padding=True, truncation=True, max_length=length, return_tensors="pt"
+        )
         words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
         text = self.model.get_text_features(**words).pooler_output.float()
         rows = [unique.index(prompt) for prompt in prompts]
         return self.scale * F.cosine_similarity(self._embed_batch(images), text[rows])
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
-def transform_from_config(config: dict, side: int) -> ImageTransform:  # side: pixels that the model's positions are for
-    "What preprocessor_config.json says; InputError where it is not a shorter side and a middle square."
-    size, cut = config.get("size", side), config.get("crop_size", side)
+def transform_from_config(
+    config: dict, side: int
+) -> ImageTransform:  # side: pixels that the model's positions are for
+    """What preprocessor_config.json says; InputError where it is not a shorter side and a middle square."""
+    size = config.get("size", side)
+    cut = config.get("crop_size", side)
     short = size.get("shortest_edge") if isinstance(size, dict) else size
     square = cut if isinstance(cut, int) else cut.get("height")
-    usual = config.get("do_resize", True) and config.get("do_center_crop", True) and config.get("resample", 3) == 3
+    usual = (
+        config.get("do_resize", True)
+        and config.get("do_center_crop", True)
+        and config.get("resample", 3) == 3
+    )
     if short is None or square != side or short < square or not usual:
-        raise InputError(f"processor: preprocessor_config.json has size {size}, crop_size {cut} and resample "
-                         f"{config.get('resample', 3)}; allowed are a bicubic resize of the shorter side and a middle "
-                         f"square of {side} pixels.")
-    return ImageTransform(short, square, tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
-                          tuple(config.get("image_std", OPENAI_CLIP_STD)))
+        raise InputError(
+            f"processor: preprocessor_config.json has size {size}, crop_size {cut} and resample "
+            f"{config.get('resample', 3)}; allowed are a bicubic resize of the shorter side and a middle "
+            f"square of {side} pixels."
+        )
+    return ImageTransform(
+        short,
+        square,
+        tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
+        tuple(config.get("image_std", OPENAI_CLIP_STD)),
+    )
 
 
-def _load_clip(weights: str, processor: str, model_id: str, processor_id: str, scale: float | None, device: str,
-               dtype: str, batch_size: int) -> _CLIPScorer:
+def _load_clip(
+    weights: str,
+    processor: str,
+    model_id: str,
+    processor_id: str,
+    scale: float | None,
+    device: str,
+    dtype: str,
+    batch_size: int,
+) -> _CLIPScorer:
     # model_id, processor_id: hub ids that have such files, for the error's sentence; scale: None: the model's own
     where, kind = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
@@ -79,35 +109,66 @@ def _load_clip(weights: str, processor: str, model_id: str, processor_id: str, s
     model, report = family.from_pretrained(weights, dtype=kind, output_loading_info=True)
     lost = sorted(report["missing_keys"])
     if lost:
-        raise InputError(f"weights: the file in {weights} lacks {len(lost)} weights of a CLIP model ({lost[0]}, ...); "
-                         f"allowed are weights as the hub's {model_id} has them.")
-    transform = transform_from_config(json.loads(preprocessor.read_text()), model.config.vision_config.image_size)
+        raise InputError(
+            f"weights: the file in {weights} lacks {len(lost)} weights of a CLIP model ({lost[0]}, ...); "
+            f"allowed are weights as the hub's {model_id} has them."
+        )
+    transform = transform_from_config(
+        json.loads(preprocessor.read_text()), model.config.vision_config.image_size
+    )
     scale = model.logit_scale.exp().item() if scale is None else scale
-    return _CLIPScorer(tokenizer, where, kind, batch_size, model.eval().requires_grad_(False).to(where), transform,
-                       scale)
+    return _CLIPScorer(
+        tokenizer,
+        where,
+        kind,
+        batch_size,
+        model.eval().requires_grad_(False).to(where),
+        transform,
+        scale,
+    )
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7c0f7734
 def load_clip_score(
     weights: str = _CLIP_ID,  # a folder or hub id of a CLIP in transformers' layout
     scale: float = 1.0,  # what the cosine is multiplied with
-    processor: str | None = None,  # a folder or hub id with tokenizer and transform; None: as the weights
+    processor: str | None = None,  # folder or hub id of tokenizer and transform; None: the weights'
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
+    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
+    batch_size: int = 32,  # images at once
 ) -> _CLIPScorer:
-    "CLIP's cosine between picture and prompt; InputError where files or options are wrong."
+    """CLIP's cosine between picture and prompt; InputError where files or options are wrong."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0:
         raise InputError(f"scale: got {scale!r}, allowed is a number above 0.")
-    return _load_clip(str(weights), str(processor or weights), _CLIP_ID, _CLIP_ID, scale, device, dtype,
-                      batch_size)
+    return _load_clip(
+        str(weights),
+        str(processor or weights),
+        _CLIP_ID,
+        _CLIP_ID,
+        scale,
+        device,
+        dtype,
+        batch_size,
+    )
 
 
 def load_pickscore(
     weights: str = _PICKSCORE_ID,  # a folder or hub id
-    processor: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else the CLIP's
+    processor: str | None = None,  # folder or hub id; None: the weights' folder, or the CLIP's
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
+    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
+    batch_size: int = 32,  # images at once
 ) -> _CLIPScorer:
-    "PickScore on its raw scale; InputError where files or options are wrong."
-    beside = weights if (Path(weights) / "tokenizer_config.json").is_file() else _PICKSCORE_PROCESSOR_ID
-    return _load_clip(str(weights), str(processor or beside), _PICKSCORE_ID, _PICKSCORE_PROCESSOR_ID, None, device,
-                      dtype, batch_size)
+    """PickScore on its raw scale; InputError where files or options are wrong."""
+    beside = (
+        weights if (Path(weights) / "tokenizer_config.json").is_file() else _PICKSCORE_PROCESSOR_ID
+    )
+    return _load_clip(
+        str(weights),
+        str(processor or beside),
+        _PICKSCORE_ID,
+        _PICKSCORE_PROCESSOR_ID,
+        None,
+        device,
+        dtype,
+        batch_size,
+    )

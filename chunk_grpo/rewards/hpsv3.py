@@ -29,87 +29,129 @@ _HPSV3_ID, _HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
 IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pixels of a picture
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #14660448
-INSTRUCTION = (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
-REWARD_TOKEN, IMAGE_TOKEN = "<|Reward|>", "<|image_pad|>"  # the token that is scored; one for the whole picture
+INSTRUCTION = (
+    (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
+)
+# the token that is scored; one for the whole picture
+REWARD_TOKEN = "<|Reward|>"
+IMAGE_TOKEN = "<|image_pad|>"
 
 
-def format_hpsv3_chat(prompt: str) -> str:  # with one `IMAGE_TOKEN` for the whole picture and one `REWARD_TOKEN`
-    "The chat that HPSv3 gets, in the template of Qwen2-VL."
-    return ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
-            f"{IMAGE_TOKEN}<|vision_end|>{INSTRUCTION.replace('{text_prompt}', prompt)}<|im_end|>\n"
-            "<|im_start|>assistant\n")
+def format_hpsv3_chat(
+    prompt: str,
+) -> str:  # with one `IMAGE_TOKEN` for the whole picture and one `REWARD_TOKEN`
+    """The chat that HPSv3 gets, in the template of Qwen2-VL."""
+    return (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+        f"{IMAGE_TOKEN}<|vision_end|>{INSTRUCTION.replace('{text_prompt}', prompt)}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #f2719b4c
 def patchify_image(image: Images, device: str | torch.device = "cpu") -> tuple[Tensor, list[int]]:
     # image: one, (1, 3, H, W) or in a list; returns (patches, 3 * 2 * 14 * 14), and the grid: 1, rows, columns
-    "A picture, resized and normalised, as rows of patches in the order of the vision tower."
+    """A picture, resized and normalised, as rows of patches in the order of the vision tower."""
     x = images_to_tensor(image, device)
     try:
         size = smart_resize(*x.shape[-2:], IMAGE_FACTOR, TARGET_PIXELS, TARGET_PIXELS)
     except ValueError:
-        raise InputError(f"images: one of {x.shape[-1]} x {x.shape[-2]} pixels came; allowed are sides of at most 200 "
-                         "to 1.") from None
+        raise InputError(
+            f"images: one of {x.shape[-1]} x {x.shape[-2]} pixels came; allowed are sides of at most 200 "
+            "to 1."
+        ) from None
     x = normalize_images(resize_like_pillow(x, size))[0]
-    rows, columns = x.shape[-2] // IMAGE_FACTOR, x.shape[-1] // IMAGE_FACTOR
+    rows = x.shape[-2] // IMAGE_FACTOR
+    columns = x.shape[-1] // IMAGE_FACTOR
     cut = x.reshape(3, rows, 2, 14, columns, 2, 14)
-    cut = cut.permute(1, 4, 2, 5, 0, 3, 6)  # block row, block column, row and column in it, channel, pixels
+    cut = cut.permute(
+        1, 4, 2, 5, 0, 3, 6
+    )  # block row, block column, row and column in it, channel, pixels
     return torch.stack([cut, cut], 5).reshape(4 * rows * columns, -1), [1, 2 * rows, 2 * columns]
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #9ec6a731
 def build_hpsv3_inputs(
-    tokenizer: PreTrainedTokenizerBase, images: Images, prompts: list[str],  # of any sizes; one an image
-    device: torch.device, dtype: torch.dtype,  # of the patches
+    tokenizer: PreTrainedTokenizerBase,
+    images: Images,  # B images of any sizes
+    prompts: list[str],  # one per image
+    device: torch.device,  # of all inputs
+    dtype: torch.dtype,  # of the patches
 ) -> dict[str, Tensor]:  # what the model is called with
-    "One batch on the device: patches one after another, chats padded at the right, positions that count on."
-    flat, grids = zip(*(patchify_image(images[i : i + 1], device) for i in range(len(prompts))), strict=True)
-    picture, rows = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN), []
+    """One batch on the device: patches one after another, chats padded at the right, positions that count on."""
+    flat, grids = zip(
+        *(patchify_image(images[i : i + 1], device) for i in range(len(prompts))), strict=True
+    )
+    picture = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    rows = []
     for prompt, grid in zip(prompts, grids, strict=True):
         ids = tokenizer(format_hpsv3_chat(prompt), add_special_tokens=False).input_ids
         at = ids.index(picture)
         rows.append(torch.tensor(ids[:at] + math.prod(grid) // 4 * [picture] + ids[at + 1 :]))
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    ids = nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0
+    )
     positions = torch.arange(ids.shape[1])
     mask = (positions < torch.tensor([len(row) for row in rows])[:, None]).long()
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions.expand(3, len(rows), -1),
-              "pixel_values": torch.cat(flat).to(dtype), "image_grid_thw": torch.tensor(grids)}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": positions.expand(3, len(rows), -1),
+        "pixel_values": torch.cat(flat).to(dtype),
+        "image_grid_thw": torch.tensor(grids),
+    }
     return {name: value.to(device) for name, value in inputs.items()}
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #5b46069e
-def build_reward_head(hidden_size: int) -> nn.Sequential:  # of the model's state; gives mu and log sigma
-    "HPSv3's head; dropout does nothing here but keeps the published numbering."
-    return nn.Sequential(nn.Linear(hidden_size, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(),
-                         nn.Linear(16, 2))
+def build_reward_head(
+    hidden_size: int,
+) -> nn.Sequential:  # of the model's state; gives mu and log sigma
+    """HPSv3's head; dropout does nothing here but keeps the published numbering."""
+    return nn.Sequential(
+        nn.Linear(hidden_size, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.05),
+        nn.Linear(1024, 16),
+        nn.ReLU(),
+        nn.Linear(16, 2),
+    )
 
 
 @dataclass(frozen=True)
 class HPSv3(ModelScorer):
-    "Qwen2-VL with a head: its scores mu."
+    """Qwen2-VL with a head: its scores mu."""
 
     model: Qwen2VLModel
     head: nn.Sequential
 
-    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,), float32, on the CPU
-        "The scores mu."
+    def __call__(
+        self, images: Images, prompts: Sequence[str]
+    ) -> Tensor:  # (B,), float32, on the CPU
+        """The scores mu."""
         return self.score_distribution(images, prompts)[:, 0]
 
     def check_prompt(self, prompt: str) -> None:
         """Raise InputError for a prompt that holds a special token, which would end or change the chat."""
         if found := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
-            raise InputError(f"prompts: {prompt!r} holds {found[0]}, which is a special token of the model; "
-                             "allowed is text without special tokens.")
+            raise InputError(
+                f"prompts: {prompt!r} holds {found[0]}, which is a special token of the model; "
+                "allowed is text without special tokens."
+            )
 
-    def score_distribution(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B, 2), mu and log sigma
-        "Scores and logarithms of their deviations; InputError for a prompt that holds a special token."
+    def score_distribution(
+        self, images: Images, prompts: Sequence[str]
+    ) -> Tensor:  # (B, 2), mu and log sigma
+        """Scores and logarithms of their deviations; InputError for a prompt that holds a special token."""
         for prompt in prompts:
             self.check_prompt(str(prompt))
         return super().__call__(images, prompts).reshape(-1, 2)
 
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b, 2)
-        "Both numbers of one batch."
-        return self.predict_rewards(build_hpsv3_inputs(self.tokenizer, images, prompts, self.device, self.dtype))
+        """Both numbers of one batch."""
+        return self.predict_rewards(
+            build_hpsv3_inputs(self.tokenizer, images, prompts, self.device, self.dtype)
+        )
 
     def predict_rewards(self, inputs: dict[str, Tensor]) -> Tensor:  # (b, 2)
-        "The head on the state of the scored token."
+        """The head on the state of the scored token."""
         state = self.model(**inputs, use_cache=False).last_hidden_state
         mark = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         return self.head(state[inputs["input_ids"] == mark].float())
@@ -117,8 +159,9 @@ class HPSv3(ModelScorer):
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #a10eff26
 def read_hpsv3_weights(file: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     # file: HPSv3.safetensors; dtype: of all but the head; returns by transformers' names after `model.`, or `rm_head.`
-    "The weights, tensor by tensor, straight to the device; InputError for a damaged file."
-    state, prefixes = {}, {"model": "model.language_model", "visual": "model.visual"}
+    """The weights, tensor by tensor, straight to the device; InputError for a damaged file."""
+    state = {}
+    prefixes = {"model": "model.language_model", "visual": "model.visual"}
     try:
         with safe_open(file, "pt", device=str(device)) as opened:
             for key in opened.keys():  # noqa: SIM118
@@ -127,40 +170,50 @@ def read_hpsv3_weights(file: Path, device: torch.device, dtype: torch.dtype) -> 
                     kept = torch.float32 if part == "rm_head" else dtype
                     state[f"{prefixes.get(part, part)}.{rest}"] = opened.get_tensor(key).to(kept)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"weights: {file} is damaged ({error}); allowed is the file of the hub's "
-                         f"{_HPSV3_ID}.") from None
+        raise InputError(
+            f"weights: {file} is damaged ({error}); allowed is the file of the hub's {_HPSV3_ID}."
+        ) from None
     return state
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #bd7a4b33
 def load_hpsv3(
     weights: str = _HPSV3_ID,  # a folder or hub id with HPSv3.safetensors
-    base: str = _HPSV3_BASE_ID,  # a folder or hub id with config.json and the tokenizer of Qwen2-VL-7B-Instruct
+    # a folder or hub id with config.json and the tokenizer of Qwen2-VL-7B-Instruct
+    base: str = _HPSV3_BASE_ID,
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto", batch_size: int = 8,  # auto: bfloat16 on a GPU, float32 on a CPU; images at once
+    dtype: str = "auto",  # auto: bfloat16 on a GPU, float32 on a CPU
+    batch_size: int = 8,  # images at once
 ) -> HPSv3:
-    "HPSv3 on its raw scale; InputError where files or options are wrong."
+    """HPSv3 on its raw scale; InputError where files or options are wrong."""
     where, kind = resolve_device(device, dtype, batch_size, large=True)
     file = locate_hub_file("weights", weights, "HPSv3.safetensors", _HPSV3_ID)
     for name in ("config.json", "tokenizer_config.json"):
         locate_hub_file("base", base, name, _HPSV3_BASE_ID)
     tokenizer = load_tokenizer("base", str(base), _HPSV3_BASE_ID)
-    tokenizer.add_tokens([AddedToken(REWARD_TOKEN, normalized=False, special=True)], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(REWARD_TOKEN, normalized=False, special=True)], special_tokens=True
+    )
     state = read_hpsv3_weights(file, where, kind)
     rows = state.get("model.language_model.embed_tokens.weight", torch.zeros(0)).shape[0]
     if rows != len(tokenizer):
-        raise InputError(f"base: its tokenizer has {len(tokenizer)} words with {REWARD_TOKEN}, HPSv3.safetensors has "
-                         f"{rows}; allowed is the base model it was trained from, {_HPSV3_BASE_ID}.")
+        raise InputError(
+            f"base: its tokenizer has {len(tokenizer)} words with {REWARD_TOKEN}, HPSv3.safetensors has "
+            f"{rows}; allowed is the base model it was trained from, {_HPSV3_BASE_ID}."
+        )
     config: Any = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = rows
     network: Any = Qwen2VLModel  # transformers' types have another `to`
     with init_empty_weights(include_buffers=False):
-        model, head = network(config), build_reward_head(config.text_config.hidden_size)
+        model = network(config)
+        head = build_reward_head(config.text_config.hidden_size)
     whole = nn.ModuleDict({"model": model, "rm_head": head}).eval()
     try:
         whole.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise InputError(f"weights: HPSv3.safetensors does not fit the base model's config.json "
-                         f"({str(error).splitlines()[1].strip()[:200]}); allowed are the file of the hub's "
-                         f"{_HPSV3_ID} and the configuration of {_HPSV3_BASE_ID}.") from None
+        raise InputError(
+            f"weights: HPSv3.safetensors does not fit the base model's config.json "
+            f"({str(error).splitlines()[1].strip()[:200]}); allowed are the file of the hub's "
+            f"{_HPSV3_ID} and the configuration of {_HPSV3_BASE_ID}."
+        ) from None
     whole.requires_grad_(False)
     return HPSv3(tokenizer, where, kind, batch_size, model.to(where), head.to(where))

@@ -22,55 +22,103 @@ from .images import Images, ImageTransform, transform_images
 from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 _IMAGEREWARD_ID, _BERT_ID = "THUDM/ImageReward", "bert-base-uncased"
-SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the head over the pictures of the training set
+# of the head over the pictures of the training set
+SCORE_MEAN = 0.16717362830052426
+SCORE_STD = 1.0333394966054072
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #56728199
-KEY_REPLACEMENTS = (("cls_token", "embeddings.class_embedding"), ("pos_embed", "embeddings.position_embedding"),
-                    ("patch_embed.proj.", "embeddings.patch_embedding."), ("blocks.", "encoder.layers."),
-                    (".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."),
-                    (".attn.qkv.", ".self_attn.qkv."), (".attn.proj.", ".self_attn.projection."))
+KEY_REPLACEMENTS = (
+    ("cls_token", "embeddings.class_embedding"),
+    ("pos_embed", "embeddings.position_embedding"),
+    ("patch_embed.proj.", "embeddings.patch_embedding."),
+    ("blocks.", "encoder.layers."),
+    (".norm1.", ".layer_norm1."),
+    (".norm2.", ".layer_norm2."),
+    (".attn.qkv.", ".self_attn.qkv."),
+    (".attn.proj.", ".self_attn.projection."),
+)
 
 
-def read_imagereward_weights(pt: Path) -> dict[str, dict[str, Tensor]]:  # of `vision`, `text` and `mlp`
-    "ImageReward.pt as float32 under transformers' names; InputError where it has more than tensors, or no ImageReward."
+def read_imagereward_weights(
+    pt: Path,
+) -> dict[str, dict[str, Tensor]]:  # of `vision`, `text` and `mlp`
+    """ImageReward.pt as float32 under transformers' names; InputError where it has more than tensors, or no ImageReward."""
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
     except Exception as error:  # reading a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"weights: {pt} is refused, since it is damaged or holds code ({reason}); allowed is a file "
-                         "of tensors only, as the hub's THUDM/ImageReward has it.") from None
-    beginnings = {"vision": "blip.visual_encoder.", "text": "blip.text_encoder.", "mlp": "mlp.layers."}
+        raise InputError(
+            f"weights: {pt} is refused, since it is damaged or holds code ({reason}); allowed is a file "
+            "of tensors only, as the hub's THUDM/ImageReward has it."
+        ) from None
+    beginnings = {
+        "vision": "blip.visual_encoder.",
+        "text": "blip.text_encoder.",
+        "mlp": "mlp.layers.",
+    }
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in beginnings}
     for key, value in state.items() if isinstance(state, dict) else ():
         for name, start in beginnings.items():
-            if isinstance(value, Tensor) and key.startswith(start) and not key.endswith("position_ids"):
+            if (
+                isinstance(value, Tensor)
+                and key.startswith(start)
+                and not key.endswith("position_ids")
+            ):
                 key = key.removeprefix(start)
                 for old, new in KEY_REPLACEMENTS if name == "vision" else ():
                     key = key.replace(old, new)
-                key = "post_layernorm." + key.removeprefix("norm.") if key.startswith("norm.") else key
+                key = (
+                    "post_layernorm." + key.removeprefix("norm.")
+                    if key.startswith("norm.")
+                    else key
+                )
                 parts[name][key] = value.float()
                 break
     if not parts["vision"] or not parts["mlp"]:
-        raise InputError(f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward.")
+        raise InputError(
+            f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward."
+        )
     return parts
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #5e1e09eb
 def build_imagereward(
-    parts: dict[str, dict[str, Tensor]], config: dict,  # see `read_imagereward_weights`; med_config.json
-) -> tuple[Any, Any, Any]:  # BlipVisionModel, BlipTextModel (whose `to` has another type) and Sequential
-    "The three models with their weights; InputError where weights and configuration do not fit."
-    seen, head = parts["vision"], nn.Sequential()
+    parts: dict[str, dict[str, Tensor]],  # see `read_imagereward_weights`
+    config: dict,  # med_config.json
+    # BlipVisionModel, BlipTextModel (whose `to` has another type) and Sequential
+) -> tuple[Any, Any, Any]:
+    """The three models with their weights; InputError where weights and configuration do not fit."""
+    seen = parts["vision"]
+    head = nn.Sequential()
     wide, _, patch_size, _ = seen["embeddings.patch_embedding.weight"].shape
     positions = seen["embeddings.position_embedding"].shape[1] - 1
-    vision = BlipVisionModel(BlipVisionConfig(
-        hidden_size=wide, intermediate_size=seen["encoder.layers.0.mlp.fc1.weight"].shape[0],
-        num_hidden_layers=len({key.split(".")[2] for key in seen if key.startswith("encoder.layers.")}),
-        num_attention_heads=max(wide // 64, 1), patch_size=patch_size, image_size=patch_size * round(positions**0.5),
-        hidden_act="gelu", layer_norm_eps=1e-6,
-    ))
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
-             "max_position_embeddings", "layer_norm_eps", "pad_token_id")
-    sizes = BlipTextConfig(**{name: config[name] for name in names}, encoder_hidden_size=wide, is_decoder=True)
+    vision = BlipVisionModel(
+        BlipVisionConfig(
+            hidden_size=wide,
+            intermediate_size=seen["encoder.layers.0.mlp.fc1.weight"].shape[0],
+            num_hidden_layers=len(
+                {key.split(".")[2] for key in seen if key.startswith("encoder.layers.")}
+            ),
+            num_attention_heads=max(wide // 64, 1),
+            patch_size=patch_size,
+            image_size=patch_size * round(positions**0.5),
+            hidden_act="gelu",
+            layer_norm_eps=1e-6,
+        )
+    )
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "hidden_act",
+        "max_position_embeddings",
+        "layer_norm_eps",
+        "pad_token_id",
+    )
+    sizes = BlipTextConfig(
+        **{name: config[name] for name in names}, encoder_hidden_size=wide, is_decoder=True
+    )
     for number in sorted({int(key.split(".")[0]) for key in parts["mlp"]}):
         head.add_module(str(number), nn.Linear(*parts["mlp"][f"{number}.weight"].shape[::-1]))
     models = vision, BlipTextModel(sizes, add_pooling_layer=False), head
@@ -78,15 +126,17 @@ def build_imagereward(
         try:
             model.load_state_dict(part)
         except RuntimeError as error:
-            raise InputError(f"weights: ImageReward.pt does not fit med_config.json in its part {name} "
-                             f"({str(error).splitlines()[1].strip()[:200]}); allowed are the two files of the hub's "
-                             f"{_IMAGEREWARD_ID}.") from None
+            raise InputError(
+                f"weights: ImageReward.pt does not fit med_config.json in its part {name} "
+                f"({str(error).splitlines()[1].strip()[:200]}); allowed are the two files of the hub's "
+                f"{_IMAGEREWARD_ID}."
+            ) from None
     return models
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #3b9cc821
 @dataclass(frozen=True)
 class ImageReward(ModelScorer):
-    "BLIP with a head."
+    """BLIP with a head."""
 
     vision: BlipVisionModel
     text: BlipTextModel
@@ -94,8 +144,10 @@ class ImageReward(ModelScorer):
     transform: ImageTransform
 
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
-        "Scores of one batch; a prompt's end beyond 35 tokens is not read."
-        words = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=35, return_tensors="pt")
+        """Scores of one batch; a prompt's end beyond 35 tokens is not read."""
+        words = self.tokenizer(
+            prompts, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
+        )
         words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
         x = transform_images(images, self.transform, self.device).to(self.dtype)
         picture = self.vision(pixel_values=x).last_hidden_state
@@ -105,17 +157,22 @@ class ImageReward(ModelScorer):
 
 def load_imagereward(
     weights: str = _IMAGEREWARD_ID,  # a folder or hub id with ImageReward.pt and med_config.json
-    tokenizer: str | None = None,  # a folder or hub id; None: the weights' folder if it has one, else bert-base-uncased
+    tokenizer: str | None = None,  # folder or hub id; None: the weights', or bert-base-uncased
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto", batch_size: int = 32,  # auto (float32), float32, bfloat16 or float16; images at once
+    dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
+    batch_size: int = 32,  # images at once
 ) -> ImageReward:
-    "ImageReward on its raw scale; InputError where files or options are wrong."
+    """ImageReward on its raw scale; InputError where files or options are wrong."""
     where, kind = resolve_device(device, dtype, batch_size)
-    config = json.loads(locate_hub_file("weights", weights, "med_config.json", _IMAGEREWARD_ID).read_text())
+    config = json.loads(
+        locate_hub_file("weights", weights, "med_config.json", _IMAGEREWARD_ID).read_text()
+    )
     file = locate_hub_file("weights", weights, "ImageReward.pt", _IMAGEREWARD_ID)
     beside = weights if (Path(weights) / "vocab.txt").is_file() else _BERT_ID
     bert = load_tokenizer("tokenizer", str(tokenizer or beside), _BERT_ID)
     models = build_imagereward(read_imagereward_weights(file), config)
     vision, text, head = (model.eval().requires_grad_(False).to(where) for model in models)
     transform = ImageTransform(vision.config.image_size, vision.config.image_size, even=True)
-    return ImageReward(bert, where, kind, batch_size, vision.to(kind), text.to(kind), head, transform)
+    return ImageReward(
+        bert, where, kind, batch_size, vision.to(kind), text.to(kind), head, transform
+    )

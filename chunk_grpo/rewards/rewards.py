@@ -23,7 +23,7 @@ from ..core.settings import REWARD_LOADERS, import_callable
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4ae9e0da
 def _check_reward_options(name: str, found: Callable, options: Mapping, given: int) -> None:
-    "InputError for options that a callable does not take, and for missing ones, after so many given arguments."
+    """InputError for options that a callable does not take, and for missing ones, after so many given arguments."""
     try:
         signature = inspect.signature(found)
     except ValueError:  # a built-in has none
@@ -31,30 +31,46 @@ def _check_reward_options(name: str, found: Callable, options: Mapping, given: i
     try:
         signature.bind(*[None] * given, **options)
     except TypeError as error:
-        allowed = [str(p) for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        how = f"called with images, prompts and {options}" if given else f"loaded with the options {options}"
-        raise InputError(f"reward: {name} cannot be {how} ({error}); allowed are "
-                         f"{', '.join(allowed[given:]) or 'none'}.") from None
+        allowed = [
+            str(p)
+            for p in signature.parameters.values()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        how = (
+            f"called with images, prompts and {options}"
+            if given
+            else f"loaded with the options {options}"
+        )
+        raise InputError(
+            f"reward: {name} cannot be {how} ({error}); allowed are "
+            f"{', '.join(allowed[given:]) or 'none'}."
+        ) from None
 
 
 def load_reward_with_options(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
     here: bool,  # whether code in the working folder counts, see `import_callable`
-    options: Mapping[str, Any],  # given to the loader, the class or the function; one may be called `name` or `here`
+    options: Mapping[str, Any],  # for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    "Load a reward by its name; InputError as of `load_reward`."
+    """Load a reward by its name; InputError as of `load_reward`."""
     if name not in REWARD_LOADERS and ":" not in name:
-        raise InputError(f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or "
-                         "package.module:function.")
-    found: Any = import_callable(REWARD_LOADERS.get(name, name), here=here or name in REWARD_LOADERS)
+        raise InputError(
+            f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or "
+            "package.module:function."
+        )
+    found: Any = import_callable(
+        REWARD_LOADERS.get(name, name), here=here or name in REWARD_LOADERS
+    )
     makes = name in REWARD_LOADERS or inspect.isclass(found)
     _check_reward_options(name, found, options, given=0 if makes else 2)
     if not makes:
         return functools.partial(found, **options) if options else found
     made = found(**options)
     if not callable(made):
-        raise InputError(f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a "
-                         "class with __call__(images, prompts).")
+        raise InputError(
+            f"reward: {name} makes a {type(made).__name__}, which cannot be called; allowed is a "
+            "class with __call__(images, prompts)."
+        )
     return made
 
 
@@ -63,44 +79,60 @@ def load_reward(
     here: bool = True,  # whether code in the working folder counts, see `import_callable`
     **options,  # given to the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    "A reward by its name; InputError where there is none of that name, or where an option is not one of its own."
+    """A reward by its name; InputError where there is none of that name, or where an option is not one of its own."""
     return load_reward_with_options(name, here, options)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
 @torch.inference_mode()
 def score_images(
-    name: str, reward: Callable,  # the reward's name, for the error's sentence; (images, prompts) -> scores
-    images, prompts: list[str],  # Tensor (B, 3, H, W) in [0, 1] or list of PIL images; one an image
+    name: str,  # the reward's name, for the error's sentence
+    reward: Callable,  # (images, prompts) -> scores
+    images,  # Tensor (B, 3, H, W) in [0, 1] or list of PIL images
+    prompts: list[str],  # one an image
     batch: int = 64,  # images scored at once
 ) -> Tensor:  # (B,) float32, raw
-    "Scores of the images; InputError where the reward returns the wrong count or a value that is not finite."
+    """Scores of the images; InputError where the reward returns the wrong count or a value that is not finite."""
     if len(images) != len(prompts):
-        raise InputError(f"reward: {len(images)} images came with {len(prompts)} prompts; allowed is one an image.")
+        raise InputError(
+            f"reward: {len(images)} images came with {len(prompts)} prompts; allowed is one an image."
+        )
     parts = []
     for low in range(0, len(prompts), batch):
         given = prompts[low : low + batch]
         part = images[low : low + batch]
-        returned = reward(part.clone() if isinstance(part, Tensor) and ":" in name else part, given)  # it may write
+        returned = reward(
+            part.clone() if isinstance(part, Tensor) and ":" in name else part, given
+        )  # it may write
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             if isinstance(returned, Tensor):  # a fault of its device, not of the reward
                 raise
-            getattr(returned, "close", lambda: None)()  # a coroutine would complain that nobody awaits it
-            raise InputError(f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
-                             f"numbers ({str(error)[:80]}); allowed is one number an image.") from None
+            getattr(
+                returned, "close", lambda: None
+            )()  # a coroutine would complain that nobody awaits it
+            raise InputError(
+                f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
+                f"numbers ({str(error)[:80]}); allowed is one number an image."
+            ) from None
         if scores.shape != (len(given),):
-            raise InputError(f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} "
-                             f"images; allowed is one score an image, shape ({len(given)},).")
+            raise InputError(
+                f"reward: {name} returned scores of shape {tuple(scores.shape)} for {len(given)} "
+                f"images; allowed is one score an image, shape ({len(given)},)."
+            )
         if not torch.isfinite(scores).all():
             bad = int((~torch.isfinite(scores)).nonzero()[0])
-            raise InputError(f"reward: {name} returned {scores[bad].item()} for the prompt {given[bad]!r}; "
-                             "allowed are finite numbers.")
+            raise InputError(
+                f"reward: {name} returned {scores[bad].item()} for the prompt {given[bad]!r}; "
+                "allowed are finite numbers."
+            )
         parts.append(scores)
     return torch.cat(parts).clone()
 
 
-def check_prompts(rewards: Mapping[str, Callable], prompts: Sequence[str], field: str = "prompts") -> None:
+def check_prompts(
+    rewards: Mapping[str, Callable], prompts: Sequence[str], field: str = "prompts"
+) -> None:
     """Raise InputError where a reward cannot score one of the prompts.
 
     A reward says so in `check_prompt(text)`, or in `category(text)` where it sorts prompts as GenEval does, by an
@@ -111,23 +143,33 @@ def check_prompts(rewards: Mapping[str, Callable], prompts: Sequence[str], field
         found = elsewhere(prompts) if elsewhere else _first_rejected(reward, prompts)
         if found:
             number, why = found
-            raise InputError(f"`{field.strip('`')}` must hold prompts that the reward {name} can score; number "
-                             f"{number + 1} is none: {why}")
+            raise InputError(
+                f"`{field.strip('`')}` must hold prompts that the reward {name} can score; number "
+                f"{number + 1} is none: {why}"
+            )
 
 
-def _first_rejected(reward: Callable, prompts: Sequence[str]) -> tuple[int, str] | None:  # its place, and why
+def _first_rejected(
+    reward: Callable, prompts: Sequence[str]
+) -> tuple[int, str] | None:  # its place, and why
     """Find the first prompt that a reward rejects."""
-    for check in [getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)]:
+    for check in [
+        getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)
+    ]:
         for number, text in enumerate(prompts):
             try:
                 check(text)
             except Exception as error:  # a user's reward may raise anything
                 words = " ".join(str(error).split())
-                return number, words if isinstance(error, InputError) else f"{type(error).__name__}: {words}"
+                return number, words if isinstance(
+                    error, InputError
+                ) else f"{type(error).__name__}: {words}"
     return None
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
-def _signed_sizes(images: Tensor | Sequence[Image.Image], prompts: Sequence[str], sign: int, quality: int) -> Tensor:
+def _signed_sizes(
+    images: Tensor | Sequence[Image.Image], prompts: Sequence[str], sign: int, quality: int
+) -> Tensor:
     if isinstance(images, Tensor):
         from chunk_grpo.pocket.geneval import images_to_numpy  # here, since it brings scipy
 
@@ -141,46 +183,61 @@ def _signed_sizes(images: Tensor | Sequence[Image.Image], prompts: Sequence[str]
 
 
 def incompressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scores
-    "Kilobytes (1,000 bytes) of an image as JPEG: large files are good; InputError for a quality outside 1 ... 95."
+    """Kilobytes (1,000 bytes) of an image as JPEG: large files are good; InputError for a quality outside 1 ... 95."""
     if type(quality) is not int or not 1 <= quality <= 95:
         raise InputError(f"quality: got {quality!r}, allowed is a whole number from 1 to 95.")
     return functools.partial(_signed_sizes, sign=1, quality=quality)
 
 
 def compressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scores
-    "The same with a minus: small files are good."
+    """The same with a minus: small files are good."""
     return functools.partial(incompressibility(quality), sign=-1)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
-    "A thread whose current GPU, where there is one, is that of the thread which asks for it."
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a negative one changes nothing
+    """A thread whose current GPU, where there is one, is that of the thread which asks for it."""
+    gpu = (
+        torch.cuda.current_device() if torch.cuda.is_available() else -1
+    )  # a negative one changes nothing
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 
 class StreamingScores:
-    "Images that come in parts, scored in the batches in which they would be scored together."
+    """Images that come in parts, scored in the batches in which they would be scored together."""
 
     def __init__(
-        self, executor: ThreadPoolExecutor, scorers: Mapping[str, Callable],  # of one thread; rewards by name
-        prompts: Sequence[str], batch: int = 64,  # one an image, of all that will come; images scored at once
+        self,
+        executor: ThreadPoolExecutor,  # of one thread
+        scorers: Mapping[str, Callable],  # rewards by name
+        prompts: Sequence[str],  # one an image, of all that will come
+        batch: int = 64,  # images scored at once
     ):
-        self.executor, self.scorers, self.prompts, self.batch = executor, dict(scorers), list(prompts), batch
+        self.executor, self.scorers, self.prompts, self.batch = (
+            executor,
+            dict(scorers),
+            list(prompts),
+            batch,
+        )
         self.waiting, self.sent = torch.empty(0), 0
         self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
 
     def add(self, images: Tensor) -> None:  # (b, 3, H, W) in [0, 1]
-        "Take the next images, and have full batches scored."
+        """Take the next images, and have full batches scored."""
         self.waiting = torch.cat([self.waiting, images]) if len(self.waiting) else images
         last = self.sent + len(self.waiting) == len(self.prompts)
         while len(self.waiting) >= (1 if last else self.batch):
             part, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
             texts = self.prompts[self.sent : self.sent + len(part)]
             for name, reward in self.scorers.items():
-                self.futures[name].append(self.executor.submit(score_images, name, reward, part, texts, self.batch))
+                self.futures[name].append(
+                    self.executor.submit(score_images, name, reward, part, texts, self.batch)
+                )
             self.sent += len(part)
 
     def scores(self) -> dict[str, Tensor]:  # raw scores (B,) by name
-        "The scores of all images, which must have come; raises what scoring raised."
+        """The scores of all images, which must have come; raises what scoring raised."""
         assert self.sent == len(self.prompts), "images are missing"
-        return {name: torch.cat([future.result() for future in parts]) for name, parts in self.futures.items()}
+        return {
+            name: torch.cat([future.result() for future in parts])
+            for name, parts in self.futures.items()
+        }

@@ -24,25 +24,33 @@ _SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #3bcb3c25
 def locate_hub_file(
-    option: str, place: str | Path,  # the option's name, for the error's sentence; a folder or hub id
-    file: str, default: str,  # name of the file; the hub id that has it
+    option: str,  # the option's name, for the error's sentence
+    place: str | Path,  # a folder or hub id
+    file: str,  # name of the file
+    default: str,  # the hub id that has it
 ) -> Path:  # of the file
-    "A file in a folder or on the hub; InputError where it is missing."
+    """A file in a folder or on the hub; InputError where it is missing."""
     if (Path(place) / file).is_file():
         return Path(place) / file
     if Path(place).is_dir():
-        raise InputError(f"{option}: the folder {place} has no {file}; allowed is a folder with that file, as the "
-                         f"hub's {default} has it.")
+        raise InputError(
+            f"{option}: the folder {place} has no {file}; allowed is a folder with that file, as the "
+            f"hub's {default} has it."
+        )
     try:
         return Path(hf_hub_download(str(place), file))
     except (OSError, ValueError):  # the hub's errors are either
-        raise InputError(f"{option}: {str(place)!r} is no folder here, and {file} of that hub id is neither in the "
-                         "hub's cache nor can it be downloaded (offline nothing is); allowed is a folder or a hub id "
-                         f"such as {default!r}.") from None
+        raise InputError(
+            f"{option}: {str(place)!r} is no folder here, and {file} of that hub id is neither in the "
+            "hub's cache nor can it be downloaded (offline nothing is); allowed is a folder or a hub id "
+            f"such as {default!r}."
+        ) from None
 
 
-def load_tokenizer(option: str, place: str, default: str) -> PreTrainedTokenizerBase:  # as in `locate_hub_file`
-    "A tokenizer; InputError where its files are missing."
+def load_tokenizer(
+    option: str, place: str, default: str
+) -> PreTrainedTokenizerBase:  # as in `locate_hub_file`
+    """A tokenizer; InputError where its files are missing."""
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError):
@@ -51,16 +59,22 @@ def load_tokenizer(option: str, place: str, default: str) -> PreTrainedTokenizer
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #6f6d1715
 def resolve_device(
-    device: str, dtype: str,  # auto, cpu, cuda or cuda:0 ...; auto or a name of `_SCORER_DTYPES`
-    batch_size: int, large: bool = False,  # auto is bfloat16 on a GPU
+    device: str,  # auto, cpu, cuda or cuda:0 ...
+    dtype: str,  # auto or a name of `_SCORER_DTYPES`
+    batch_size: int,  # images per forward pass, at least 1
+    large: bool = False,  # whether dtype auto means bfloat16 on a GPU
 ) -> tuple[torch.device, torch.dtype]:
-    "Device and precision of a scorer; InputError for what this machine has not. Float32 is float32, never TF32."
+    """Device and precision of a scorer; InputError for what this machine has not. Float32 is float32, never TF32."""
     use_full_float32()
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size: got {batch_size!r}, allowed is a whole number from 1.")
     if dtype != "auto" and dtype not in _SCORER_DTYPES:
         raise InputError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(_SCORER_DTYPES)}.")
-    here = ["cpu"] + ["cuda"] * torch.cuda.is_available() + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    here = (
+        ["cpu"]
+        + ["cuda"] * torch.cuda.is_available()
+        + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    )
     if device not in ("auto", *here):
         raise InputError(f"device: got {device!r}, allowed here are auto, {', '.join(here)}.")
     if device in ("auto", "cuda"):
@@ -72,7 +86,7 @@ def resolve_device(
 # %% ../../nbs/04_rewards/02_scorers.ipynb #4e7c570e
 @dataclass(frozen=True)
 class ModelScorer:
-    "A published model as a reward: (images, prompts) -> scores."
+    """A published model as a reward: (images, prompts) -> scores."""
 
     tokenizer: Any  # a PreTrainedTokenizerBase: some methods are only those of its classes
     device: torch.device
@@ -80,16 +94,20 @@ class ModelScorer:
     batch_size: int  # images at once
 
     def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b, ...)
-        "Scores of one batch."
+        """Scores of one batch."""
         raise NotImplementedError
 
     @torch.inference_mode()
-    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B, ...), float32, on the CPU
-        "Scores of all images; InputError where images and prompts do not belong together."
+    def __call__(
+        self, images: Images, prompts: Sequence[str]
+    ) -> Tensor:  # (B, ...), float32, on the CPU
+        """Scores of all images; InputError where images and prompts do not belong together."""
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
             raise InputError(f"prompts: {prompts!r} came; allowed is a list of strings.")
         if len(images) != len(prompts):
-            raise InputError(f"prompts: {len(prompts)} came with {len(images)} images; allowed is one an image.")
+            raise InputError(
+                f"prompts: {len(prompts)} came with {len(images)} images; allowed is one an image."
+            )
         cuts = [slice(i, i + self.batch_size) for i in range(0, len(prompts), self.batch_size)]
         parts = [self.score_batch(images[cut], list(prompts[cut])).float().cpu() for cut in cuts]
         return torch.cat(parts).clone() if parts else torch.zeros(0)

@@ -21,34 +21,70 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, ProcessFailure, SignalException, Std, errors
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    ProcessFailure,
+    SignalException,
+    Std,
+    errors,
+)
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
 from ..arguments import checked, path, whole_number
-from ..core.files import hash_files, lock_log, read_json, remove_abandoned, sync_tree, temporary_folder
+from chunk_grpo.core.files import (
+    hash_files,
+    lock_log,
+    read_json,
+    remove_abandoned,
+    sync_tree,
+    temporary_folder,
+)
 from ..core.settings import Settings, check_processes, load_settings
-from ..core.machine import (
-    Terminated, TrainingFailed, check_environment, die_with_parent, raise_on_sigterm)
-from .run_folder import create_run, file_of_run, has_final_weights, read_metrics_lines
+from chunk_grpo.core.machine import (
+    Terminated,
+    TrainingFailed,
+    check_environment,
+    die_with_parent,
+    raise_on_sigterm,
+)
+from chunk_grpo.runs.run_folder import (
+    create_run,
+    file_of_run,
+    has_final_weights,
+    read_metrics_lines,
+)
 from .run_folder import read_run_info, read_run_settings, update_run_json
 from ..training.callbacks import Callback, as_callbacks, format_progress
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
 def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
-    "Train a run folder as the only process, or as one of several that torchrun started."
-    first, began, threads = os.environ.get("RANK", "0") == "0", time.time(), torch.get_num_threads()
+    """Train a run folder as the only process, or as one of several that torchrun started."""
+    first = os.environ.get("RANK", "0") == "0"
+    began = time.time()
+    threads = torch.get_num_threads()
 
     class Finish(Callback):
         def on_train_end(self, state) -> None:
             sync_tree(state.run)
-            seconds = (read_json(state.run / "run.json").get("seconds") or 0.0) + time.time() - began
-            update_run_json(state.run, status="finished", finished=time.time(), seconds=seconds,
-                            final_sha256=hash_files(state.run / "final"))
+            seconds = (
+                (read_json(state.run / "run.json").get("seconds") or 0.0) + time.time() - began
+            )
+            update_run_json(
+                state.run,
+                status="finished",
+                finished=time.time(),
+                seconds=seconds,
+                final_sha256=hash_files(state.run / "final"),
+            )
 
-    with lock_log(run / "train.log") if first else contextlib.nullcontext() as log, raise_on_sigterm():
+    with (
+        lock_log(run / "train.log") if first else contextlib.nullcontext() as log,
+        raise_on_sigterm(),
+    ):
+
         def say(text: str) -> None:
             log.write(f"{text}\n".encode())
             log.flush()
@@ -59,7 +95,12 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
         try:
             if first:
-                update_run_json(run, status="running", started=read_run_info(run).get("started") or began, error=None)
+                update_run_json(
+                    run,
+                    status="running",
+                    started=read_run_info(run).get("started") or began,
+                    error=None,
+                )
                 callbacks = [*callbacks, Finish()]
             train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), say)
         except Exception:
@@ -70,28 +111,36 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
 
 def _is_finished(run: Path) -> bool:
-    "Whether nothing is left to train."
-    return (run / "run.json").is_file() and read_run_info(run)["status"] == "finished" and has_final_weights(run)
+    """Whether nothing is left to train."""
+    return (
+        (run / "run.json").is_file()
+        and read_run_info(run)["status"] == "finished"
+        and has_final_weights(run)
+    )
 
 
 def _print(text: str, stream=None) -> None:
-    "Print a line; a reader that has gone, or a full disk behind it, ends no training."
+    """Print a line; a reader that has gone, or a full disk behind it, ends no training."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=stream or sys.stdout, flush=True)
 
 
 def print_progress(line: dict, s: Settings) -> None:
-    "Print an iteration; to be given to `train` among the callbacks."
+    """Print an iteration; to be given to `train` among the callbacks."""
     _print(format_progress(line, s.iterations))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #281c660e
 def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
-    "What an error means for a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."
+    """What an error means for a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, (KeyboardInterrupt, Terminated)):
         return 130 if isinstance(error, KeyboardInterrupt) else 143, "it was interrupted", ""
     if isinstance(error, SystemExit):  # what a reward does in another thread comes out here
-        return 1, f"the run is not finished, but sys.exit({error.code!r}) was called, as by a reward", text
+        return (
+            1,
+            f"the run is not finished, but sys.exit({error.code!r}) was called, as by a reward",
+            text,
+        )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return 2, "out: no disk space; free some and resume the run.", ""
     if isinstance(error, InputError):
@@ -99,8 +148,11 @@ def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
-def _explain_workers(failures: Mapping[int, ProcessFailure]) -> tuple[int, str, str]:  # as `_explain`
-    "What the worker that failed first said; those that the agent ended do not count."
+def _explain_workers(
+    failures: Mapping[int, ProcessFailure],
+) -> tuple[int, str, str]:  # as `_explain`
+    """What the worker that failed first said; those that the agent ended do not count."""
+
     def began(rank: int) -> float:
         killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
         return failures[rank].error_file_data.get("time", 0.0 if killed else float("inf"))
@@ -108,13 +160,17 @@ def _explain_workers(failures: Mapping[int, ProcessFailure]) -> tuple[int, str, 
     rank = min(failures, key=began)
     code, told = failures[rank].exitcode, failures[rank].error_file_data
     if "time" in told:
-        return (2, told["message"], "") if code == 2 else (1, f"rank {rank}: {told['message']}", told["traceback"])
+        return (
+            (2, told["message"], "")
+            if code == 2
+            else (1, f"rank {rank}: {told['message']}", told["traceback"])
+        )
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"exited with {code}"
     return 1, f"rank {rank} {how}", ""
 
 
 def _work(run: Path, parent: int) -> int:  # exit code
-    "Train as one of several processes; the error, if there is one, goes to the agent."
+    """Train as one of several processes; the error, if there is one, goes to the agent."""
     die_with_parent(parent)()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun has it: processes share the cores
@@ -129,24 +185,62 @@ def _work(run: Path, parent: int) -> int:  # exit code
     return 0
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0002
-def _launch(run: Path, log: str, processes: int, nodes: int, node_rank: int, rendezvous: str, max_restarts: int):
-    "Train a run folder with torch's launcher, here or as one of several machines."
-    before = {x: signal.getsignal(x) for x in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+def _launch(
+    run: Path,
+    log: str,
+    processes: int,
+    nodes: int,
+    node_rank: int,
+    rendezvous: str,
+    max_restarts: int,
+):
+    """Train a run folder with torch's launcher, here or as one of several machines."""
+    before = {
+        x: signal.getsignal(x)
+        for x in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     quiet = logging.getLogger("torch.distributed.elastic")
-    quiet.propagate, quiet.handlers = False, [logging.NullHandler()]  # what it tells stands in the error
-    meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"} if nodes == 1 else {
-        "rdzv_backend": "static", "rdzv_endpoint": rendezvous, "rdzv_configs": {"rank": node_rank, "timeout": 600}}
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps old keys at a restart
+    quiet.propagate, quiet.handlers = (
+        False,
+        [logging.NullHandler()],
+    )  # what it tells stands in the error
+    meeting = (
+        {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+        if nodes == 1
+        else {
+            "rdzv_backend": "static",
+            "rdzv_endpoint": rendezvous,
+            "rdzv_configs": {"rank": node_rank, "timeout": 600},
+        }
+    )
+    os.environ.setdefault(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
+    )  # a shared one keeps old keys at a restart
     with temporary_folder("torchrun") as logs:
-        config = LaunchConfig(nodes, nodes, processes, logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
-                              run_id="chunk-grpo", max_restarts=max_restarts, **meeting)
+        config = LaunchConfig(
+            nodes,
+            nodes,
+            processes,
+            logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
+            run_id="chunk-grpo",
+            max_restarts=max_restarts,
+            **meeting,
+        )
         try:
-            elastic_launch(config, sys.executable)("-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()))
+            elastic_launch(config, sys.executable)(
+                "-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid())
+            )
         except SignalException as error:
-            raise KeyboardInterrupt if error.sigval == signal.SIGINT else Terminated(128 + error.sigval) from None
+            raise (
+                KeyboardInterrupt
+                if error.sigval == signal.SIGINT
+                else Terminated(128 + error.sigval)
+            ) from None
         except (torch.distributed.DistError, RendezvousError, TimeoutError) as error:
-            raise InputError(f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
-                             f"{str(error).splitlines()[0]}") from None
+            raise InputError(
+                f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
         finally:
             with contextlib.suppress(ValueError):  # signals belong to the main thread
                 for number, handler in before.items():
@@ -156,10 +250,16 @@ def _launch(run: Path, log: str, processes: int, nodes: int, node_rank: int, ren
 
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
 def train_folder(
-    run: Path, callbacks: Sequence[Callback | Callable] = (), fresh: bool = False,  # fresh: taken back where refused
-    processes: int = 1, nodes: int = 1, node_rank: int = 0, rendezvous: str = "", max_restarts: int = 0,  # as for train
+    run: Path,  # the run's folder
+    callbacks: Sequence[Callback | Callable] = (),  # as for `train`
+    fresh: bool = False,  # remove the folder again if the run rejects its input
+    processes: int = 1,  # as for `train`, like the following
+    nodes: int = 1,  # machines
+    node_rank: int = 0,  # number of this machine
+    rendezvous: str = "",  # HOST:PORT of the first machine
+    max_restarts: int = 0,  # after a failed process
 ) -> None:
-    "Train a folder of `create_run` to its end and note how it ended; InputError or TrainingFailed where not well."
+    """Train a folder of `create_run` to its end and note how it ended; InputError or TrainingFailed where not well."""
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
         if processes * nodes == 1:
@@ -174,32 +274,51 @@ def train_folder(
                 file.write(text)
         if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
             made = read_json(run / "run.json").get("made_folder", True)
-            ours = ("run.json", "trial.json", "profile.json", "metrics.jsonl", "train*.log", "packages*.txt", "samples",
-                    "code", "chunk_grpo")  # which a tracker makes
+            ours = (
+                "run.json",
+                "trial.json",
+                "profile.json",
+                "metrics.jsonl",
+                "train*.log",
+                "packages*.txt",
+                "samples",
+                "code",
+                "chunk_grpo",
+            )  # which a tracker makes
             for one in [one for name in ours for one in run.glob(name)]:
                 shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
             remove_abandoned(run)
             if made and not any(run.iterdir()):
                 run.rmdir()
         elif not node_rank and not _is_finished(run):
-            update_run_json(run, status="interrupted" if code in (130, 143) else "failed", error=words)
+            update_run_json(
+                run, status="interrupted" if code in (130, 143) else "failed", error=words
+            )
         if code in (130, 143) or isinstance(error, InputError):
             raise
         stopped = f"training stopped in {run}: {words}; the log is {run / log}"
-        raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (None if workers else error)
+        raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (
+            None if workers else error
+        )
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    "InputError where one process is to train and the environment speaks of others, or of other settings."
+    """InputError where one process is to train and the environment speaks of others, or of other settings."""
     check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
     alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
-    wrong = [f"{name}={os.environ[name]}" for name, one in alone.items() if os.environ.get(name, one) != one]
+    wrong = [
+        f"{name}={os.environ[name]}"
+        for name, one in alone.items()
+        if os.environ.get(name, one) != one
+    ]
     if wrong:
-        raise InputError(f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
-                         "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
-                         "these variables")
+        raise InputError(
+            f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
+            "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
+            "these variables"
+        )
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0004
 @checked(
@@ -214,29 +333,40 @@ def check_launcher() -> None:
 def train(
     s: Settings | str | Path | Mapping,  # or what `load_settings` takes
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
-    resume: bool = False, processes: int = 1,  # take up the run that lies there; on each machine
-    callbacks: Sequence[Callback | Callable] = (),  # listen to the run; a function gets every line and the settings
-    nodes: int = 1, node_rank: int = 0, rendezvous: str = "",  # machines, number of this one, HOST:PORT of the first
+    resume: bool = False,  # take up the run that lies there
+    processes: int = 1,  # on each machine
+    callbacks: Sequence[Callback | Callable] = (),  # a function gets each line and the settings
+    nodes: int = 1,  # machines
+    node_rank: int = 0,  # number of this machine
+    rendezvous: str = "",  # HOST:PORT of the first machine
     max_restarts: int = 0,  # after a failure of one of several processes
-    on_made: Callable[[Path], object] | None = None,  # called once the run folder is there: nothing was refused
+    on_made: Callable[[Path], object] | None = None,  # called when the run folder exists
 ) -> Path:  # the folder of the finished run
-    "Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."
+    """Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."""
     s = s if isinstance(s, Settings) else load_settings(s)
     total = processes * nodes
     if nodes > 1 and max_restarts:
-        raise InputError("`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
-                         f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint")
+        raise InputError(
+            "`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
+            f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint"
+        )
     if not 0 <= node_rank < nodes:
-        raise InputError(f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}")
+        raise InputError(
+            f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}"
+        )
     place = re.fullmatch(r"(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", rendezvous)
     if nodes > 1 and not (place and 0 < int(place[1]) < 65536):
-        raise InputError("`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
-                         f"got {rendezvous!r}")
+        raise InputError(
+            "`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
+            f"got {rendezvous!r}"
+        )
     if total == 1:
         check_launcher()
     elif callbacks:
-        raise InputError(f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
-                         f"got {len(callbacks)}")
+        raise InputError(
+            f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
+            f"got {len(callbacks)}"
+        )
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if not node_rank:

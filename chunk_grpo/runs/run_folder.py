@@ -23,22 +23,61 @@ import pandas as pd
 
 from .. import InputError, __version__
 from ..arguments import checked, path
-from ..core.files import (
-    EvaluationSummary, ImageScores, MetricsLine, RunInfo, RunProfile, check_outside_runs, check_place,
-    clean_run_folder, lock_log, make_folders, read_json, read_json_lines, remove_abandoned, try_lock, write_json)
-from ..core.machine import (
-    check_environment, current_git_commit, library_versions, machine_info, note_packages)
-from ..core.settings import (
-    REWARD_LOADERS, Settings, check_processes, check_resume, load_settings, named_code, reward_weights)
+from chunk_grpo.core.files import (
+    EvaluationSummary,
+    ImageScores,
+    MetricsLine,
+    RunInfo,
+    RunProfile,
+    check_outside_runs,
+    check_place,
+    clean_run_folder,
+    lock_log,
+    make_folders,
+    read_json,
+    read_json_lines,
+    remove_abandoned,
+    try_lock,
+    write_json,
+)
+from chunk_grpo.core.machine import (
+    check_environment,
+    current_git_commit,
+    library_versions,
+    machine_info,
+    note_packages,
+)
+from chunk_grpo.core.settings import (
+    REWARD_LOADERS,
+    Settings,
+    check_processes,
+    check_resume,
+    load_settings,
+    named_code,
+    reward_weights,
+)
 from chunk_grpo.core.user_code import (
-    changed_code, check_named_code, check_same_code, code_files, code_hashes, code_keys, copy_code, find_code,
-    name_copies)
-from ..models.inputs import absolute_inputs, content_hashes, find_changed_input, input_records
+    changed_code,
+    check_named_code,
+    check_same_code,
+    code_files,
+    code_hashes,
+    code_keys,
+    copy_code,
+    find_code,
+    name_copies,
+)
+from chunk_grpo.models.inputs import (
+    absolute_inputs,
+    content_hashes,
+    find_changed_input,
+    input_records,
+)
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #3dedb752
 def file_of_run(run: str | Path, name: str) -> Path:
-    "The path of a file in a run folder; InputError where it lies outside of the folder, or a link leads there."
+    """The path of a file in a run folder; InputError where it lies outside of the folder, or a link leads there."""
     path = Path(run) / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
         raise InputError(f"the run must hold its own files; {name!r} of {run} lies outside of it")
@@ -46,14 +85,14 @@ def file_of_run(run: str | Path, name: str) -> Path:
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #b01f5a86
 def find_run(path: str | Path) -> Path:
-    "The path of a run folder; InputError where there is none."
+    """The path of a run folder; InputError where there is none."""
     if not file_of_run(path, "run.json").is_file():
         raise InputError(f"the run must be a folder with a run.json; {str(path)!r} is none")
     return Path(path)
 
 
 def is_training(run: Path | str) -> bool:
-    "Whether a process is training the run now."
+    """Whether a process is training the run now."""
     log = file_of_run(run, "train.log")
     if not log.is_file():
         return False
@@ -61,27 +100,44 @@ def is_training(run: Path | str) -> bool:
         return not try_lock(handle)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
-def read_run_info(run: str | Path, needed: Sequence[str] = ()) -> dict:  # needed: further fields that it must have
-    "What run.json says, with status created, running, finished, failed, or interrupted if the process is gone too."
+def read_run_info(
+    run: str | Path, needed: Sequence[str] = ()
+) -> dict:  # needed: further fields that it must have
+    """What run.json says, with status created, running, finished, failed, or interrupted if the process is gone too."""
     note = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
-    gone = note["status"] == "running" and file_of_run(run, "train.log").is_file() and not is_training(run)
+    gone = (
+        note["status"] == "running"
+        and file_of_run(run, "train.log").is_file()
+        and not is_training(run)
+    )
     return note | ({"status": "interrupted"} if gone else {})
 
 
 def update_run_json(run: Path, **changes) -> None:
-    "Change fields of run.json."
+    """Change fields of run.json."""
     write_json(Path(run) / "run.json", read_json(Path(run) / "run.json") | changes)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #465eddf7
-def read_run_settings(run: str | Path, exact: bool = False) -> Settings:  # exact: refuse those of another version
-    "The settings of a run; a warning names those that only another version knows, and they are left out."
+def read_run_settings(
+    run: str | Path, exact: bool = False
+) -> Settings:  # exact: refuse those of another version
+    """The settings of a run; a warning names those that only another version knows, and they are left out."""
     note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
-    version = note.get("versions", {}).get("chunk_grpo", "")  # none: not another version's, but damaged
+    version = note.get("versions", {}).get(
+        "chunk_grpo", ""
+    )  # none: not another version's, but damaged
     made = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
-    known = {name: x for name, x in note["settings"].items() if exact or not version or name in Settings.model_fields}
+    known = {
+        name: x
+        for name, x in note["settings"].items()
+        if exact or not version or name in Settings.model_fields
+    }
     if unknown := [name for name in note["settings"] if name not in known]:
-        warnings.warn(f"version {__version__} does not know these settings of the run {made}, and leaves "
-                      f"them out: {', '.join(unknown):.200}", stacklevel=1)
+        warnings.warn(
+            f"version {__version__} does not know these settings of the run {made}, and leaves "
+            f"them out: {', '.join(unknown):.200}",
+            stacklevel=1,
+        )
     try:
         return load_settings(known)
     except InputError as error:
@@ -89,49 +145,65 @@ def read_run_settings(run: str | Path, exact: bool = False) -> Settings:  # exac
 
 
 def read_metrics_lines(run: str | Path) -> list[dict]:
-    "The lines of metrics, iteration 0 first; those that are there while a run is going on."
+    """The lines of metrics, iteration 0 first; those that are there while a run is going on."""
     lines = read_json_lines(file := file_of_run(run, "metrics.jsonl"), MetricsLine)
     for i, line in enumerate(lines, 1):
         for name, x in line.items():  # a method's own may be anything; scores are numbers
-            if name.startswith(("reward_", "eval_")) and not isinstance(x, (int, float, type(None))):
-                raise InputError(f"run: line {i} of {file} is damaged: `{name}` must be a number; got {str(x)[:40]!r}")
+            if name.startswith(("reward_", "eval_")) and not isinstance(
+                x, (int, float, type(None))
+            ):
+                raise InputError(
+                    f"run: line {i} of {file} is damaged: `{name}` must be a number; got {str(x)[:40]!r}"
+                )
     return lines
 
 
 @checked(run=path())
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    "The metrics as a table, a row an iteration."
-    rows = [{**line, **{f"seconds_{name}": x for name, x in (line.get("seconds") or {}).items()}}
-            for line in read_metrics_lines(run)]
-    return pd.DataFrame(rows, columns=None if rows else ["iteration"]).drop(columns="seconds", errors="ignore")
+    """The metrics as a table, a row an iteration."""
+    rows = [
+        {**line, **{f"seconds_{name}": x for name, x in (line.get("seconds") or {}).items()}}
+        for line in read_metrics_lines(run)
+    ]
+    return pd.DataFrame(rows, columns=None if rows else ["iteration"]).drop(
+        columns="seconds", errors="ignore"
+    )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #2cd1bad8
 def read_run_profile(run: str | Path) -> dict | None:
-    "The profile of the base that the run measured; None before the first iteration."
+    """The profile of the base that the run measured; None before the first iteration."""
     file = file_of_run(run, "profile.json")
     return read_json(file, RunProfile) if file.is_file() else None
 
 
 def read_evaluation_summary(run: str | Path) -> dict | None:
-    "The summary of a run's evaluation; None where there is none."
+    """The summary of a run's evaluation; None where there is none."""
     file = file_of_run(run, "evaluation/summary.json")
     return read_json(file, EvaluationSummary) if file.is_file() else None
 
 
-def read_evaluation_records(run: str | Path) -> list[dict]:  # arm, prompt_index, image_index, prompt, file, scores ...
-    "The scores of a run's evaluation, image by image."
+def read_evaluation_records(
+    run: str | Path,
+) -> list[dict]:  # arm, prompt_index, image_index, prompt, file, scores ...
+    """The scores of a run's evaluation, image by image."""
     return read_json_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #a3f482c7
 def next_run_folder(name: str) -> Path:
-    "The first run folder of a name, such as runs/pocket-demo-001, that does not exist yet in the working directory."
-    return next(p for p in (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1)) if not p.exists())
+    """The first run folder of a name, such as runs/pocket-demo-001, that does not exist yet in the working directory."""
+    return next(
+        p for p in (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1)) if not p.exists()
+    )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #f413f44a
-def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, where a kill's debris may lie
-    "InputError where a new run would spoil what lies there, or could not be written."
+def check_new_folder(
+    out: Path, run: bool = False
+) -> None:  # run: a run's, where a kill's debris may lie
+    """InputError where a new run would spoil what lies there, or could not be written."""
     if (out / "run.json").is_file():
-        raise InputError(f"`out` must be a new folder; {out} holds a run, which is taken up with resume")
+        raise InputError(
+            f"`out` must be a new folder; {out} holds a run, which is taken up with resume"
+        )
     if out.exists() and not out.is_dir():
         raise InputError(f"`out` must be a new or an empty folder; {out} is a file")
     for file in out.iterdir() if out.exists() else ():
@@ -143,8 +215,10 @@ def check_new_folder(out: Path, run: bool = False) -> None:  # run: a run's, whe
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
 def _code_now(run: str | Path) -> dict:
-    "Hash the code that a run names as it is found now, and say where environments of its rewards lie."
-    with warnings.catch_warnings():  # settings of another version are named by whoever reads the run
+    """Hash the code that a run names as it is found now, and say where environments of its rewards lie."""
+    with (
+        warnings.catch_warnings()
+    ):  # settings of another version are named by whoever reads the run
         warnings.simplefilter("ignore")
         try:
             s = read_run_settings(run)
@@ -153,18 +227,34 @@ def _code_now(run: str | Path) -> dict:
     out: dict = dict.fromkeys(code_keys(s), "not found") | code_hashes(s)
     for name, options in s.reward_options.items():
         place = options.get("environment")
-        if isinstance(place, str) and os.sep in place and not os.path.isabs(place):  # it depends on the working folder
+        if (
+            isinstance(place, str) and os.sep in place and not os.path.isabs(place)
+        ):  # it depends on the working folder
             out[f"environment: {name}"] = os.path.realpath(Path(place).expanduser())
     return out
 
 
-def _own_run_lines(run: str | Path) -> list[str]:  # the last vouches for all; the first without the code's content
+def _own_run_lines(
+    run: str | Path,
+) -> list[str]:  # the last vouches for all; the first without the code's content
     note = read_json(find_run(run) / "run.json")
-    names = ("model", "prompts", "eval_prompts", "reward", "eval_rewards", "reward_options", "method", "chunks",
-             "surrogate")  # what an evaluation would load or run
+    names = (
+        "model",
+        "prompts",
+        "eval_prompts",
+        "reward",
+        "eval_rewards",
+        "reward_options",
+        "method",
+        "chunks",
+        "surrogate",
+    )  # what an evaluation would load or run
     obeyed = [note["settings"].get(name) for name in names]
     code = _code_now(run)
-    texts = [json.dumps(what, sort_keys=True) for what in ([obeyed, [*obeyed, code]] if code else [obeyed])]
+    texts = [
+        json.dumps(what, sort_keys=True)
+        for what in ([obeyed, [*obeyed, code]] if code else [obeyed])
+    ]
     return [f"{note.get('run_id')} {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
 
 
@@ -183,7 +273,7 @@ def run_origin(run: str | Path) -> str:
 
 
 def is_own_run(run: str | Path, remember: bool = False) -> bool:  # note that it was made here
-    "Whether a run was made on this machine, by this user, and has the rewards, prompts, model and code of then."
+    """Whether a run was made on this machine, by this user, and has the rewards, prompts, model and code of then."""
     if run_origin(run) == "own":
         return True
     if remember:
@@ -201,16 +291,21 @@ def check_trust(
     doing: str = "evaluating",  # what is done to the run
     rewards_too: bool = True,  # whether its rewards are loaded
 ) -> None:
-    "InputError where a run from elsewhere, or one whose code was edited, names what would be loaded or run."
+    """InputError where a run from elsewhere, or one whose code was edited, names what would be loaded or run."""
     raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
     for field in ("method", "chunks", "surrogate"):
         file = str(raw.get(field, "")).rpartition(":")[0]
         if file.endswith(".py") and not os.path.isabs(file):
-            raise InputError(f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}")
-    from chunk_grpo.planning.plan import known_model_configs  # here, since diffusers takes seconds to import
+            raise InputError(
+                f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}"
+            )
+    from chunk_grpo.planning.plan import (
+        known_model_configs,
+    )  # here, since diffusers takes seconds to import
     from chunk_grpo.pocket import POCKET_MODELS
 
-    s, origin = read_run_settings(run), run_origin(run)
+    s = read_run_settings(run)
+    origin = run_origin(run)
     if origin == "own":
         return
     if origin == "edited":
@@ -218,32 +313,53 @@ def check_trust(
             records = [read_run_info(run).get("code", {}), find_code(s)]
             if not rewards_too:  # they are not loaded, so their code may be anywhere
                 loaded = ("method", "chunks", "surrogate")
-                records = [{k: one for k, one in record.items() if one["setting"] in loaded} for record in records]
+                records = [
+                    {k: one for k, one in record.items() if one["setting"] in loaded}
+                    for record in records
+                ]
             found = changed_code(*records)
             if found is None and not rewards_too:
                 return
-            setting, why = found or ("reward_options", "its environment, or a file, is another one here")
-            raise InputError(f"`{setting}` of {run} names code that is not what the run was trained with: {why}; look "
-                             "at it, then add --trust (in Python trust=True)")
+            setting, why = found or (
+                "reward_options",
+                "its environment, or a file, is another one here",
+            )
+            raise InputError(
+                f"`{setting}` of {run} names code that is not what the run was trained with: {why}; look "
+                "at it, then add --trust (in Python trust=True)"
+            )
         return
     for name in named_code(s) if trust else ():
         file = name.rpartition(":")[0]
         if not file.endswith(".py") and code_files(name) and not code_files(name, here=False):
-            raise InputError(f"a run from elsewhere takes no code from the working folder; the module {file} of "
-                             f"{name[:80]!r} is found only there")
+            raise InputError(
+                f"a run from elsewhere takes no code from the working folder; the module {file} of "
+                f"{name[:80]!r} is found only there"
+            )
     if trust:
         return
-    names = dict.fromkeys([*reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)])
-    names, given = names if rewards_too else {}, {} if "reward_options" in changed else s.reward_options
+    names = dict.fromkeys(
+        [*reward_weights(s), *(() if "eval_rewards" in changed else s.eval_rewards)]
+    )
+    names, given = (
+        names if rewards_too else {},
+        {} if "reward_options" in changed else s.reward_options,
+    )
     wanted = [f"the code {name}" for name in names if name not in REWARD_LOADERS]
     wanted += [f"the code {code}" for code in named_code(s)]
-    if not ("model" in changed or s.model in (*POCKET_MODELS, *known_model_configs()) or Path(s.model).is_dir()):
+    if not (
+        "model" in changed
+        or s.model in (*POCKET_MODELS, *known_model_configs())
+        or Path(s.model).is_dir()
+    ):
         wanted.append(f"the model {s.model} of the hub")
     wanted += [f"{name} with {given[name]}" for name in names if given.get(name)]
     if wanted:
-        raise InputError(f"RUN: {run} was not made on this machine, and {doing} it would run "
-                         f"{', and '.join(wanted)}; look at its run.json, then add --trust"
-                         f"{', or give other rewards' * rewards_too} (in Python trust=True).")
+        raise InputError(
+            f"RUN: {run} was not made on this machine, and {doing} it would run "
+            f"{', and '.join(wanted)}; look at its run.json, then add --trust"
+            f"{', or give other rewards' * rewards_too} (in Python trust=True)."
+        )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #066d17af
 _INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options")
@@ -257,7 +373,9 @@ def check_run_inputs(
     """Raise InputError where the run's model or prompts are missing, or are not those that it was trained with."""
     note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     then = {name: Settings.model_fields[name].default for name in names} | note["settings"]
-    if changed := find_changed_input(s, note, [name for name in names if then[name] == getattr(s, name)]):
+    if changed := find_changed_input(
+        s, note, [name for name in names if then[name] == getattr(s, name)]
+    ):
         raise InputError(
             f"`{changed}` must be what the run {run} was trained with; {getattr(s, changed)} has changed since, or is "
             "another one of that name"
@@ -265,19 +383,29 @@ def check_run_inputs(
 
 
 def has_final_weights(run: Path) -> bool:
-    "Whether the trained weights of a run are there."
+    """Whether the trained weights of a run are there."""
     return any((Path(run) / "final").glob("*.safetensors"))
 
 
 def create_run(
-    s: Settings, out: str | Path | None = None,  # the folder; None: the next free runs/run-001 of the working directory
-    resume: bool = False, processes: int = 1, nodes: int = 1,  # take up the run there; that will train it; machines
+    s: Settings,  # the folder
+    out: str | Path | None = None,  # None: the next free runs/run-001 of the working directory
+    resume: bool = False,  # take up the run there
+    processes: int = 1,  # that will train it
+    nodes: int = 1,  # machines
 ) -> Path:  # the run folder
-    "Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."
-    def previous() -> tuple[dict, bool]:  # run.json of the run to resume, and whether nothing is left to train
-        note = read_json(out / "run.json", RunInfo, ("settings", "status", "model_sha256", "prompts_sha256"))
+    """Make a run folder, or take one up; InputError where either would be wrong, and then nothing is written."""
+
+    def previous() -> tuple[
+        dict, bool
+    ]:  # run.json of the run to resume, and whether nothing is left to train
+        note = read_json(
+            out / "run.json", RunInfo, ("settings", "status", "model_sha256", "prompts_sha256")
+        )
         check_resume(absolute_inputs(old := load_settings(note["settings"])), s)
-        return note, note["status"] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
+        return note, note[
+            "status"
+        ] == "finished" and s.iterations <= old.iterations and has_final_weights(out)
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
@@ -308,28 +436,47 @@ def create_run(
     made = not out.exists()
     make_folders(out)
     about = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
-    with lock_log(out / "train.log", new=not resume):  # another may have made or trained the run meanwhile
+    with lock_log(
+        out / "train.log", new=not resume
+    ):  # another may have made or trained the run meanwhile
         if resume:
             note, done = previous()
-            if changed := [name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]]:
-                raise InputError(f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
-                                 "run began")
+            if changed := [
+                name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]
+            ]:
+                raise InputError(
+                    f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
+                    "run began"
+                )
             check_same_code(note, code, out)
             index = input_records(s)["model_index"]
             if note.get("inputs", {}).get("model_index", index) != index:
-                raise InputError("`model` must be the same when a run is resumed; its model_index.json changed since "
-                                 "the run began")
-            named = {name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]}
+                raise InputError(
+                    "`model` must be the same when a run is resumed; its model_index.json changed since "
+                    "the run began"
+                )
+            named = {
+                name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]
+            }
             s = s.model_copy(update=named)  # as checkpoints of an older run have them
             note |= {} if done else about
             clean_run_folder(out)
         else:
             check_new_folder(out, run=True)
             remove_abandoned(out)
-            note = {**about, "versions": library_versions(), "git_commit": current_git_commit(), **hashes,
-                    "inputs": input_records(s), "machine": machine_info(),
-                    "seconds": 0.0, "started": None, "finished": None,
-                    "run_id": uuid.uuid4().hex, "made_folder": made}
+            note = {
+                **about,
+                "versions": library_versions(),
+                "git_commit": current_git_commit(),
+                **hashes,
+                "inputs": input_records(s),
+                "machine": machine_info(),
+                "seconds": 0.0,
+                "started": None,
+                "finished": None,
+                "run_id": uuid.uuid4().hex,
+                "made_folder": made,
+            }
         if code and "code" not in note:
             note["code"] = name_copies(code)
         write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})

@@ -27,9 +27,19 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
-from ..core.files import (
-    EvaluationPart, RunInfo, append_json_line, hash_files, make_folders, read_json, read_json_lines, remove_abandoned,
-    sync_to_disk, sync_tree, try_lock)
+from chunk_grpo.core.files import (
+    EvaluationPart,
+    RunInfo,
+    append_json_line,
+    hash_files,
+    make_folders,
+    read_json,
+    read_json_lines,
+    remove_abandoned,
+    sync_to_disk,
+    sync_tree,
+    try_lock,
+)
 from ..core.machine import die_with_parent, terminate_process_group
 from ..core.settings import Settings, diff_settings, load_settings, reward_weights
 from ..models import trainable
@@ -38,37 +48,55 @@ from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.plan import choose_image_device
 from ..reward_serving import placement
 from ..rewards import rewards
-from .run_folder import (
-    check_run_inputs, check_trust, file_of_run, find_run, has_final_weights, read_run_settings, run_origin)
+from chunk_grpo.runs.run_folder import (
+    check_run_inputs,
+    check_trust,
+    file_of_run,
+    find_run,
+    has_final_weights,
+    read_run_settings,
+    run_origin,
+)
 from ..training import checkpoints
 from ..training.methods import load_method
 from ..training.rollout import sample_images
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #96a14825
 def find_trained_weights(run: Path | str) -> Path:  # its folder final/
-    "Where a finished run has its weights; InputError where it has none."
+    """Where a finished run has its weights; InputError where it has none."""
     if not (Path(run) / "final").is_dir():
-        raise InputError(f"run: {run} has no trained weights in final/; a finished run is needed: resume it first.")
+        raise InputError(
+            f"run: {run} has no trained weights in final/; a finished run is needed: resume it first."
+        )
     return Path(run) / "final"
 
 
 def hash_trained_weights(run: Path | str) -> str:  # sha256
-    "What names the weights of a finished run; InputError where they are not those that the training wrote."
-    folder, file = find_trained_weights(run), Path(run) / "run.json"
+    """What names the weights of a finished run; InputError where they are not those that the training wrote."""
+    folder = find_trained_weights(run)
+    file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
-    found, noted = ({name: x for name, x in sums.items() if name.endswith((".safetensors", ".json"))}  # what is loaded
-                    for sums in (hash_files(folder), note.get("final_sha256", {})))
+    found, noted = (
+        {
+            name: x for name, x in sums.items() if name.endswith((".safetensors", ".json"))
+        }  # what is loaded
+        for sums in (hash_files(folder), note.get("final_sha256", {}))
+    )
     if note.get("status") == "finished" and noted and noted != found:
-        raise InputError(f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
-                         "and resume the run.")
-    if not noted and any(folder.glob("*.safetensors")):  # nothing to compare with: read them, as drawing will
+        raise InputError(
+            f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
+            "and resume the run."
+        )
+    if not noted and any(
+        folder.glob("*.safetensors")
+    ):  # nothing to compare with: read them, as drawing will
         trainable.read_saved_weights(folder)
     sums = [digest for name, digest in found.items() if name.endswith(".safetensors")]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest checkpoint
-    "Where a run has its newest trained weights; InputError where it has none, or they are not what was written."
+    """Where a run has its newest trained weights; InputError where it has none, or they are not what was written."""
     run = find_run(run)
     if has_final_weights(run):
         for file in (run / "final").iterdir():
@@ -76,27 +104,54 @@ def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest check
         hash_trained_weights(run)
         return file_of_run(run, "final")
     if not (found := checkpoints.list_checkpoints(run)):
-        raise InputError(f"the run must have trained weights; {run} has neither final/ nor a checkpoint yet")
-    newest, note = file_of_run(run, f"checkpoints/{found[-1].name}"), read_json(run / "run.json", RunInfo)
-    checkpoints.verify_checkpoint(newest, {"run_id": note.get("run_id", ""), "settings": note.get("settings", {})})
+        raise InputError(
+            f"the run must have trained weights; {run} has neither final/ nor a checkpoint yet"
+        )
+    newest = file_of_run(run, f"checkpoints/{found[-1].name}")
+    note = read_json(run / "run.json", RunInfo)
+    checkpoints.verify_checkpoint(
+        newest, {"run_id": note.get("run_id", ""), "settings": note.get("settings", {})}
+    )
     return newest
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #10e90cd7
-def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> Policy:  # folder: final/ if not given
-    "A run's policy with trained weights, at `eval_resolution`; InputError where there are none or they do not fit."
+def load_trained_policy(
+    run: Path, s: Settings, folder: Path | None = None
+) -> Policy:  # folder: final/ if not given
+    """A run's policy with trained weights, at `eval_resolution`; InputError where there are none or they do not fit."""
     folder = folder or find_trained_weights(run)
     check_run_inputs(run, s, ("model",))
-    final, groups = folder.name == "final", ("ema", "weights")  # read, and refused, before the base is loaded
-    stored = trainable.read_saved_weights(folder) if final else checkpoints.read_tensors(folder, only=groups)
-    names = ("max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets", "lora_alpha",
-             "vae_tiling", "attention")
-    given = {name: getattr(s, name) for name in names} | {"resolution": s.eval_resolution, "frozen": True}
+    # read, and refused, before the base is loaded
+    final = folder.name == "final"
+    groups = ("ema", "weights")
+    stored = (
+        trainable.read_saved_weights(folder)
+        if final
+        else checkpoints.read_tensors(folder, only=groups)
+    )
+    names = (
+        "max_tokens",
+        "guidance",
+        "true_cfg_scale",
+        "dtype",
+        "lora_rank",
+        "lora_targets",
+        "lora_alpha",
+        "vae_tiling",
+        "attention",
+    )
+    given = {name: getattr(s, name) for name in names} | {
+        "resolution": s.eval_resolution,
+        "frozen": True,
+    }
     policy = trainable.load_trainable_policy(s.model, device=choose_image_device(s), **given)
     policy.truncate_timesteps = s.truncate_timesteps  # of images as trained
     if final:
         trainable.load_trained_weights(policy, folder, stored)
         return policy
-    found, net, own = stored.get("ema", stored["weights"]), policy.transformer, policy.trained
+    found = stored.get("ema", stored["weights"])
+    net = policy.transformer
+    own = policy.trained
     if not policy.lora and s.sharding == "none":
         trainable.freeze_unread(net.requires_grad_(True), policy.unread)
         own = [p for p in own if p.requires_grad]
@@ -108,70 +163,127 @@ def load_trained_policy(run: Path, s: Settings, folder: Path | None = None) -> P
     return policy
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #f8c3f966
-AS_TRAINED_ARMS = {"base-as-trained": 0, "as-trained": None}  # arm -> as for the ODE: 0 is the base, None the trained
+AS_TRAINED_ARMS = {
+    "base-as-trained": 0,
+    "as-trained": None,
+}  # arm -> as for the ODE: 0 is the base, None the trained
 
 
 def sample_arm_images(
-    model: Policy, s: Settings, prompts: Sequence[str] | Mapping[int, str],  # trained; all, or those at `places`
-    places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    arm: str, split: int | None,  # step of the ODE at which the base takes over; as in AS_TRAINED_ARMS for these
+    model: Policy,  # trained
+    s: Settings,  # of the evaluation
+    prompts: Sequence[str] | Mapping[int, str],  # all, or those at `places`
+    places: list[tuple[int, int]],  # (prompt, number of the image) of each image wanted
+    arm: str,  # step of the ODE at which the base takes over
+    split: int | None,  # as in AS_TRAINED_ARMS for these
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    "Images of an arm, reproducible image by image; sets the model's resolution."
+    """Images of an arm, reproducible image by image; sets the model's resolution."""
     sampler = load_method(s).sampler(s.iterations - 1) if arm in AS_TRAINED_ARMS else None
     model.set_resolution(s.resolution if sampler else s.eval_resolution)
-    return sample_images(model, prompts, places, s.eval_seed, s.eval_steps, split, s.rollout_batch, sampler,
-                         TORCH_DTYPES[s.latents_dtype])
+    return sample_images(
+        model,
+        prompts,
+        places,
+        s.eval_seed,
+        s.eval_steps,
+        split,
+        s.rollout_batch,
+        sampler,
+        TORCH_DTYPES[s.latents_dtype],
+    )
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ae0ef414
-def score_prompt_images(images: torch.Tensor, texts: list[str], scorers: Mapping[str, Callable]) -> list[dict]:
-    "Scores, category and objects of each image (B, 3, H, W, from 0 to 1) of a text, by the name of the reward."
-    scores = {name: rewards.score_images(name, scorer, images, texts).tolist() for name, scorer in scorers.items()}
-    objects = {name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")}
-    return [{"scores": {name: values[n] for name, values in scores.items()},
-             "category": {name: r.category(text) for name, r in scorers.items() if hasattr(r, "category")},
-             "objects": {name: [int(there) for there in values[n]] for name, values in objects.items()}}
-            for n, text in enumerate(texts)]
+def score_prompt_images(
+    images: torch.Tensor, texts: list[str], scorers: Mapping[str, Callable]
+) -> list[dict]:
+    """Scores, category and objects of each image (B, 3, H, W, from 0 to 1) of a text, by the name of the reward."""
+    scores = {
+        name: rewards.score_images(name, scorer, images, texts).tolist()
+        for name, scorer in scorers.items()
+    }
+    objects = {
+        name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")
+    }
+    return [
+        {
+            "scores": {name: values[n] for name, values in scores.items()},
+            "category": {
+                name: r.category(text) for name, r in scorers.items() if hasattr(r, "category")
+            },
+            "objects": {
+                name: [int(there) for there in values[n]] for name, values in objects.items()
+            },
+        }
+        for n, text in enumerate(texts)
+    ]
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #c61c82b2
-def evaluation_parts(s: Settings, prompts: int, arms: Mapping[str, int | None]) -> list[tuple[str, int, int]]:
-    "The parts of an evaluation of so many prompts: arm, first image and last one plus 1, arm by arm."
-    count, size = prompts * s.eval_images, s.rollout_batch
+def evaluation_parts(
+    s: Settings, prompts: int, arms: Mapping[str, int | None]
+) -> list[tuple[str, int, int]]:
+    """The parts of an evaluation of so many prompts: arm, first image and last one plus 1, arm by arm."""
+    count = prompts * s.eval_images
+    size = s.rollout_batch
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 
-def draw_part(model: Policy, s: Settings, prompts: list[str], scorers: Mapping[str, Callable],
-              part: tuple[str, int, int], split: int | None, folder: Path) -> list[dict]:
-    "Draw and score the images of a part, write them as ARM/00000.png in the folder, and return a record of each."
+def draw_part(
+    model: Policy,
+    s: Settings,
+    prompts: list[str],
+    scorers: Mapping[str, Callable],
+    part: tuple[str, int, int],
+    split: int | None,
+    folder: Path,
+) -> list[dict]:
+    """Draw and score the images of a part, write them as ARM/00000.png in the folder, and return a record of each."""
     arm, low, high = part
     places = [divmod(n, s.eval_images) for n in range(low, high)]
     images = sample_arm_images(model, s, prompts, places, arm, split)
-    judged, records = score_prompt_images(images, [prompts[p] for p, _ in places], scorers), []
+    judged = score_prompt_images(images, [prompts[p] for p, _ in places], scorers)
+    records = []
     make_folders(folder / arm)
     for n, image, (p, i), found in zip(range(low, high), images, places, judged, strict=True):
-        record = {"arm": arm, "prompt_index": p, "image_index": i, "prompt": prompts[p], "seed": s.eval_seed}
+        record = {
+            "arm": arm,
+            "prompt_index": p,
+            "image_index": i,
+            "prompt": prompts[p],
+            "seed": s.eval_seed,
+        }
         records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
-        VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(folder / records[-1]["file"])
+        VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(
+            folder / records[-1]["file"]
+        )
         sync_to_disk(folder / records[-1]["file"])
     sync_to_disk(folder / arm)  # the names too: the line that says so comes later
     return records
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #cb623460
-def begun_folder(run: Path, s: Settings, arms: Mapping[str, int | None], prompts: list[str]) -> Path:
-    "Where the parts of an unfinished evaluation gather; InputError where the run has no trained weights."
-    what = {"settings": s.model_dump(mode="json", exclude={"threads"}), "arms": dict(arms), "prompts": prompts,
-            "weights": hash_trained_weights(run)}
+def begun_folder(
+    run: Path, s: Settings, arms: Mapping[str, int | None], prompts: list[str]
+) -> Path:
+    """Where the parts of an unfinished evaluation gather; InputError where the run has no trained weights."""
+    what = {
+        "settings": s.model_dump(mode="json", exclude={"threads"}),
+        "arms": dict(arms),
+        "prompts": prompts,
+        "weights": hash_trained_weights(run),
+    }
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 
 
 @contextlib.contextmanager
 def only_evaluation(run: Path) -> Iterator[None]:
-    "Within this context no other process evaluates the run; InputError where one does."
+    """Within this context no other process evaluates the run; InputError where one does."""
     lock = file_of_run(run, "evaluation.begun/lock")
     make_folders(lock.parent)
     with open(lock, "ab") as handle:
         if not try_lock(handle):
-            raise InputError(f"the run {run} is being evaluated by another process; wait until it has ended")
+            raise InputError(
+                f"the run {run} is being evaluated by another process; wait until it has ended"
+            )
         try:
             yield
         finally:
@@ -181,9 +293,13 @@ def only_evaluation(run: Path) -> Iterator[None]:
 
 
 def read_parts(folder: Path) -> dict[tuple[str, int, int], list[dict]]:
-    "The finished parts in a folder, which may be missing, each with its records."
+    """The finished parts in a folder, which may be missing, each with its records."""
     files = sorted(Path(folder).glob("parts-*.jsonl"))
-    return {tuple(x["part"]): x["records"] for file in files for x in read_json_lines(file, EvaluationPart)}
+    return {
+        tuple(x["part"]): x["records"]
+        for file in files
+        for x in read_json_lines(file, EvaluationPart)
+    }
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #022abb40
 def load_scorers(
@@ -191,32 +307,54 @@ def load_scorers(
     run: Path | None = None,  # that the settings come from
     trust: bool = False,  # the user has looked at what the run names
 ) -> dict[str, Callable]:
-    "The rewards trained on and those only measured, by name; a stranger's run is not obeyed."
+    """The rewards trained on and those only measured, by name; a stranger's run is not obeyed."""
     names = dict.fromkeys([*reward_weights(s), *s.eval_rewards])
     origin = run_origin(run) if run else "own"
-    then = read_run_settings(run) if origin == "foreign" or (origin == "edited" and not trust) else None
+    then = (
+        read_run_settings(run)
+        if origin == "foreign" or (origin == "edited" and not trust)
+        else None
+    )
     theirs = (*reward_weights(then), *then.eval_rewards) if then else ()
-    return {name: placement.load_placed_reward(name, name not in theirs, **s.reward_options.get(name, {}))
-            for name in names}
+    return {
+        name: placement.load_placed_reward(
+            name, name not in theirs, **s.reward_options.get(name, {})
+        )
+        for name in names
+    }
 
 
 def _changed_names(run: Path | str, s: Settings | Mapping) -> list[str]:
-    "Name the settings of an evaluation that are not the run's."
+    """Name the settings of an evaluation that are not the run's."""
     return [*diff_settings(read_run_settings(run), load_settings(s))]
 
 
 def draw_share(
-    run: Path, s: Settings, arms: Mapping[str, int | None],  # a finished run; of the evaluation; arm -> split
-    folder: Path, share: tuple[int, int] = (0, 1),  # of `begun_folder`; this process' number, and how many there are
+    run: Path,  # a finished run
+    s: Settings,  # of the evaluation
+    arms: Mapping[str, int | None],  # arm -> split
+    folder: Path,  # of `begun_folder`
+    share: tuple[int, int] = (0, 1),  # this process' number, and how many there are
     watch: Callable = lambda: None,  # called after every part
     trust: bool = False,  # the user has looked at what the run names
 ) -> None:
-    "Draw the parts that are missing and this process' own."
+    """Draw the parts that are missing and this process' own."""
     check_trust(run, trust, _changed_names(run, s))
-    run, s, folder = Path(run), load_settings(s), Path(folder)  # as JSON has them, in a process of their own
-    prompts, done = read_prompts(s.eval_prompts, "eval_prompts"), read_parts(folder)
-    todo = [part for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]] if part not in done]
-    with drawing_threads(s.threads):  # scorers too: a worker gets as many threads as are here when it starts
+    run, s, folder = (
+        Path(run),
+        load_settings(s),
+        Path(folder),
+    )  # as JSON has them, in a process of their own
+    prompts = read_prompts(s.eval_prompts, "eval_prompts")
+    done = read_parts(folder)
+    todo = [
+        part
+        for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]]
+        if part not in done
+    ]
+    with drawing_threads(
+        s.threads
+    ):  # scorers too: a worker gets as many threads as are here when it starts
         scorers = load_scorers(s, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts")
         model = load_trained_policy(run, s)
@@ -228,7 +366,7 @@ def draw_share(
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #49c5a497
 def move_into_place(folder: Path, place: Path) -> None:
-    "Replace the finished evaluation in `place` by a newer one, whole in the folder that it began in."
+    """Replace the finished evaluation in `place` by a newer one, whole in the folder that it began in."""
     aside = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(aside, ignore_errors=True)
     remove_abandoned(folder)  # of a process that was killed
@@ -243,27 +381,39 @@ def move_into_place(folder: Path, place: Path) -> None:
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #74ccb3c1
 def drawing_processes(run: Path | str) -> int:
-    "How many processes draw a run's images where nobody says it."
+    """How many processes draw a run's images where nobody says it."""
     here = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     return max(1, min(read_json(Path(run) / "run.json", RunInfo).get("processes", 1), here))
 
 
-def image_cost(s: Settings, arm: str) -> int:  # in forwards times pixels; only ratios mean something
-    "What an image of an arm costs."
-    return s.steps * s.resolution**2 if arm in AS_TRAINED_ARMS else s.eval_steps * s.eval_resolution**2
+def image_cost(
+    s: Settings, arm: str
+) -> int:  # in forwards times pixels; only ratios mean something
+    """What an image of an arm costs."""
+    return (
+        s.steps * s.resolution**2 if arm in AS_TRAINED_ARMS else s.eval_steps * s.eval_resolution**2
+    )
 
 
 def progress_text(done: int, images: int, seconds: float, spent: float, left: float) -> str:
-    "How many of all images are done, and how long work takes that is left where so much was spent in these seconds."
+    """How many of all images are done, and how long work takes that is left where so much was spent in these seconds."""
     ahead = seconds * left / spent if spent else 0.0
     return f"{done:,} of {images:,} images, {int(ahead) // 60}:{int(ahead) % 60:02d} min left"
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #08284b7c
-def progress_watcher(s: Settings, parts: list[tuple[str, int, int]], folder: Path, say: Callable[[str], None],
-                     every: float = 10.0) -> Callable[[], None]:  # every: seconds between two lines
-    "A function that looks how many of all parts are in the folder and says it from time to time."
+def progress_watcher(
+    s: Settings,
+    parts: list[tuple[str, int, int]],
+    folder: Path,
+    say: Callable[[str], None],
+    every: float = 10.0,
+) -> Callable[[], None]:  # every: seconds between two lines
+    """A function that looks how many of all parts are in the folder and says it from time to time."""
+
     def work(some) -> tuple[int, int]:  # images, and what they cost
-        return sum(j - i for _, i, j in some), sum((j - i) * image_cost(s, arm) for arm, i, j in some)
+        return sum(j - i for _, i, j in some), sum(
+            (j - i) * image_cost(s, arm) for arm, i, j in some
+        )
 
     (images, cost), (first, before), began = work(parts), work(read_parts(folder)), time.monotonic()
     said = [began, first]
@@ -271,7 +421,9 @@ def progress_watcher(s: Settings, parts: list[tuple[str, int, int]], folder: Pat
     def look() -> None:
         (done, spent), now = work(read_parts(folder)), time.monotonic()
         if done > said[1] and (now - said[0] >= every or done == images):
-            say(f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}")
+            say(
+                f"evaluation: {progress_text(done, images, now - began, spent - before, cost - spent)}"
+            )
             said[:] = now, done
 
     if first:
@@ -280,25 +432,34 @@ def progress_watcher(s: Settings, parts: list[tuple[str, int, int]], folder: Pat
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #5ee51ca8
 def _share_environment(number: int, count: int) -> dict[str, str]:
-    "The environment of a share's process: a GPU of its own and its part of the cores, or else one thread."
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    """The environment of a share's process: a GPU of its own and its part of the cores, or else one thread."""
+    gpus = torch.cuda.device_count()
+    cores = len(os.sched_getaffinity(0))
     own = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
     return {"OMP_NUM_THREADS": str(max(1, cores // count) if gpus else 1)} | os.environ | own
 
 
 def run_programs(
-    orders: Sequence[tuple[Sequence[str], Mapping[str, str]]],  # of each: module and words, environment
+    orders: Sequence[tuple[Sequence[str], Mapping[str, str]]],  # module and words, environment
     watch: Callable[[], None] = lambda: None,  # called some times a second, and at the end
     **options,  # of `subprocess.Popen`
 ) -> tuple[int, str]:  # exit code and last words of the first that failed; else 0
-    "Run programs beside each other to their end; where one fails, or `watch` raises, the others are ended."
+    """Run programs beside each other to their end; where one fails, or `watch` raises, the others are ended."""
     with contextlib.ExitStack() as stack:
         running = {}  # process -> what it says on its error stream
         stack.callback(lambda: [terminate_process_group(child) for child in running])
         for words, own in orders:
             said = stack.enter_context(tempfile.TemporaryFile())
-            running[subprocess.Popen([sys.executable, "-P", "-m", *words], env=own, stderr=said, **options,
-                                     start_new_session=True, preexec_fn=die_with_parent(os.getpid()))] = said
+            running[
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", *words],
+                    env=own,
+                    stderr=said,
+                    **options,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(os.getpid()),
+                )
+            ] = said
         while running:
             time.sleep(0.2)
             for child in [child for child in running if child.poll() is not None]:
@@ -306,16 +467,26 @@ def run_programs(
                 said = running.pop(child)
                 if child.returncode:
                     said.seek(0)
-                    return child.returncode, ["", *said.read().decode(errors="replace").strip().splitlines()][-1]
+                    return child.returncode, [
+                        "",
+                        *said.read().decode(errors="replace").strip().splitlines(),
+                    ][-1]
             watch()
     return 0, ""
 
 
-def share_out(what: str, draw: str, given: Mapping, count: int, watch: Callable[[], None] = lambda: None) -> None:
+def share_out(
+    what: str, draw: str, given: Mapping, count: int, watch: Callable[[], None] = lambda: None
+) -> None:
     # what: for the error; draw: module:function; given: its keywords; count: processes; watch: as in `run_programs`
-    "Call a function in processes that each get a `share`; InputError where one refuses or fails, with its last words."
-    orders = [(["chunk_grpo.runs.run_images", draw, json.dumps({**given, "share": (number, count)})],
-               _share_environment(number, count)) for number in range(count)]
+    """Call a function in processes that each get a `share`; InputError where one refuses or fails, with its last words."""
+    orders = [
+        (
+            ["chunk_grpo.runs.run_images", draw, json.dumps({**given, "share": (number, count)})],
+            _share_environment(number, count),
+        )
+        for number in range(count)
+    ]
     code, said = run_programs(orders, watch)
     if code:
         raise InputError(f"{what}: a process that draws failed: {said or f'exit status {code}'}")
@@ -323,9 +494,11 @@ def share_out(what: str, draw: str, given: Mapping, count: int, watch: Callable[
 
 @contextlib.contextmanager
 def drawing_threads(threads: int = 0) -> Iterator[None]:
-    "While images are drawn, torch has `threads`; where that is 0 and there is neither GPU nor OMP_NUM_THREADS, one."
+    """While images are drawn, torch has `threads`; where that is 0 and there is neither GPU nor OMP_NUM_THREADS, one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or (before if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ else 1))
+    torch.set_num_threads(
+        threads or (before if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ else 1)
+    )
     try:
         yield
     finally:
@@ -333,7 +506,7 @@ def drawing_threads(threads: int = 0) -> Iterator[None]:
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ab35c264
 def main(arguments: Sequence[str]) -> int:  # exit status
-    "One process' share of a drawing: module:function, and its keywords as JSON."
+    """One process' share of a drawing: module:function, and its keywords as JSON."""
     try:
         pkgutil.resolve_name(arguments[0])(**json.loads(arguments[1]))
     except InputError as error:

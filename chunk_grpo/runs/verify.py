@@ -21,43 +21,60 @@ from ..training import checkpoints
 
 # %% ../../nbs/09_runs/03_verify.ipynb #983cf879
 def _file_changes(run: Path, folder: str, wanted: Mapping[str, str]) -> list[str]:
-    "What in a folder of the run, such as final, is not as its hashes say, a sentence a file."
+    """What in a folder of the run, such as final, is not as its hashes say, a sentence a file."""
     place = run_folder.file_of_run(run, folder)
     for file in place.rglob("*"):
         run_folder.file_of_run(run, str(file.relative_to(run)))  # before any is read
     there = {name: digest for name, digest in hash_files(place).items() if name != "manifest.json"}
-    found = {name: "was changed after it was written" for name in wanted if wanted[name] != there.get(name)}
+    found = {
+        name: "was changed after it was written"
+        for name in wanted
+        if wanted[name] != there.get(name)
+    }
     found |= dict.fromkeys(wanted.keys() - there, "is missing")
     found |= dict.fromkeys(there.keys() - wanted, "was put there by something else")
     return [f"{folder}/{name} {how}" for name, how in sorted(found.items())]
 
 
 def _checkpoint_changes(run: Path, folder: Path, note: Mapping) -> list[str]:
-    "What is not as it was in a checkpoint, and what the run's own files have changed since."
-    where, now, free = f"checkpoints/{folder.name}", note["settings"], {*RESUME_CHANGEABLE_FIELDS, "iterations"}
+    """What is not as it was in a checkpoint, and what the run's own files have changed since."""
+    where = f"checkpoints/{folder.name}"
+    now = note["settings"]
+    free = {*RESUME_CHANGEABLE_FIELDS, "iterations"}
     try:
         manifest = checkpoints.read_manifest(run_folder.file_of_run(run, where))
-        out, then = _file_changes(run, where, manifest["files"]), manifest.get("settings")
+        out = _file_changes(run, where, manifest["files"])
+        then = manifest.get("settings")
         if not out and manifest.get("run_id") != note.get("run_id"):
             return [f"{where} was written by another run"]
         if not isinstance(then, dict):
             return [*out, f"{where} has no settings"]
-        out += [f"run.json was changed: its setting `{name}` is {now[name]!r}, and was {then[name]!r} in training"
-                for name in then if name not in free and now.get(name, then[name]) != then[name]]
-        if "metrics.jsonl" in manifest["files"] and not any("/metrics.jsonl" in text for text in out):
+        out += [
+            f"run.json was changed: its setting `{name}` is {now[name]!r}, and was {then[name]!r} in training"
+            for name in then
+            if name not in free and now.get(name, then[name]) != then[name]
+        ]
+        if "metrics.jsonl" in manifest["files"] and not any(
+            "/metrics.jsonl" in text for text in out
+        ):
             own = run_folder.file_of_run(run, "metrics.jsonl")
             theirs = (folder / "metrics.jsonl").read_bytes().splitlines()
             mine = own.read_bytes().splitlines() if own.is_file() else []
-            out += [f"metrics.jsonl was changed in line {i}, iteration {i - 1}"
-                    for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
+            out += [
+                f"metrics.jsonl was changed in line {i}, iteration {i - 1}"
+                for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1)
+                if a != b
+            ]
             out += ["metrics.jsonl has lost lines"] * (len(mine) < len(theirs))
         return out
     except (InputError, FileNotFoundError) as error:
         return [str(error).removeprefix("resume: ").rstrip(".")] if folder.is_dir() else []
 
 
-def find_changes(run: Path, note: Mapping) -> tuple[list[str], list[str]]:  # what was changed, what was not looked at
-    "Every file of a run that is not what was written; `note` is its run.json."
+def find_changes(
+    run: Path, note: Mapping
+) -> tuple[list[str], list[str]]:  # what was changed, what was not looked at
+    """Every file of a run that is not what was written; `note` is its run.json."""
     folders = checkpoints.list_checkpoints(run)
     found = [text for folder in folders for text in _checkpoint_changes(run, folder, note)]
     unknown = [] if folders else ["there are no checkpoints to compare with"]
@@ -69,12 +86,16 @@ def find_changes(run: Path, note: Mapping) -> tuple[list[str], list[str]]:  # wh
 
 # %% ../../nbs/09_runs/03_verify.ipynb #a59049e2
 def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 0 ... inf
-    "The difference of two numbers, of two lists of them, or of nothing and nothing, as a share of what is allowed."
+    """The difference of two numbers, of two lists of them, or of nothing and nothing, as a share of what is allowed."""
     if a == b:
         return 0.0
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return max(_difference_share(name, x, y, line, s) for x, y in zip(a, b, strict=True))
-    if not (isinstance(a, (int, float)) and isinstance(b, (int, float))) or isinstance(a, int) or name == "lr":
+    if (
+        not (isinstance(a, (int, float)) and isinstance(b, (int, float)))
+        or isinstance(a, int)
+        or name == "lr"
+    ):
         return math.inf
     spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
     allowed = {"float32": 1e-3, "bfloat16": 5e-2}[s.dtype] * max(abs(a), abs(b), spread)
@@ -86,76 +107,127 @@ def _difference_share(name: str, a, b, line: Mapping, s: Settings) -> float:  # 
 
 
 def compare_lines(theirs: Iterable[Mapping], ours: Iterable[Mapping], s: Settings) -> list[dict]:
-    "Numbers that differ between two logs: iteration, name, run, again, share of what is allowed; the largest first."
-    rows = [{"iteration": line["iteration"], "name": name, "run": line[name], "again": other[name],
-             "share": _difference_share(name, line[name], other[name], line, s)}
-            for line, other in zip(theirs, ours, strict=False)
-            for name in line if name in other and not name.startswith("seconds")]
+    """Numbers that differ between two logs: iteration, name, run, again, share of what is allowed; the largest first."""
+    rows = [
+        {
+            "iteration": line["iteration"],
+            "name": name,
+            "run": line[name],
+            "again": other[name],
+            "share": _difference_share(name, line[name], other[name], line, s),
+        }
+        for line, other in zip(theirs, ours, strict=False)
+        for name in line
+        if name in other and not name.startswith("seconds")
+    ]
     return sorted((row for row in rows if row["share"]), key=lambda row: -row["share"])
 
 
-def weights_share(one: Path, other: Path, s: Settings, iterations: int) -> float:  # 0: bit-identical; above 1: too far
-    "Root mean square difference of two folders of weights, as a share of what so many iterations allow."
+def weights_share(
+    one: Path, other: Path, s: Settings, iterations: int
+) -> float:  # 0: bit-identical; above 1: too far
+    """Root mean square difference of two folders of weights, as a share of what so many iterations allow."""
     names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
     if names[0] != names[1]:
         return math.inf
     total, count = 0.0, 0
     for name in names[0]:  # a file at a time, since whole weights may not fit twice
-        a, b = load_file(one / name), load_file(other / name)
+        a = load_file(one / name)
+        b = load_file(other / name)
         if {k: x.shape for k, x in a.items()} != {k: x.shape for k, x in b.items()}:
             return math.inf
         total += sum((x.double() - b[k].double()).square().sum().item() for k, x in a.items())
         count += sum(x.numel() for x in a.values())
-    return math.sqrt(total / max(count, 1)) / (0.1 * s.learning_rate * s.updates_per_iteration * iterations)
+    return math.sqrt(total / max(count, 1)) / (
+        0.1 * s.learning_rate * s.updates_per_iteration * iterations
+    )
 
 # %% ../../nbs/09_runs/03_verify.ipynb #5a29ef37
-def find_differences(run: Path, again: Path) -> dict[str, tuple]:  # what -> (of the run, of the repetition)
-    "What was not the same for a run and its repetition."
+def find_differences(
+    run: Path, again: Path
+) -> dict[str, tuple]:  # what -> (of the run, of the repetition)
+    """What was not the same for a run and its repetition."""
+
     def noted(folder: Path) -> dict:
         note = run_folder.read_run_info(folder)
-        names = ("system", "processor", "gpus", "processes", "nodes", "threads", "device", "git_commit", "model_sha256",
-                 "prompts_sha256")
+        names = (
+            "system",
+            "processor",
+            "gpus",
+            "processes",
+            "nodes",
+            "threads",
+            "device",
+            "git_commit",
+            "model_sha256",
+            "prompts_sha256",
+        )
         code = {key: one["sha256"] for key, one in note.get("code", {}).items()}
         noted = (note.get("versions") or {}) | ({"code": code} if code else {})
         return noted | {name: (note | (note.get("machine") or {})).get(name) for name in names}
 
     def packages(folder: Path) -> dict[str, str]:  # that it began with
         (first, *_) = machine.package_lists(folder) or [None]
-        text = run_folder.file_of_run(folder, first.name).read_text(encoding="utf-8", errors="replace") if first else ""
+        text = (
+            run_folder.file_of_run(folder, first.name).read_text(encoding="utf-8", errors="replace")
+            if first
+            else ""
+        )
         return dict(line.split("==", 1) for line in text.splitlines() if "==" in line)
 
     (a, b), (p, q) = map(noted, (run, again)), map(packages, (run, again))
     found = {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
-    return found | {name: (p.get(name), q.get(name)) for name in sorted({*p, *q})
-                    if p and p.get(name) != q.get(name) and name not in found}
+    return found | {
+        name: (p.get(name), q.get(name))
+        for name in sorted({*p, *q})
+        if p and p.get(name) != q.get(name) and name not in found
+    }
 
 # %% ../../nbs/09_runs/03_verify.ipynb #9b835062
-def repeat_run(s: Settings, iterations: int, processes: int, folder: Path, on_log: Callable | None = None) -> Path:
-    "Train the first iterations again in a new folder, as `verify_run` says; InputError where that fails."
-    quiet = {"checkpoint_every": iterations, "keep_checkpoints": 1, "keep_every": 0, "tracker": "none", "stop_on": ()}
+def repeat_run(
+    s: Settings, iterations: int, processes: int, folder: Path, on_log: Callable | None = None
+) -> Path:
+    """Train the first iterations again in a new folder, as `verify_run` says; InputError where that fails."""
+    quiet = {
+        "checkpoint_every": iterations,
+        "keep_checkpoints": 1,
+        "keep_every": 0,
+        "tracker": "none",
+        "stop_on": (),
+    }
     callbacks = [on_log] if on_log and processes == 1 else []
     try:
-        return launch.train(load_settings(s, {"iterations": iterations} | quiet), folder, processes=processes,
-                            callbacks=callbacks)
+        return launch.train(
+            load_settings(s, {"iterations": iterations} | quiet),
+            folder,
+            processes=processes,
+            callbacks=callbacks,
+        )
     except launch.TrainingFailed:  # which names a log that nobody will find
         why = run_folder.read_run_info(folder)["error"]
-        raise InputError(f"the run must be one that can be trained here; it was not: {why}") from None
+        raise InputError(
+            f"the run must be one that can be trained here; it was not: {why}"
+        ) from None
 
 # %% ../../nbs/09_runs/03_verify.ipynb #3a6a7f19
 def verify_run(
-    run: Path, iterations: int = 2,  # finished or not; to do again, at most those that the run has
+    run: Path,  # finished or not
+    iterations: int = 2,  # to do again, at most those that the run has
     processes: int = 0,  # 0: as the run had, on one machine
     on_log: Callable | None = None,  # called with every new line of metrics and the settings
     trust: bool = False,  # run what a run from elsewhere names
 ) -> dict:  # answer, iterations, changed, unknown, deviations, weights, differences
-    "Whether a run is what its folder says; InputError where it cannot be told."
+    """Whether a run is what its folder says; InputError where it cannot be told."""
     run_folder.check_trust(run, trust, doing="verifying")
-    note, theirs = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
-    s, done = run_folder.read_run_settings(run, exact=True), len(theirs) - 1
+    note = run_folder.read_run_info(run)
+    theirs = run_folder.read_metrics_lines(run)
+    s = run_folder.read_run_settings(run, exact=True)
+    done = len(theirs) - 1
     if done < 0:
         raise InputError(f"the run must have begun; {run} has no metrics yet")
     changed, unknown = find_changes(run, note)
-    count, whole = max(1, min(iterations, done)), run / "final"
+    count = max(1, min(iterations, done))
+    whole = run / "final"
     shared = processes or (note.get("processes", 1) if note.get("nodes", 1) == 1 else 1)
     with temporary_folder("verify") as folder:
         again = repeat_run(s, count, shared, folder / "run", on_log)
@@ -163,25 +235,52 @@ def verify_run(
         complete = count == s.iterations and note["status"] == "finished" and whole.is_dir()
         weights = weights_share(whole, again / "final", s, count) if complete else None
         differences = find_differences(run, again)
-    changed += [f"the files of the {words} are not those that the run was trained on"  # with others it is another run
-                for name, words in (("model_sha256", "model"), ("prompts_sha256", "prompts"), ("code", "code"))
-                if name in differences]
+    changed += [
+        f"the files of the {words} are not those that the run was trained on"  # with others it is another run
+        for name, words in (
+            ("model_sha256", "model"),
+            ("prompts_sha256", "prompts"),
+            ("code", "code"),
+        )
+        if name in differences
+    ]
     largest = max([row["share"] for row in rows] + [weights or 0.0])
     answer = "differs" if changed or largest > 1 else "within tolerance" if largest else "identical"
-    return {"run": str(run), "answer": answer, "iterations": min(count, done), "changed": changed, "unknown": unknown,
-            "deviations": rows, "weights": weights, "differences": differences}
+    return {
+        "run": str(run),
+        "answer": answer,
+        "iterations": min(count, done),
+        "changed": changed,
+        "unknown": unknown,
+        "deviations": rows,
+        "weights": weights,
+        "differences": differences,
+    }
 
 # %% ../../nbs/09_runs/03_verify.ipynb #91917763
 def verification_lines(found: Mapping, most: int = 5) -> list[str]:
-    "The answer of `verify_run` in words, with so many deviations named."
+    """The answer of `verify_run` in words, with so many deviations named."""
     last, rows, weights = found["iterations"], found["deviations"], found["weights"]
     what = f"iterations 0 to {last}" + (" and the final weights" if weights is not None else "")
-    out = [{"identical": f"identical: {what} are the same, to the last bit",
+    out = [
+        {
+            "identical": f"identical: {what} are the same, to the last bit",
             "within tolerance": f"within tolerance: {what} are the same but for rounding",
-            "differs": f"differs: {what} were repeated"}[found["answer"]], *found["changed"]]
+            "differs": f"differs: {what} were repeated",
+        }[found["answer"]],
+        *found["changed"],
+    ]
     for row in rows[:most]:
-        how = "not allowed to differ" if math.isinf(row["share"]) else f"{100 * row['share']:.2g}% of what is allowed"
-        out.append("{name} of iteration {iteration}: {run} in the run, {again} again, {how}".format(**row, how=how))
+        how = (
+            "not allowed to differ"
+            if math.isinf(row["share"])
+            else f"{100 * row['share']:.2g}% of what is allowed"
+        )
+        out.append(
+            "{name} of iteration {iteration}: {run} in the run, {again} again, {how}".format(
+                **row, how=how
+            )
+        )
     if len(rows) > most:
         out.append(f"{len(rows) - most} further numbers differ by less")
     if weights:

@@ -36,13 +36,16 @@ class PublishedTable(BaseModel):
 
 def read_published_tables(
     file: str | Path | None = None,  # laid out as published_tables.yaml; None: that one
-) -> list[PublishedTable]:  # with methods named as rows of the table of methods, if they are such rows
+    # with methods named as rows of the table of methods, if they are such rows
+) -> list[PublishedTable]:
     """Read tables of methods; raises InputError for a file that is none."""
     file = Path(file or PRESETS_DIR / "published_tables.yaml")
     content = read_yaml_file(file)
     rows = content.get("rows") or {}
     if not isinstance(content.get("tables"), list) or not isinstance(rows, dict):
-        raise InputError(f"{file} must hold `tables`, a list, and may hold `rows`, a mapping of names")
+        raise InputError(
+            f"{file} must hold `tables`, a list, and may hold `rows`, a mapping of names"
+        )
     try:
         tables = [PublishedTable.model_validate(table) for table in content["tables"]]
     except ValidationError as error:
@@ -89,7 +92,9 @@ def exact_chance(
 def agreement_table(
     tables: Sequence[PublishedTable],
     ours: Mapping[str, float],  # method -> score, higher is better
-) -> pd.DataFrame:  # a row a table with two shared methods or more: table, paper, metric, methods, pairs, tau, p
+) -> (
+    pd.DataFrame
+):  # a row a table with two shared methods or more: table, paper, metric, methods, pairs, tau, p
     """Compare our order of methods with that of every table."""
     rows = []
     for table in tables:
@@ -133,10 +138,13 @@ def mean_agreement(
     def mean_tau(values: np.ndarray) -> float:
         taus: dict[str, list[float]] = {paper: [] for paper in papers}
         for paper, pairs, sign in signs:
-            taus[paper].append(float(np.mean(np.sign(values[pairs[:, 0]] - values[pairs[:, 1]]) * sign)))
+            taus[paper].append(
+                float(np.mean(np.sign(values[pairs[:, 0]] - values[pairs[:, 1]]) * sign))
+            )
         return float(np.mean([np.mean(found) for found in taus.values()]))
 
-    values, rng = np.array([known[name] for name in names]), np.random.default_rng(seed)
+    values = np.array([known[name] for name in names])
+    rng = np.random.default_rng(seed)
     tau = mean_tau(values)
     as_large = sum(mean_tau(rng.permutation(values)) >= tau - 1e-12 for _ in range(draws))
     return {"tau": tau, "p": (as_large + 1) / (draws + 1), "papers": len(papers)}
@@ -155,5 +163,7 @@ def papers_agreement(
             found = sums.setdefault(tuple(sorted((one.paper, other.paper))), [0, 0])
             found[0] += same
             found[1] += pairs
-    rows = [{"paper": a, "other": b, "pairs": n, "tau": same / n} for (a, b), (same, n) in sums.items()]
+    rows = [
+        {"paper": a, "other": b, "pairs": n, "tau": same / n} for (a, b), (same, n) in sums.items()
+    ]
     return pd.DataFrame(rows, columns=["paper", "other", "pairs", "tau"])

@@ -23,153 +23,234 @@ from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR, training_method
 from ..core.statistics import t_intervals
 from ..models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
-from ..reporting.figures import FURTHER_COLOURS, METHOD_COLOURS, create_subplots, with_house_style
-from ..reporting.tables import format_interval, format_number, format_seconds, format_small_number
+from chunk_grpo.reporting.figures import (
+    FURTHER_COLOURS,
+    METHOD_COLOURS,
+    create_subplots,
+    with_house_style,
+)
+from chunk_grpo.reporting.tables import (
+    format_interval,
+    format_number,
+    format_seconds,
+    format_small_number,
+)
 from .design import load_study
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #af5c69d3
 STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
 
 
-def describe_study(name: str) -> dict:  # title, question, reference, arms, evaluation, splits, and seeds as a list
-    "The description of a study, such as chunk-setting; InputError where there is none."
+def describe_study(
+    name: str,
+) -> dict:  # title, question, reference, arms, evaluation, splits, and seeds as a list
+    """The description of a study, such as chunk-setting; InputError where there is none."""
     study = load_study(name)
     return study.model_dump() | {"seeds": list(study.seed_range)}
 
 
-def load_study_rows(name: str, folder: Path | None = None) -> list[dict]:  # folder: None: `STUDY_ROWS_FOLDER`
+def load_study_rows(
+    name: str, folder: Path | None = None
+) -> list[dict]:  # folder: None: `STUDY_ROWS_FOLDER`
     # returns a finished run each, in the order of the description; empty where none is kept
-    "The kept runs of a study; InputError where an arm has a seed twice."
+    """The kept runs of a study; InputError where an arm has a seed twice."""
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
-    order, found = list(describe_study(name)["arms"]), read_json_lines(file)
+    order = list(describe_study(name)["arms"])
+    found = read_json_lines(file)
     keys = [(row["arm"], row["seed"]) for row in found]
     for arm, seed in keys:
         if keys.count((arm, seed)) > 1:
-            raise InputError(f"study: {name} has the arm {arm} with seed {seed} more than once, allowed is once.")
-    return sorted(found, key=lambda row: (order.index(row["arm"]) if row["arm"] in order else len(order), row["seed"]))
+            raise InputError(
+                f"study: {name} has the arm {arm} with seed {seed} more than once, allowed is once."
+            )
+    return sorted(
+        found,
+        key=lambda row: (
+            order.index(row["arm"]) if row["arm"] in order else len(order),
+            row["seed"],
+        ),
+    )
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #758212c5
 def arms_with_runs(rows: Sequence[Mapping]) -> list[str]:
-    "The arms that have a run."
+    """The arms that have a run."""
     return list(dict.fromkeys(row["arm"] for row in rows))
 
 
 def missing_runs_note(rows: Sequence[Mapping], study: Mapping) -> str:  # its description
-    "A sentence on the arms and seeds that were planned and are not there."
+    """A sentence on the arms and seeds that were planned and are not there."""
     if not rows:
         return f"No run of this study is kept yet; planned: {len(study['arms'])} arms, {len(study['seeds'])} seeds."
     have = {(row["arm"], row["seed"]) for row in rows}
-    lacking = {arm: [seed for seed in study["seeds"] if (arm, seed) not in have] for arm in study["arms"]}
-    parts = [f"{arm} ({'all seeds' if len(seeds) == len(study['seeds']) else 'seed ' + ', '.join(map(str, seeds))})"
-             for arm, seeds in lacking.items() if seeds]
-    return f"Not there yet: {'; '.join(parts)}." if parts else f"Every arm has its {len(study['seeds'])} planned seeds."
+    lacking = {
+        arm: [seed for seed in study["seeds"] if (arm, seed) not in have] for arm in study["arms"]
+    }
+    parts = [
+        f"{arm} ({'all seeds' if len(seeds) == len(study['seeds']) else 'seed ' + ', '.join(map(str, seeds))})"
+        for arm, seeds in lacking.items()
+        if seeds
+    ]
+    return (
+        f"Not there yet: {'; '.join(parts)}."
+        if parts
+        else f"Every arm has its {len(study['seeds'])} planned seeds."
+    )
 
 
 def earlier_model_note(rows: Sequence[Mapping]) -> str:
-    "A sentence where runs had a base model that is not the one shipped now; empty elsewhere."
+    """A sentence where runs had a base model that is not the one shipped now; empty elsewhere."""
     shipped = hash_model_files(locate_model("pocket"), MODEL_FOLDERS)
     pocket = [row for row in rows if row["settings"].get("model") == "pocket"]
     old = [row for row in pocket if row.get("model_sha256", shipped) != shipped]
-    return f"{len(old)} of them had the base model that was shipped before the present one." if old else ""
+    return (
+        f"{len(old)} of them had the base model that was shipped before the present one."
+        if old
+        else ""
+    )
 
 
 def provenance_note(rows: Sequence[Mapping]) -> str:
-    "A sentence on where the runs come from; empty without runs."
+    """A sentence on where the runs come from; empty without runs."""
     commits = dict.fromkeys(row["git_commit"] or "no commit" for row in rows)
-    machines = dict.fromkeys(f"{row['machine']['processor']} with {row['machine']['cores']} cores" for row in rows)
+    machines = dict.fromkeys(
+        f"{row['machine']['processor']} with {row['machine']['cores']} cores" for row in rows
+    )
     short = ", ".join(commit[:8] + "-dirty" * commit.endswith("-dirty") for commit in commits)
-    said = f"{len(rows)} runs, code at {short}, on {', '.join(machines)}. {earlier_model_note(rows)}"
+    said = (
+        f"{len(rows)} runs, code at {short}, on {', '.join(machines)}. {earlier_model_note(rows)}"
+    )
     return said.strip() if rows else ""
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #872b5369
-def pivot_by_seed(rows: Sequence[Mapping], value: Callable[[Mapping], float]) -> pd.DataFrame:  # value: of a row
+def pivot_by_seed(
+    rows: Sequence[Mapping], value: Callable[[Mapping], float]
+) -> pd.DataFrame:  # value: of a row
     # returns a row a seed, a column an arm; nan where there is no run
-    "One number a run."
-    columns = {arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
-               for arm in arms_with_runs(rows)}
+    """One number a run."""
+    columns = {
+        arm: pd.Series({row["seed"]: value(row) for row in rows if row["arm"] == arm})
+        for arm in arms_with_runs(rows)
+    }
     return pd.DataFrame(columns, dtype=float).sort_index()
 
 
-def mean_score(row: Mapping, reward: str, arm: str = "plain") -> float:  # arm: base, plain, hybrid, split-05 ...
-    "The mean over prompts; InputError where the arm or the reward was not evaluated."
+def mean_score(
+    row: Mapping, reward: str, arm: str = "plain"
+) -> float:  # arm: base, plain, hybrid, split-05 ...
+    """The mean over prompts; InputError where the arm or the reward was not evaluated."""
     found = row["scores"]
     for field, came in {"arm": arm, "reward": reward}.items():
         if came not in found:
-            raise InputError(f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was "
-                             f"evaluated on: {', '.join(found)}.")
+            raise InputError(
+                f"{field}: got {came!r}, allowed is what {row['arm']} with seed {row['seed']} was "
+                f"evaluated on: {', '.join(found)}."
+            )
         found = found[came]
     return sum(found) / len(found)
 
 
-def gains_by_seed(rows: Sequence[Mapping], reward: str, arm: str = "plain") -> pd.DataFrame:  # as of `pivot_by_seed`
-    "The mean over prompts of a reward, an arm of the evaluation minus the base."
-    return pivot_by_seed(rows, lambda row: mean_score(row, reward, arm) - mean_score(row, reward, "base"))
+def gains_by_seed(
+    rows: Sequence[Mapping], reward: str, arm: str = "plain"
+) -> pd.DataFrame:  # as of `pivot_by_seed`
+    """The mean over prompts of a reward, an arm of the evaluation minus the base."""
+    return pivot_by_seed(
+        rows, lambda row: mean_score(row, reward, arm) - mean_score(row, reward, "base")
+    )
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #2390e582
-def paired_intervals(rows: Sequence[Mapping], reward: str, reference: str, arm: str = "plain") -> pd.DataFrame:
+def paired_intervals(
+    rows: Sequence[Mapping], reward: str, reference: str, arm: str = "plain"
+) -> pd.DataFrame:
     # arm: of the evaluation; returns a row an arm, as of `t_intervals`
-    "Differences (a) to the reference arm on the same seeds; InputError where the reference has no run."
+    """Differences (a) to the reference arm on the same seeds; InputError where the reference has no run."""
     if reference not in arms_with_runs(rows):
         there = ", ".join(arms_with_runs(rows)) or "none yet"
         raise InputError(f"reference: got {reference!r}, allowed is an arm with runs: {there}.")
     return t_intervals(paired_differences(gains_by_seed(rows, reward, arm), reference))
 
 
-def paired_differences(values: pd.DataFrame, reference: str) -> pd.DataFrame:  # a row a seed, a column an arm
-    "Every other column minus the reference's on the same seed; nan where one of the two is missing."
+def paired_differences(
+    values: pd.DataFrame, reference: str
+) -> pd.DataFrame:  # a row a seed, a column an arm
+    """Every other column minus the reference's on the same seed; nan where one of the two is missing."""
     return values.sub(values[reference], axis=0).drop(columns=reference)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #f6f2082e
 def contrast_table(
     rows: Sequence[Mapping],
-    contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms, the second subtracted from the first
+    contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms: first minus second
     reward: str,
     arm: str = "plain",  # of the evaluation
-) -> pd.DataFrame:  # a row a pair: family, arm, less, n, mean, se, lo, hi, p, holm; nan if one of them has no runs
+) -> (
+    pd.DataFrame
+):  # a row a pair: family, arm, less, n, mean, se, lo, hi, p, holm; nan if one of them has no runs
     """Compare pairs of arms on the seeds that both have, with Holm's correction within each family."""
-    gains, tables = gains_by_seed(rows, reward, arm), []
+    gains = gains_by_seed(rows, reward, arm)
+    tables = []
     for family, pairs in contrasts.items():
-        gains = gains.reindex(columns=[*dict.fromkeys([*gains.columns, *(name for pair in pairs for name in pair)])])
+        gains = gains.reindex(
+            columns=[*dict.fromkeys([*gains.columns, *(name for pair in pairs for name in pair)])]
+        )
         apart = {number: gains[one] - gains[other] for number, (one, other) in enumerate(pairs)}
         names = pd.DataFrame(pairs, columns=["arm", "less"]).assign(family=family)
         tables.append(names.join(t_intervals(pd.DataFrame(apart))))
     if not tables:
-        return pd.DataFrame(columns=["family", "arm", "less", "n", "mean", "se", "lo", "hi", "p", "holm"])
+        return pd.DataFrame(
+            columns=["family", "arm", "less", "n", "mean", "se", "lo", "hi", "p", "holm"]
+        )
     out = pd.concat(tables, ignore_index=True)
     return out[["family", *(name for name in out if name != "family")]]
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #3135dfbb
 def training_rewards(row: Mapping) -> list[str]:
-    "The rewards of a run's training."
+    """The rewards of a run's training."""
     reward = row["settings"]["reward"]
     return [reward] if isinstance(reward, str) else list(reward)
 
 
 def common_rewards(rows: Sequence[Mapping]) -> list[str]:  # those trained on first
-    "The rewards that every run was evaluated on."
-    every = dict.fromkeys(name for row in rows for name in [*training_rewards(row), *row["scores"]["base"]])
+    """The rewards that every run was evaluated on."""
+    every = dict.fromkeys(
+        name for row in rows for name in [*training_rewards(row), *row["scores"]["base"]]
+    )
     return [name for name in every if all(name in row["scores"]["base"] for row in rows)]
 
 
 def format_difference(found: Mapping) -> str:  # found: mean, lo, hi
-    "A difference with its interval, or alone where one seed is too few."
-    known = {name: None if found[name] != found[name] else found[name] for name in ("mean", "lo", "hi")}
+    """A difference with its interval, or alone where one seed is too few."""
+    known = {
+        name: None if found[name] != found[name] else found[name] for name in ("mean", "lo", "hi")
+    }
     return format_interval(known, signed=True)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #5bf3d2f6
-def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs of an arm; returns column -> text
-    "Seeds, chunks and what an arm cost, as a mean over its runs."
-    mean, s = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean(), mine[0]["settings"]
-    profiled = "; ".join(dict.fromkeys(row["chunks"] for row in mine if s["chunks"] == "profile"))  # as measured
+def cost_columns(
+    mine: Sequence[Mapping],
+) -> dict[str, str]:  # mine: the runs of an arm; returns column -> text
+    """Seeds, chunks and what an arm cost, as a mean over its runs."""
+    mean = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean()
+    s = mine[0]["settings"]
+    profiled = "; ".join(
+        dict.fromkeys(row["chunks"] for row in mine if s["chunks"] == "profile")
+    )  # as measured
     only = "" if s["train_chunks"] == "all" else f", only {s['train_chunks']}"
-    return {"seeds": str(len(mine)), "chunks": (profiled or s["chunks"]) + only,
-            "images seen": f"{mean.images:,.0f}", "transitions trained": f"{mean.transitions:,.0f}",
-            "CPU time": format_seconds(mean.cpu_seconds)}
+    return {
+        "seeds": str(len(mine)),
+        "chunks": (profiled or s["chunks"]) + only,
+        "images seen": f"{mean.images:,.0f}",
+        "transitions trained": f"{mean.transitions:,.0f}",
+        "CPU time": format_seconds(mean.cpu_seconds),
+    }
 
 
-def study_table(rows: Sequence[Mapping], reference: str | None = None) -> list[dict]:  # column -> text
-    "A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference arm."
-    out = [{"arm": arm} | cost_columns([row for row in rows if row["arm"] == arm]) for arm in arms_with_runs(rows)]
+def study_table(
+    rows: Sequence[Mapping], reference: str | None = None
+) -> list[dict]:  # column -> text
+    """A row an arm: seeds, chunks, what it cost, its gain on every reward, its difference to the reference arm."""
+    out = [
+        {"arm": arm} | cost_columns([row for row in rows if row["arm"] == arm])
+        for arm in arms_with_runs(rows)
+    ]
     for reward in common_rewards(rows):
         gained = t_intervals(gains_by_seed(rows, reward))
         against = paired_intervals(rows, reward, reference) if reference else None
@@ -179,70 +260,123 @@ def study_table(rows: Sequence[Mapping], reference: str | None = None) -> list[d
             line[f"{reward}: gain"] = f"{format_number(found['mean'], signed=True)} \u00b1 {half}"
             if against is not None:
                 other = against.loc[line["arm"]] if line["arm"] != reference else None
-                line[f"{reward}: less {reference}"] = "reference" if other is None else format_difference(other)
-                line[f"{reward}: p (Holm)"] = "" if other is None else format_small_number(other.holm)
+                line[f"{reward}: less {reference}"] = (
+                    "reference" if other is None else format_difference(other)
+                )
+                line[f"{reward}: p (Holm)"] = (
+                    "" if other is None else format_small_number(other.holm)
+                )
     return out
 
 
 def outcome_table(rows: Sequence[Mapping], reference: str) -> str:
-    "The gains and differences of a study's arms as lines of text; without differences where the reference has no run."
-    table = pd.DataFrame(study_table(rows, reference if reference in arms_with_runs(rows) else None))
+    """The gains and differences of a study's arms as lines of text; without differences where the reference has no run."""
+    table = pd.DataFrame(
+        study_table(rows, reference if reference in arms_with_runs(rows) else None)
+    )
     cost = ["chunks", "images seen", "transitions trained", "CPU time"]
     return table.drop(columns=cost).to_string(index=False)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #271ce43e
-def differing_settings(rows: Sequence[Mapping]) -> list[dict]:  # a row an arm: it, and every setting that differs
-    "The settings in which the arms differ; InputError where runs of one arm differ in more than the seed."
-    settings = {arm: [{k: v for k, v in row["settings"].items() if k != "seed"} for row in rows if row["arm"] == arm]
-                for arm in arms_with_runs(rows)}
+def differing_settings(
+    rows: Sequence[Mapping],
+) -> list[dict]:  # a row an arm: it, and every setting that differs
+    """The settings in which the arms differ; InputError where runs of one arm differ in more than the seed."""
+    settings = {
+        arm: [
+            {k: v for k, v in row["settings"].items() if k != "seed"}
+            for row in rows
+            if row["arm"] == arm
+        ]
+        for arm in arms_with_runs(rows)
+    }
     for arm, mine in settings.items():
-        mixed = [name for name in mine[0] if any(other.get(name) != mine[0][name] for other in mine)]
+        mixed = [
+            name for name in mine[0] if any(other.get(name) != mine[0][name] for other in mine)
+        ]
         if mixed:
-            raise InputError(f"study: the runs of the arm {arm} differ in {', '.join(mixed)}, allowed is the seed "
-                             "alone.")
+            raise InputError(
+                f"study: the runs of the arm {arm} differ in {', '.join(mixed)}, allowed is the seed "
+                "alone."
+            )
     first = {arm: mine[0] for arm, mine in settings.items()}
     names = dict.fromkeys(name for values in first.values() for name in values)
-    names = [name for name in names if len({str(values.get(name)) for values in first.values()}) > 1]
-    return [{"arm": arm} | {name: str(values.get(name, "")) for name in names} for arm, values in first.items()]
+    names = [
+        name for name in names if len({str(values.get(name)) for values in first.values()}) > 1
+    ]
+    return [
+        {"arm": arm} | {name: str(values.get(name, "")) for name in names}
+        for arm, values in first.items()
+    ]
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #7f27d758
 def arm_colour(rows: Sequence[Mapping], arm: str) -> str:
-    "The colour of an arm's method."
+    """The colour of an arm's method."""
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
     return METHOD_COLOURS.get(training_method(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
 
 
 @with_house_style
 def plot_forest(rows: Sequence[Mapping], reward: str, reference: str) -> Figure:
-    "Paired differences to the reference arm with 95% intervals, an arm a line, seeds as dots."
+    """Paired differences to the reference arm with 95% intervals, an arm a line, seeds as dots."""
     found = paired_intervals(rows, reward, reference)
     seeds = paired_differences(gains_by_seed(rows, reward), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(found)))
     axis = axes[0, 0]
     for y, name in enumerate(found.index[::-1]):
-        line, shade = found.loc[name], arm_colour(rows, name)
-        axis.plot(seeds[name], np.full(len(seeds), y - 0.22), ".", color=shade, markersize=3.5, alpha=0.7)
-        axis.errorbar(line["mean"], y, xerr=np.nan_to_num(line.hi - line["mean"]), fmt="o", color=shade, capsize=3)
-        axis.annotate(format_number(line["mean"], signed=True), (1.01, y), xycoords=("axes fraction", "data"),
-                      fontsize=8, va="center")
+        line = found.loc[name]
+        shade = arm_colour(rows, name)
+        axis.plot(
+            seeds[name], np.full(len(seeds), y - 0.22), ".", color=shade, markersize=3.5, alpha=0.7
+        )
+        axis.errorbar(
+            line["mean"],
+            y,
+            xerr=np.nan_to_num(line.hi - line["mean"]),
+            fmt="o",
+            color=shade,
+            capsize=3,
+        )
+        axis.annotate(
+            format_number(line["mean"], signed=True),
+            (1.01, y),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            va="center",
+        )
     axis.axvline(0, color="black", linewidth=0.8)
     axis.xaxis.set_major_locator(MaxNLocator(6))
-    axis.set(yticks=range(len(found)), yticklabels=list(found.index[::-1]), ylim=(-0.6, len(found) - 0.4),
-             xlabel=f"{reward}: arm minus {reference}, the same seed")
+    axis.set(
+        yticks=range(len(found)),
+        yticklabels=list(found.index[::-1]),
+        ylim=(-0.6, len(found) - 0.4),
+        xlabel=f"{reward}: arm minus {reference}, the same seed",
+    )
     return figure
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #7d252d12
-def curve_column(row: Mapping, name: str) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
-    "A reward, grad_norm, ratio_dev or clip_fraction of a run's curve; InputError where it has none of that name."
+def curve_column(
+    row: Mapping, name: str
+) -> np.ndarray:  # (n,), one number an iteration, nan where nothing was trained
+    """A reward, grad_norm, ratio_dev or clip_fraction of a run's curve; InputError where it has none of that name."""
     if name not in row["curve"]:
-        raise InputError(f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}.")
+        raise InputError(
+            f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}."
+        )
     return np.array(row["curve"][name], dtype=float)
 
 
-def _draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window: int, shade) -> None:
-    "The smoothed curve of an arm: mean over seeds and its 95% interval."
-    runs = {row["seed"]: pd.Series(curve_column(row, reward), row["curve"]["iteration"]).rolling(window).mean()
-            for row in rows if row["arm"] == arm}
+def _draw_arm_curve(
+    axis, rows: Sequence[Mapping], arm: str, reward: str, window: int, shade
+) -> None:
+    """The smoothed curve of an arm: mean over seeds and its 95% interval."""
+    runs = {
+        row["seed"]: pd.Series(curve_column(row, reward), row["curve"]["iteration"])
+        .rolling(window)
+        .mean()
+        for row in rows
+        if row["arm"] == arm
+    }
     found = t_intervals(pd.DataFrame(runs).T)
     axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.2, linewidth=0)
     axis.plot(found.index, found["mean"], color=shade)
@@ -250,11 +384,12 @@ def _draw_arm_curve(axis, rows: Sequence[Mapping], arm: str, reward: str, window
 
 @with_house_style
 def plot_training_curves(
-    rows: Sequence[Mapping], reward: str,  # one trained on, or grad_norm, ratio_dev, clip_fraction
+    rows: Sequence[Mapping],  # of finished trials
+    reward: str,  # one trained on, or grad_norm, ratio_dev, clip_fraction
     reference: str | None = None,  # drawn in grey in every panel
     window: int = 5,  # iterations that a point is the mean of
 ) -> Figure:
-    "A panel an arm: the smoothed curve over the iterations, mean over seeds with its 95% interval."
+    """A panel an arm: the smoothed curve over the iterations, mean over seeds with its 95% interval."""
     names = [name for name in arms_with_runs(rows) if name != reference]
     across = min(4, len(names))
     down = -(-len(names) // across)

@@ -27,52 +27,112 @@ from ..core import settings as setting
 from ..core.files import read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..core.user_code import changed_code, check_named_code, code_hashes, find_code
-from ..core.validation import format_value, read_yaml_file, setting as field, validation_message
+from chunk_grpo.core.validation import (
+    format_value,
+    read_yaml_file,
+    setting as field,
+    validation_message,
+)
 from ..evaluation.evaluate import check_evaluation_changes
 from ..models.inputs import content_hashes
 from ..training.methods import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
 class Study(BaseModel):
-    "What is asked, and what is run to answer it."
+    """What is asked, and what is run to answer it."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     title: str = field("", "", "", "What the study is about.", min_length=1)
     question: str = field("", "", "", "What it is to answer.", min_length=1)
-    outcome: str = field("", "", "", "The reward whose gain over the base decides; empty: not said.")
-    smallest_effect: float = field(0.0, "share of the reference's gain", "", "Smallest difference of "
-                                           "interest; the seeds are as many as it takes to see it.", ge=0)
+    outcome: str = field(
+        "", "", "", "The reward whose gain over the base decides; empty: not said."
+    )
+    smallest_effect: float = field(
+        0.0,
+        "share of the reference's gain",
+        "",
+        "Smallest difference of interest; the seeds are as many as it takes to see it.",
+        ge=0,
+    )
     stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
     seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
     more_seeds: dict[str, int] = field(
-        {}, "seeds", "", "Arm -> number of its seeds, if that is more than `seeds`.",
-        takes="a mapping from arms to numbers")
+        {},
+        "seeds",
+        "",
+        "Arm -> number of its seeds, if that is more than `seeds`.",
+        takes="a mapping from arms to numbers",
+    )
     first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0, le=10**9)
     reference: str = field("", "", "", "Arm that the others are compared with.", min_length=1)
-    arms: dict[str, dict] = field({}, "", "", "Name of an arm -> the settings in which it leaves the base.",
-                                  takes="a mapping from names of arms to settings")
-    after: dict[str, str] = field({}, "", "", "Arm -> arm whose finished run it goes on from, with more iterations.",
-                                  takes="a mapping from an arm to the arm that it goes on from")
+    arms: dict[str, dict] = field(
+        {},
+        "",
+        "",
+        "Name of an arm -> the settings in which it leaves the base.",
+        takes="a mapping from names of arms to settings",
+    )
+    after: dict[str, str] = field(
+        {},
+        "",
+        "",
+        "Arm -> arm whose finished run it goes on from, with more iterations.",
+        takes="a mapping from an arm to the arm that it goes on from",
+    )
     contrasts: dict[str, list[list[str]]] = field(
-        {}, "", "", "Family -> pairs of arms that are compared, the second subtracted from the first; Holm's "
+        {},
+        "",
+        "",
+        "Family -> pairs of arms that are compared, the second subtracted from the first; Holm's "
         "correction counts the pairs of a family. Empty: every arm with the reference.",
-        takes="a mapping from names to lists of pairs of arms")
-    evaluation: dict = field({}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings")
-    splits: int = field(0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0)
+        takes="a mapping from names to lists of pairs of arms",
+    )
+    evaluation: dict = field(
+        {}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings"
+    )
+    splits: int = field(
+        0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0
+    )
     tune: dict[str, list[Any]] = field(
-        {}, "", "", "Settings and the values that every arm tries.", takes="a mapping from settings to lists of values")
+        {},
+        "",
+        "",
+        "Settings and the values that every arm tries.",
+        takes="a mapping from settings to lists of values",
+    )
     tune_own: dict[str, dict[str, list[Any]]] = field(
-        {}, "", "", "Arm -> settings that it alone tries, and their values, with each point of `tune`.",
-        takes="a mapping from arms to settings and lists of values")
-    tune_growth: int = field(0, "points", "", "How often an arm may try the next number, if its best is the "
-                                              "smallest or the largest that it tried.", ge=0, le=10)
-    tune_seeds: int = field(2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000)
-    tune_prompts: str = field("pocket:validation", "", "", "Prompts that judge what is tried, written as "
-                              "`eval_prompts` is.", min_length=1)
+        {},
+        "",
+        "",
+        "Arm -> settings that it alone tries, and their values, with each point of `tune`.",
+        takes="a mapping from arms to settings and lists of values",
+    )
+    tune_growth: int = field(
+        0,
+        "points",
+        "",
+        "How often an arm may try the next number, if its best is the "
+        "smallest or the largest that it tried.",
+        ge=0,
+        le=10,
+    )
+    tune_seeds: int = field(
+        2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000
+    )
+    tune_prompts: str = field(
+        "pocket:validation",
+        "",
+        "",
+        "Prompts that judge what is tried, written as `eval_prompts` is.",
+        min_length=1,
+    )
 
     @property
     def seed_range(self) -> range:
-        "The seeds of every arm, and those that only `more_seeds` has."
-        return range(self.first_seed, self.first_seed + max([self.seeds, *self.more_seeds.values()]))
+        """The seeds of every arm, and those that only `more_seeds` has."""
+        return range(
+            self.first_seed, self.first_seed + max([self.seeds, *self.more_seeds.values()])
+        )
 
     def seeds_of(
         self,
@@ -90,10 +150,12 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _check_arms(self):
-        "InputError where an arm's name is no name of a folder, is not there, or an arm goes on from itself."
+        """InputError where an arm's name is no name of a folder, is not there, or an arm goes on from itself."""
         for arm in self.arms:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+@-]{0,99}", arm):
-                raise InputError(f"`arms` must have names of letters, digits, hyphens and dots, up to 100; got {arm!r}")
+                raise InputError(
+                    f"`arms` must have names of letters, digits, hyphens and dots, up to 100; got {arm!r}"
+                )
         pairs = [pair for family in self.contrasts.values() for pair in family]
         named = {
             "reference": [self.reference],
@@ -105,45 +167,58 @@ class Study(BaseModel):
         for name, wanted in named.items():
             for arm in wanted:
                 if arm not in self.arms:
-                    raise InputError(f"`{name}` must name arms, which are {', '.join(self.arms)}; got {arm!r}")
+                    raise InputError(
+                        f"`{name}` must name arms, which are {', '.join(self.arms)}; got {arm!r}"
+                    )
         for pair in pairs:
             if len(set(pair)) != 2 or len(pair) != 2:
                 raise InputError(f"`contrasts` must hold pairs of two arms; got {pair}")
         for arm, count in self.more_seeds.items():
             if count < self.seeds:
-                raise InputError(f"`more_seeds` must be at least `seeds`, {self.seeds}; got {count} for {arm}")
+                raise InputError(
+                    f"`more_seeds` must be at least `seeds`, {self.seeds}; got {count} for {arm}"
+                )
         for arm in self.after:
             before = [arm]
             while (earlier := self.after.get(before[-1])) and earlier not in before:
                 before.append(earlier)
             if earlier:
-                raise InputError(f"`after` must lead back to an arm that goes on from none; {earlier} goes on from "
-                                 "itself")
+                raise InputError(
+                    f"`after` must lead back to an arm that goes on from none; {earlier} goes on from "
+                    "itself"
+                )
         return self
 
 # %% ../../nbs/13_studies/00_design.ipynb #2b12547e
-STUDIES_FOLDER, TUNED_FILE = PRESETS_DIR / "pocket" / "studies", "tuned.yaml"
+STUDIES_FOLDER = PRESETS_DIR / "pocket" / "studies"
+TUNED_FILE = "tuned.yaml"
 
 
 def list_studies() -> list[str]:
-    "The studies that are shipped."
+    """The studies that are shipped."""
     return sorted(file.parent.name for file in STUDIES_FOLDER.glob("*/study.yaml"))
 
 
-def find_study_folder(source: str | Path) -> Path:  # source: name, or a folder with study.yaml and base.yaml
-    "The folder of a study; InputError where there is none."
+def find_study_folder(
+    source: str | Path,
+) -> Path:  # source: name, or a folder with study.yaml and base.yaml
+    """The folder of a study; InputError where there is none."""
     for path in (Path(source), STUDIES_FOLDER / source):
         if (path / "study.yaml").is_file() and (path / "base.yaml").is_file():
             return path
-    raise InputError(f"the study must be one of {', '.join(list_studies())}, or a folder with study.yaml and "
-                     f"base.yaml; got {str(source)!r}")
+    raise InputError(
+        f"the study must be one of {', '.join(list_studies())}, or a folder with study.yaml and "
+        f"base.yaml; got {str(source)!r}"
+    )
 
 
 def load_study(source: str | Path) -> Study:  # source: name of a study, or its folder
-    "A checked study; InputError with one sentence that names the field, what came and what is allowed."
+    """A checked study; InputError with one sentence that names the field, what came and what is allowed."""
     file = find_study_folder(source) / "study.yaml"
     values = {"title": "", "question": "", "reference": ""} | read_yaml_file(file)
-    if isinstance(values.get("outcome"), str):  # a reward, which may be a file of code beside the study
+    if isinstance(
+        values.get("outcome"), str
+    ):  # a reward, which may be a file of code beside the study
         values["outcome"] = setting.name_files({"reward": values["outcome"]}, file.parent)["reward"]
     try:
         return Study.model_validate(values)
@@ -151,42 +226,54 @@ def load_study(source: str | Path) -> Study:  # source: name of a study, or its 
         raise InputError(f"{file}: {validation_message(error, Study)}") from None
 
 
-def read_tuned(home: Path) -> dict[str, dict]:  # the study's folder -> arm: what was found, with `settings`
-    "What each arm does best with, by validation prompts; empty where nothing was tuned."
+def read_tuned(
+    home: Path,
+) -> dict[str, dict]:  # the study's folder -> arm: what was found, with `settings`
+    """What each arm does best with, by validation prompts; empty where nothing was tuned."""
     file = home / TUNED_FILE
     found = read_yaml_file(file) if file.is_file() else {}
     for arm, point in found.items():
         if not isinstance(point, dict) or not isinstance(point.get("settings"), dict):
-            raise InputError(f"{file}: the arm {arm} must hold `settings: {{name: value}}`; got {format_value(point)}")
+            raise InputError(
+                f"{file}: the arm {arm} must hold `settings: {{name: value}}`; got {format_value(point)}"
+            )
     return found
 
 # %% ../../nbs/13_studies/00_design.ipynb #3b13f5ea
 def _arm_settings(study: Study, home: Path) -> dict[str, Settings]:
-    "The settings of every arm; InputError where they, their evaluation or their order are wrong."
-    base, tuned, out = setting.read_settings_file(home / "base.yaml"), read_tuned(home), {}
+    """The settings of every arm; InputError where they, their evaluation or their order are wrong."""
+    base = setting.read_settings_file(home / "base.yaml")
+    tuned = read_tuned(home)
+    out = {}
     for arm, own in study.arms.items():
         best = tuned.get(arm, {}).get("settings", {})
         try:
-            out[arm] = s = setting.load_settings(base, own | best | {"seed": study.first_seed}, home)
+            out[arm] = s = setting.load_settings(
+                base, own | best | {"seed": study.first_seed}, home
+            )
             evaluated = setting.load_settings(s, study.evaluation, home)
             check_evaluation_changes(s, evaluated)
             scored = list(dict.fromkeys([*setting.reward_weights(s), *evaluated.eval_rewards]))
             if study.outcome and study.outcome not in scored:
-                raise InputError(f"`outcome` must be a reward that is evaluated, {', '.join(scored)}; got "
-                                 f"{study.outcome!r}")
+                raise InputError(
+                    f"`outcome` must be a reward that is evaluated, {', '.join(scored)}; got "
+                    f"{study.outcome!r}"
+                )
         except InputError as error:
             raise InputError(f"arm {arm} of the study {home.name}: {error}") from None
     for arm, before in study.after.items():
         try:
             setting.check_resume(out[before], out[arm])
         except InputError as error:
-            raise InputError(f"arm {arm} of the study {home.name} cannot go on from {before}: {error}") from None
+            raise InputError(
+                f"arm {arm} of the study {home.name} cannot go on from {before}: {error}"
+            ) from None
     return out
 
 
 @dataclass(frozen=True)
 class Trial:
-    "One arm with one seed."
+    """One arm with one seed."""
 
     study: str
     arm: str
@@ -199,39 +286,57 @@ class Trial:
 
     @property
     def name(self) -> str:
-        "The name of its folder."
+        """The name of its folder."""
         return f"{self.arm}-{self.seed}"
 
     def code_hashes(self) -> dict[str, str]:  # empty without user code
-        "Say what the code is that training and evaluation name."
+        """Say what the code is that training and evaluation name."""
         return code_hashes(setting.load_settings(self.settings, self.evaluation))
 
 
 def expand_trials(
-    source: str | Path, arms: Sequence[str] | None = None,  # name of a study, or its folder; only these; None: all
+    source: str | Path,  # name of a study, or its folder
+    arms: Sequence[str] | None = None,  # only these; None: all
     seeds: Sequence[int] | None = None,  # only these; None: all
 ) -> list[Trial]:  # seed after seed, so that what is there after an interruption can be compared
-    "The trials of a study; InputError where an arm or its settings are wrong."
-    study, home = load_study(source), find_study_folder(source)
+    """The trials of a study; InputError where an arm or its settings are wrong."""
+    study = load_study(source)
+    home = find_study_folder(source)
     for arm in arms or ():
         if arm not in study.arms:
             raise InputError(f"`arms` must be among {', '.join(study.arms)}; got {arm!r}")
     for seed in seeds or ():
         if seed not in study.seed_range:
-            raise InputError(f"`seeds` must lie between {study.first_seed} and {study.seed_range[-1]}; got {seed}")
+            raise InputError(
+                f"`seeds` must lie between {study.first_seed} and {study.seed_range[-1]}; got {seed}"
+            )
     known = _arm_settings(study, home)
     evaluation = setting.name_files(study.evaluation, home)
-    wanted = [(arm, seed) for seed in (study.seed_range if seeds is None else seeds) for arm in known
-              if (arms is None or arm in arms) and seed in study.seeds_of(arm)]
-    return [Trial(home.name, arm, seed, setting.load_settings(known[arm], {"seed": seed}), evaluation,
-                  study.splits, study.after.get(arm)) for arm, seed in wanted]
+    wanted = [
+        (arm, seed)
+        for seed in (study.seed_range if seeds is None else seeds)
+        for arm in known
+        if (arms is None or arm in arms) and seed in study.seeds_of(arm)
+    ]
+    return [
+        Trial(
+            home.name,
+            arm,
+            seed,
+            setting.load_settings(known[arm], {"seed": seed}),
+            evaluation,
+            study.splits,
+            study.after.get(arm),
+        )
+        for arm, seed in wanted
+    ]
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
 def _git(
     folder: Path,
     *words: str,
 ) -> subprocess.CompletedProcess:  # of bytes
-    "Ask git about a folder, without what the environment or replaced objects would make of it."
+    """Ask git about a folder, without what the environment or replaced objects would make of it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     order = ["git", "--no-replace-objects", "--literal-pathspecs", "-C", str(folder), *words]
     return subprocess.run(order, capture_output=True, check=False, env=own)
@@ -259,13 +364,19 @@ def _find_commit(
         names[file] = file.resolve().relative_to(top).as_posix()
     newest = _git(top, "log", "-1", "--format=%H", "--", *names.values()).stdout.decode().strip()
     head = _git(top, "rev-parse", "--verify", "-q", "HEAD").stdout.decode().strip()
-    missing = [file for file, name in names.items()
-               if not head or _git(top, "cat-file", "-e", f"{head}:{name}").returncode]
+    missing = [
+        file
+        for file, name in names.items()
+        if not head or _git(top, "cat-file", "-e", f"{head}:{name}").returncode
+    ]
     if missing:
         return None, f"{missing[0]} is not committed"
     changed: list[Path] = []
     for commit in dict.fromkeys(filter(None, [newest, head])):
-        kept = {file: _git(top, "cat-file", "blob", f"{commit}:{name}").stdout for file, name in names.items()}
+        kept = {
+            file: _git(top, "cat-file", "blob", f"{commit}:{name}").stdout
+            for file, name in names.items()
+        }
         changed = [file for file in files if kept[file] != files[file]]
         if not changed:
             return commit, ""
@@ -273,21 +384,25 @@ def _find_commit(
 
 
 def _shipped_problem(files: Iterable[Path]) -> str:
-    "Say why files of a shipped study are not what was installed; empty where they are, or nobody wrote that down."
+    """Say why files of a shipped study are not what was installed; empty where they are, or nobody wrote that down."""
     try:
         listed = importlib.metadata.files("chunk-grpo") or []
     except importlib.metadata.PackageNotFoundError:
         return ""
     sums = {Path(str(one.locate())).resolve(): one.hash.value for one in listed if one.hash}
     for file in files:
-        found = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).decode().rstrip("=")
+        found = (
+            base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest())
+            .decode()
+            .rstrip("=")
+        )
         if sums.get(file.resolve(), found) != found:
             return f"{file} was changed since it was installed"
     return ""
 
 
 def study_code(study: Study, home: Path) -> dict[Path, str]:  # file -> its sha256
-    "Find every file of code that the arms of a study and its evaluation name."
+    """Find every file of code that the arms of a study and its evaluation name."""
     out: dict[Path, str] = {}
     for s in _arm_settings(study, home).values():
         found = find_code(setting.load_settings(s, study.evaluation, home))
@@ -296,58 +411,91 @@ def study_code(study: Study, home: Path) -> dict[Path, str]:  # file -> its sha2
 
 
 def plan_record(home: Path, unplanned: bool = False) -> dict:  # sha256, commit, unplanned, peeks
-    "What the rows of a study say of its plan; InputError where it is not committed and need be (not `unplanned`)."
-    files = {file: file.read_bytes() for file in (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)
-             if file.is_file()}
+    """What the rows of a study say of its plan; InputError where it is not committed and need be (not `unplanned`)."""
+    files = {
+        file: file.read_bytes()
+        for file in (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)
+        if file.is_file()
+    }
     code = {file: file.read_bytes() for file in study_code(load_study(home), home)}
     sums = sorted({hashlib.sha256(content).hexdigest().encode() for content in code.values()})
-    ignored = shutil.which("git") and _git(home.resolve(), "check-ignore", "-q", "study.yaml").returncode == 0
+    ignored = (
+        shutil.which("git")
+        and _git(home.resolve(), "check-ignore", "-q", "study.yaml").returncode == 0
+    )
     shipped = home.resolve().is_relative_to(STUDIES_FOLDER.resolve())
-    commit, why = None, f"{home / 'study.yaml'} lies in no git repository"
+    commit = None
+    why = f"{home / 'study.yaml'} lies in no git repository"
     if not ignored:
         commit, why = _find_commit(home, files | code)
     if commit is None and shipped and why.endswith("lies in no git repository"):
         why = _shipped_problem(files)
         commit = None if why else f"chunk-grpo {__version__}"
     if commit is None and not unplanned:
-        raise InputError(f"the plan of a study must be committed before its first trial; {why}: "
-                         "commit it, or give --unplanned, which marks the rows for ever")
-    sha256 = hashlib.sha256(b"\0".join([*files.values(), *sums])).hexdigest()  # of the files alone without code
-    return {"sha256": sha256, "commit": commit, "unplanned": commit is None or unplanned, "peeks": []}
+        raise InputError(
+            f"the plan of a study must be committed before its first trial; {why}: "
+            "commit it, or give --unplanned, which marks the rows for ever"
+        )
+    sha256 = hashlib.sha256(
+        b"\0".join([*files.values(), *sums])
+    ).hexdigest()  # of the files alone without code
+    return {
+        "sha256": sha256,
+        "commit": commit,
+        "unplanned": commit is None or unplanned,
+        "peeks": [],
+    }
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
 def find_finished_row(trial: Trial, out: Path, known: Iterable[dict] = ()) -> dict | None:
     # out: the study's folder; known: rows from elsewhere
-    "The row of a trial that needs no more work: model, prompts, settings and code are alike; InputError for no row."
-    free, defaults = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}, Settings().model_dump(mode="json")
+    """The row of a trial that needs no more work: model, prompts, settings and code are alike; InputError for no row."""
+    free = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
+    defaults = Settings().model_dump(mode="json")
 
     def key(row: Mapping) -> list:
-        "What a trial's numbers depend on; settings that came later have their defaults."
+        """What a trial's numbers depend on; settings that came later have their defaults."""
         settings = {name: x for name, x in (defaults | row["settings"]).items() if name not in free}
-        files = ("model", "prompts", "eval_prompts")  # what they hold is compared by hashes, wherever they lie
+        files = (
+            "model",
+            "prompts",
+            "eval_prompts",
+        )  # what they hold is compared by hashes, wherever they lie
         settings |= {name: Path(str(settings[name])).name for name in files}
         return [settings, row["evaluation"], row["splits"]]
 
-    asked = {"settings": trial.settings.model_dump(mode="json"), "evaluation": trial.evaluation, "splits": trial.splits}
+    asked = {
+        "settings": trial.settings.model_dump(mode="json"),
+        "evaluation": trial.evaluation,
+        "splits": trial.splits,
+    }
     file = out / trial.name / "row.json"
     rows = [*([read_json(file)] if file.is_file() else []), *known]
     for row, (name, x) in itertools.product(rows, asked.items()):
         if not isinstance(row.get(name), type(x)):
-            raise InputError(f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
-                             f"holds {format_value(row.get(name))} there")
+            raise InputError(
+                f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
+                f"holds {format_value(row.get(name))} there"
+            )
     alike = [row for row in rows if key(row) == key(asked)]
     own = {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
     hashes = content_hashes(trial.settings) if alike else {}
     code = trial.code_hashes() if alike else {}
-    return next((row | own for row in alike if all(row.get(name) == x for name, x in hashes.items())
-                 and row.get("code", {}) == code), None)
+    return next(
+        (
+            row | own
+            for row in alike
+            if all(row.get(name) == x for name, x in hashes.items()) and row.get("code", {}) == code
+        ),
+        None,
+    )
 
 # %% ../../nbs/13_studies/00_design.ipynb #trial-check-code
 def check_trials(
     trials: Iterable[Trial],
     out: Path,  # the study's folder
 ) -> None:
-    "InputError where a trial's code cannot be run, or is not what an unfinished run of it began with."
+    """InputError where a trial's code cannot be run, or is not what an unfinished run of it began with."""
     asked: set[str] = set()
     for trial in trials:
         if trial.arm not in asked:
@@ -361,5 +509,7 @@ def check_trials(
         file = out / trial.name / "run.json"
         note = read_json(file) if file.is_file() else {}
         if "code" in note and (found := changed_code(note["code"], find_code(trial.settings))):
-            raise InputError(f"the trial {trial.name} in {out} was begun with other code: `{found[0]}`, {found[1]}; "
-                             "give another --out")
+            raise InputError(
+                f"the trial {trial.name} in {out} was begun with other code: `{found[0]}`, {found[1]}; "
+                "give another --out"
+            )

@@ -28,7 +28,7 @@ _TUNING_SEED = 1000  # the first
 
 def tuning_arms(
     study: Study,
-    grown: Mapping[str, Sequence[dict]] = {},  # arm -> points that it tries beyond its grid, in order
+    grown: Mapping[str, Sequence[dict]] = {},  # arm -> further points, in order
 ) -> dict[str, tuple[str, dict]]:  # name of an arm of the trying -> arm of the study, point
     """List every arm at every point of its grid, and then at those beyond it.
 
@@ -38,9 +38,13 @@ def tuning_arms(
     for arm in study.arms:
         grid = study.grid_of(arm)
         if not grid or not all(grid.values()):
-            raise InputError("`tune` of study.yaml must name settings and lists of values to try; it names none")
+            raise InputError(
+                "`tune` of study.yaml must name settings and lists of values to try; it names none"
+            )
         points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-        out |= {f"{arm}@{i}": (arm, point) for i, point in enumerate([*points, *grown.get(arm, ())])}
+        out |= {
+            f"{arm}@{i}": (arm, point) for i, point in enumerate([*points, *grown.get(arm, ())])
+        }
     return out
 
 
@@ -53,25 +57,50 @@ def write_tuning_study(
 
     Raises InputError if the study cannot be tuned so.
     """
-    study, home = load_study(source), find_study_folder(source)
-    base, arms = setting.load_settings(home / "base.yaml"), tuning_arms(study, grown)
+    study = load_study(source)
+    home = find_study_folder(source)
+    base = setting.load_settings(home / "base.yaml")
+    arms = tuning_arms(study, grown)
     if study.after or study.seed_range[-1] >= _TUNING_SEED:
-        raise InputError(f"`tune` needs arms that begin with the base and seeds below {_TUNING_SEED}; got `after` for "
-                         f"{len(study.after)} arms and seeds up to {study.seed_range[-1]}")
+        raise InputError(
+            f"`tune` needs arms that begin with the base and seeds below {_TUNING_SEED}; got `after` for "
+            f"{len(study.after)} arms and seeds up to {study.seed_range[-1]}"
+        )
     if not study.outcome:
         raise InputError("`outcome` of study.yaml must name the reward that is tuned for; got none")
     if study.tune_prompts in (base.eval_prompts, study.evaluation.get("eval_prompts")):
-        raise InputError(f"`tune_prompts` of study.yaml must be other prompts than `eval_prompts`, which decide; got "
-                         f"{study.tune_prompts} as both")
-    left_out = {"tune", "tune_own", "tune_growth", "tune_seeds", "tune_prompts", "arms", "more_seeds", "contrasts"}
+        raise InputError(
+            f"`tune_prompts` of study.yaml must be other prompts than `eval_prompts`, which decide; got "
+            f"{study.tune_prompts} as both"
+        )
+    left_out = {
+        "tune",
+        "tune_own",
+        "tune_growth",
+        "tune_seeds",
+        "tune_prompts",
+        "arms",
+        "more_seeds",
+        "contrasts",
+    }
     content = study.model_dump(exclude=left_out) | {
-        "title": f"Tuning of: {study.title}", "seeds": study.tune_seeds, "first_seed": _TUNING_SEED,
-        "arms": {name: setting.name_files(study.arms[arm] | point, home) for name, (arm, point) in arms.items()},
-        "evaluation": setting.name_files(study.evaluation, home), "reference": next(iter(arms))}
+        "title": f"Tuning of: {study.title}",
+        "seeds": study.tune_seeds,
+        "first_seed": _TUNING_SEED,
+        "arms": {
+            name: setting.name_files(study.arms[arm] | point, home)
+            for name, (arm, point) in arms.items()
+        },
+        "evaluation": setting.name_files(study.evaluation, home),
+        "reference": next(iter(arms)),
+    }
     content["evaluation"].pop("eval_prompts", None)  # they are the study's
     base = setting.load_settings(base, {"eval_prompts": study.tune_prompts})
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("base.yaml", setting.dump_settings(base)), ("study.yaml", dump_yaml(content, flow=False))):
+    for name, text in (
+        ("base.yaml", setting.dump_settings(base)),
+        ("study.yaml", dump_yaml(content, flow=False)),
+    ):
         with atomic_write(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return folder
@@ -103,9 +132,13 @@ def choose_settings(
     grown: Mapping[str, Sequence[dict]] = {},  # as of `tuning_arms`
 ) -> dict[str, dict]:  # arm -> settings, gain, edge, points
     """Choose the best point of every arm by its mean gain over the seeds of the trying's rows."""
-    out, gains = {arm: {"points": []} for arm in study.arms}, gains_by_seed(rows, study.outcome)
+    out = {arm: {"points": []} for arm in study.arms}
+    gains = gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study, grown).items():
-        found = {"gain": round(float(gains[name].mean()), 5), "gains": [round(x, 5) for x in gains[name].dropna()]}
+        found = {
+            "gain": round(float(gains[name].mean()), 5),
+            "gains": [round(x, 5) for x in gains[name].dropna()],
+        }
         out[arm]["points"].append(point | found)
     for arm, found in out.items():
         best = max(found["points"], key=lambda point: point["gain"])
@@ -127,12 +160,16 @@ def next_points(
     out: dict[str, list[dict]] = {}
     for arm, best in found.items():
         for name in best["edge"]:
-            tried = sorted({point[name] for point in best["points"]}, key=lambda x: (isinstance(x, str), x))
+            tried = sorted(
+                {point[name] for point in best["points"]}, key=lambda x: (isinstance(x, str), x)
+            )
             if not _all_numbers(tried) or tried[0] <= 0:
                 continue  # words have no next one
             low = best["settings"][name] == tried[0]
             value = tried[0] ** 2 / tried[1] if low else tried[-1] ** 2 / tried[-2]
-            value = round(value) if all(isinstance(x, int) for x in tried) else float(f"{value:.6g}")
+            value = (
+                round(value) if all(isinstance(x, int) for x in tried) else float(f"{value:.6g}")
+            )
             if value not in tried and value > 0:
                 out.setdefault(arm, []).append({**best["settings"], name: value})
     return out
@@ -145,13 +182,16 @@ def tune_study(
     known: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
     say: Callable[[str], None] = print,
 ) -> dict[str, dict]:  # as of `choose_settings`
-    "Try the study's grid on validation prompts and keep each arm's best settings beside study.yaml."
+    """Try the study's grid on validation prompts and keep each arm's best settings beside study.yaml."""
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
-    study, grown = load_study(source), {}
+    study = load_study(source)
+    grown = {}
     for i in range(study.tune_growth + 1):
         trying = write_tuning_study(source, out / "study", grown)
-        rows = run_study(trying, out / "trials", processes, known=known, say=say, unplanned=True)  # it decides nothing
+        rows = run_study(
+            trying, out / "trials", processes, known=known, say=say, unplanned=True
+        )  # it decides nothing
         found = choose_settings(study, rows, grown)
         further = next_points(study, found) if i < study.tune_growth else {}
         if not further:
@@ -161,20 +201,33 @@ def tune_study(
         temporary.write_text(dump_yaml(found, width=120), encoding="utf-8")
     for arm, best in found.items():
         edge = f", at the edge of the grid in {' and '.join(best['edge'])}" if best["edge"] else ""
-        say(f"{arm}: {best['settings']}, gain {best['gain']:+.4f} of {len(best['points'])} points tried{edge}")
+        say(
+            f"{arm}: {best['settings']}, gain {best['gain']:+.4f} of {len(best['points'])} points tried{edge}"
+        )
     return found
 
 
 def tuned_rows(source: str | Path) -> list[dict]:  # a row an arm; none where nothing was tuned
-    "What each arm does best with, as a table's rows: settings, gain on validation prompts, the others' gains, edge."
-    study, out = load_study(source), []
+    """What each arm does best with, as a table's rows: settings, gain on validation prompts, the others' gains, edge."""
+    study = load_study(source)
+    out = []
     for arm, found in read_tuned(find_study_folder(source)).items():
         others = [point["gain"] for point in found["points"] if point["gain"] != found["gain"]]
         span = f"{min(others):+.3f} to {max(others):+.3f}" if others else ""
-        chosen = {name: f"{x:g}" if isinstance(x, float) else str(x) for name, x in found["settings"].items()}
+        chosen = {
+            name: f"{x:g}" if isinstance(x, float) else str(x)
+            for name, x in found["settings"].items()
+        }
         edge = at_edge(study, found["settings"], arm, found["points"])
-        out.append({"arm": arm, **chosen, "gain": f"{found['gain']:+.3f}", "other points": span,
-                    "at the edge": ", ".join(edge)})
+        out.append(
+            {
+                "arm": arm,
+                **chosen,
+                "gain": f"{found['gain']:+.3f}",
+                "other points": span,
+                "at the edge": ", ".join(edge),
+            }
+        )
     return out
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #57b087a2
@@ -186,7 +239,8 @@ def paired_power(
     """Return the chance that a paired t test of so many seeds sees the difference; 0 with one seed."""
     if seeds < 2:
         return 0.0
-    free, shift = seeds - 1, abs(effect) * seeds**0.5
+    free = seeds - 1
+    shift = abs(effect) * seeds**0.5
     critical = stats.t.ppf(1 - level / 2, free)
     return float(stats.nct.sf(critical, free, shift) + stats.nct.cdf(-critical, free, shift))
 
@@ -194,26 +248,43 @@ def paired_power(
 def seeds_needed(
     spread: float,  # standard deviation of the paired differences
     effect: float,  # smallest difference of interest, in the same units
-    power: float = 0.8, tests: int = 1,  # questions of the study: the level is divided by their number
+    power: float = 0.8,  # wanted chance to see the effect
+    tests: int = 1,  # questions of the study: the level is divided by their number
     most: int = 2000,
 ) -> int | None:  # None: more than `most`
-    "The fewest seeds with which a study has this power; InputError where the effect is 0."
+    """The fewest seeds with which a study has this power; InputError where the effect is 0."""
     if not effect or spread < 0 or not 0 < power < 1:
-        raise InputError(f"`effect` must not be 0, `spread` not below 0 and `power` between 0 and 1; got {effect}, "
-                         f"{spread} and {power}")
+        raise InputError(
+            f"`effect` must not be 0, `spread` not below 0 and `power` between 0 and 1; got {effect}, "
+            f"{spread} and {power}"
+        )
     seeds = range(2, most + 1)
-    return next((n for n in seeds if not spread or paired_power(effect / spread, n, 0.05 / tests) >= power), None)
+    return next(
+        (n for n in seeds if not spread or paired_power(effect / spread, n, 0.05 / tests) >= power),
+        None,
+    )
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #116c2610
-def pilot_spread(rows: Sequence[Mapping], outcome: str, reference: str) -> pd.DataFrame:  # outcome: reward
+def pilot_spread(
+    rows: Sequence[Mapping], outcome: str, reference: str
+) -> pd.DataFrame:  # outcome: reward
     # returns a row an arm: seeds, gain, difference, sd of the difference, relative to the reference's gain
-    "How much the paired differences of pilot runs vary."
+    """How much the paired differences of pilot runs vary."""
     gains = gains_by_seed(rows, outcome)
     if reference not in gains or gains[reference].count() < 2:
-        raise InputError(f"`reference` must be an arm with at least two pilot runs; got {reference!r}")
-    apart, unit = paired_differences(gains, reference), abs(gains[reference].mean())
-    table = pd.DataFrame({"seeds": apart.count(), "gain": gains.mean()[apart.columns], "difference": apart.mean(),
-                          "sd": apart.std()})
+        raise InputError(
+            f"`reference` must be an arm with at least two pilot runs; got {reference!r}"
+        )
+    apart = paired_differences(gains, reference)
+    unit = abs(gains[reference].mean())
+    table = pd.DataFrame(
+        {
+            "seeds": apart.count(),
+            "gain": gains.mean()[apart.columns],
+            "difference": apart.mean(),
+            "sd": apart.std(),
+        }
+    )
     return table.assign(relative_sd=table.sd / unit)
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
@@ -225,38 +296,57 @@ def _matching_points(found: Mapping, own: Mapping) -> list[tuple[dict, dict]]:
 
     def best_points(arm: Mapping) -> dict[tuple, dict]:
         ordered = sorted(arm["points"], key=lambda point: point["gain"])
-        return {tuple(point[name] for name in shared): point for point in ordered}  # the last one stands
+        return {
+            tuple(point[name] for name in shared): point for point in ordered
+        }  # the last one stands
 
-    ours, theirs = best_points(found), best_points(own)
+    ours = best_points(found)
+    theirs = best_points(own)
     return [(ours[values], theirs[values]) for values in ours if values in theirs]
 
 
 def tuning_spread(tuned: Mapping[str, Mapping], reference: str) -> pd.DataFrame:
     # tuned: arm -> what was found, as in tuned.yaml; returns as `pilot_spread`; `seeds` are degrees of freedom and one
-    "How much paired differences vary between seeds at the points of a grid, put together over points."
+    """How much paired differences vary between seeds at the points of a grid, put together over points."""
     own, rows = tuned[reference], {}
     for arm, found in tuned.items():
-        pairs = [(a["gains"], b["gains"]) for a, b in _matching_points(found, own)
-                 if min(a["gain"], b["gain"]) > 0 and len(a["gains"]) > 1]
+        pairs = [
+            (a["gains"], b["gains"])
+            for a, b in _matching_points(found, own)
+            if min(a["gain"], b["gain"]) > 0 and len(a["gains"]) > 1
+        ]
         if arm == reference or not pairs:
             continue
         apart = [pd.Series(a) - pd.Series(b) for a, b in pairs]
         freedom = sum(len(x) - 1 for x in apart)
         sd = (sum(x.var() * (len(x) - 1) for x in apart) / freedom) ** 0.5
-        rows[arm] = {"seeds": freedom + 1, "gain": found["gain"], "difference": found["gain"] - own["gain"], "sd": sd}
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=["seeds", "gain", "difference", "sd"])
+        rows[arm] = {
+            "seeds": freedom + 1,
+            "gain": found["gain"],
+            "difference": found["gain"] - own["gain"],
+            "sd": sd,
+        }
+    table = pd.DataFrame.from_dict(
+        rows, orient="index", columns=["seeds", "gain", "difference", "sd"]
+    )
     return table.assign(relative_sd=table.sd / abs(own["gain"]))
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #91c907b1
-def plan_table(source: str | Path) -> pd.DataFrame:  # source: name of a study, or its folder; tuned, with two seeds
+def plan_table(
+    source: str | Path,
+) -> pd.DataFrame:  # source: name of a study, or its folder; tuned, with two seeds
     # returns a row an arm: relative_sd, seeds needed, seeds, power, and both with the level corrected
-    "What the seeds of a study are worth at its smallest effect of interest; no rows where nothing was tuned."
-    study, tuned = load_study(source), read_tuned(find_study_folder(source))
+    """What the seeds of a study are worth at its smallest effect of interest; no rows where nothing was tuned."""
+    study = load_study(source)
+    tuned = read_tuned(find_study_folder(source))
     if study.reference not in tuned or not study.smallest_effect:
         return pd.DataFrame()
-    spread, effect = tuning_spread(tuned, study.reference), study.smallest_effect
+    spread = tuning_spread(tuned, study.reference)
+    effect = study.smallest_effect
     out = pd.DataFrame({"relative_sd": spread.relative_sd, "seeds": study.seeds})
     for words, tests in (("", 1), (", corrected", max(len(spread), 1))):
         out[f"needed{words}"] = [seeds_needed(sd, effect, tests=tests) for sd in spread.relative_sd]
-        out[f"power{words}"] = [paired_power(effect / sd, study.seeds, 0.05 / tests) for sd in spread.relative_sd]
+        out[f"power{words}"] = [
+            paired_power(effect / sd, study.seeds, 0.05 / tests) for sd in spread.relative_sd
+        ]
     return out

@@ -24,41 +24,58 @@ from .design import Trial
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #3f333092
 def check_ray_address(address: str) -> None:  # auto, local, HOST:PORT or ray://HOST:PORT
-    "InputError where an address is none, or nobody answers there."
+    """InputError where an address is none, or nobody answers there."""
     if address == "auto":  # the cluster that this host belongs to, or the one the environment names
         address = os.environ.get("RAY_ADDRESS", "local")
     if address == "local":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise InputError(f"`--ray` must be auto, local, HOST:PORT or ray://HOST:PORT; got {address!r}")
+        raise InputError(
+            f"`--ray` must be auto, local, HOST:PORT or ray://HOST:PORT; got {address!r}"
+        )
     try:
         socket.create_connection((host, int(port)), 5).close()
     except OSError as error:
-        raise InputError(f"`--ray` must be the address of a Ray cluster; {address} does not answer ({error})") from None
+        raise InputError(
+            f"`--ray` must be the address of a Ray cluster; {address} does not answer ({error})"
+        ) from None
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #aa1c42a4
-def trial_resources(trial: Trial, gpus: bool) -> dict[str, float]:  # gpus: whether the cluster has any
-    "The resources of a trial, in Ray's words."
+def trial_resources(
+    trial: Trial, gpus: bool
+) -> dict[str, float]:  # gpus: whether the cluster has any
+    """The resources of a trial, in Ray's words."""
     return {"CPU": trial.settings.threads or 1, **({"GPU": 1} if gpus else {})}
 
 
-def eligible_nodes(nodes: Sequence[dict[str, float]], unfinished: Sequence[Trial]) -> list[int]:  # places in `nodes`
-    "The nodes, given by their resources, that can carry out trials; InputError where a trial fits none."
-    gpus, found = any(node.get("GPU", 0) >= 1 for node in nodes), set()
+def eligible_nodes(
+    nodes: Sequence[dict[str, float]], unfinished: Sequence[Trial]
+) -> list[int]:  # places in `nodes`
+    """The nodes, given by their resources, that can carry out trials; InputError where a trial fits none."""
+    gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    found = set()
     for trial in unfinished:
         asked = trial_resources(trial, gpus)
-        fit = {i for i, node in enumerate(nodes) if all(node.get(name, 0) >= n for name, n in asked.items())}
+        fit = {
+            i
+            for i, node in enumerate(nodes)
+            if all(node.get(name, 0) >= n for name, n in asked.items())
+        }
         if not fit:
             words = " and ".join(f"{n:g} {name}" for name, n in asked.items())
-            raise InputError(f"`threads` must leave room for a trial on a node of the Ray cluster; {trial.name} takes "
-                             f"{words}, and none of {len(nodes)} nodes has that")
+            raise InputError(
+                f"`threads` must leave room for a trial on a node of the Ray cluster; {trial.name} takes "
+                f"{words}, and none of {len(nodes)} nodes has that"
+            )
         found |= fit
     return sorted(found)
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #f3a85158
-def node_problem(mark: Path, version: str = __version__) -> str | None:  # file and version of the caller
-    "Why this node cannot carry out trials, in one sentence."
+def node_problem(
+    mark: Path, version: str = __version__
+) -> str | None:  # file and version of the caller
+    """Why this node cannot carry out trials, in one sentence."""
     if version != __version__:
         return f"the node {platform.node()} must have chunk-grpo {version}, as the caller; it has {__version__}"
     if not mark.is_file():
@@ -66,28 +83,37 @@ def node_problem(mark: Path, version: str = __version__) -> str | None:  # file 
     return None
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #c24cb0ab
-def run_on_node(trial: Trial, mark: Path, here: str, version: str = __version__) -> dict:  # row and seconds, or failed
+def run_on_node(
+    trial: Trial, mark: Path, here: str, version: str = __version__
+) -> dict:  # row and seconds, or failed
     # mark: a file in the study's folder; here: folder of the caller, from which settings name files; version: its own
-    "Train and evaluate a trial on this node."
+    """Train and evaluate a trial on this node."""
     if why := node_problem(mark, version):
         return {"failed": why}
     with contextlib.chdir(here) if Path(here).is_dir() else contextlib.nullcontext():
         try:
-            row, seconds = study.run_trial(trial, mark.parent, {"OMP_NUM_THREADS": str(trial.settings.threads or 1)})
+            row, seconds = study.run_trial(
+                trial, mark.parent, {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
+            )
         except (InputError, launch.TrainingFailed) as error:
             return {"failed": f"{error} (on {platform.node()})"}
     return {"row": row, "seconds": seconds}
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #6b14ea85
 class RayPool:
-    "A Ray cluster, where each trial is a task; the methods of `study.LocalPool`."
+    """A Ray cluster, where each trial is a task; the methods of `study.LocalPool`."""
 
     def __init__(self, ray: ModuleType, address: str):
-        self.ray, self.gpus, self.mark, self.refs = ray, ray.cluster_resources().get("GPU", 0) >= 1, None, []
+        self.ray, self.gpus, self.mark, self.refs = (
+            ray,
+            ray.cluster_resources().get("GPU", 0) >= 1,
+            None,
+            [],
+        )
         self.how = f"at a time in the hands of the Ray cluster {address}"
 
     def room(self, out: Path, unfinished: Sequence[Trial], patience: float = 120.0) -> int:
-        "All of them; InputError where a node that could get one cannot carry it out."
+        """All of them; InputError where a node that could get one cannot carry it out."""
         if not unfinished:
             return 0
         for old in out.glob(".call-*"):
@@ -95,23 +121,35 @@ class RayPool:
         self.mark = out / f".call-{uuid.uuid4().hex}"
         self.mark.touch()
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        asked, remote = [], self.ray.remote(node_problem)
+        asked = []
+        remote = self.ray.remote(node_problem)
         for i in eligible_nodes([node["Resources"] for node in nodes], unfinished):
-            there = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(nodes[i]["NodeID"], soft=False)
-            asked.append(remote.options(num_cpus=0, scheduling_strategy=there).remote(self.mark, __version__))
+            there = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                nodes[i]["NodeID"], soft=False
+            )
+            asked.append(
+                remote.options(num_cpus=0, scheduling_strategy=there).remote(self.mark, __version__)
+            )
         try:
             said = self.ray.get(self.ray.wait(asked, num_returns=len(asked), timeout=patience)[0])
         except self.ray.exceptions.RayError as error:
-            raise InputError(f"`--ray` needs chunk-grpo {__version__} on every node; {_last_line(error)}") from None
+            raise InputError(
+                f"`--ray` needs chunk-grpo {__version__} on every node; {_last_line(error)}"
+            ) from None
         for why in filter(None, said):
             raise InputError(why)
         return len(unfinished)
 
     def submit(self, trial: Trial, out: Path, slot: int) -> Future:  # of row and seconds
-        "Hand a trial to Ray."
-        asked, out_of_ray = trial_resources(trial, self.gpus), Future()
-        task = self.ray.remote(run_on_node).options(name=f"{trial.study} {trial.name}", num_cpus=asked["CPU"],
-                                                    num_gpus=asked.get("GPU", 0), max_retries=3)
+        """Hand a trial to Ray."""
+        asked = trial_resources(trial, self.gpus)
+        out_of_ray = Future()
+        task = self.ray.remote(run_on_node).options(
+            name=f"{trial.study} {trial.name}",
+            num_cpus=asked["CPU"],
+            num_gpus=asked.get("GPU", 0),
+            max_retries=3,
+        )
         self.refs.append(task.remote(trial, self.mark, os.getcwd(), __version__))
 
         def settle(ended: Future) -> None:
@@ -128,24 +166,28 @@ class RayPool:
         return out_of_ray
 
     def close(self, patience: float = 30.0) -> None:
-        "Take tasks back, and wait until their processes have ended: `patience` seconds before it is forced."
+        """Take tasks back, and wait until their processes have ended: `patience` seconds before it is forced."""
         for ref in self.refs:
             self.ray.cancel(ref)
-        for ref in self.ray.wait(self.refs, num_returns=len(self.refs), timeout=patience)[1] if self.refs else []:
+        for ref in (
+            self.ray.wait(self.refs, num_returns=len(self.refs), timeout=patience)[1]
+            if self.refs
+            else []
+        ):
             self.ray.cancel(ref, force=True)
         if self.mark:
             self.mark.unlink(missing_ok=True)
 
 
 def _last_line(error: Exception) -> str:
-    "The last line of what Ray says, after its name."
+    """The last line of what Ray says, after its name."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {said[-1]}" if said else type(error).__name__
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #c3de9a0f
 @contextlib.contextmanager
 def ray_pool(address: str) -> Iterator[RayPool]:  # auto, HOST:PORT, ray://HOST:PORT, or local
-    "A cluster as the `pool` of `study.run_study`; InputError where there is no Ray, or it cannot be reached."
+    """A cluster as the `pool` of `study.run_study`; InputError where there is no Ray, or it cannot be reached."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -156,7 +198,9 @@ def ray_pool(address: str) -> Iterator[RayPool]:  # auto, HOST:PORT, ray://HOST:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **own)
     except (ConnectionError, RuntimeError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
-        raise InputError(f"`--ray` must be the address of a Ray cluster to use; at {address}: {why}") from None
+        raise InputError(
+            f"`--ray` must be the address of a Ray cluster to use; at {address}: {why}"
+        ) from None
     try:
         yield RayPool(ray, address)
     finally:

@@ -33,66 +33,127 @@ from ..core.user_code import code_hashes
 from ..evaluation import evaluate
 from ..runs import launch, run_folder
 from ..runs.run_images import run_programs
-from .design import Trial, check_trials, expand_trials, find_finished_row, find_study_folder
+from chunk_grpo.studies.design import (
+    Trial,
+    check_trials,
+    expand_trials,
+    find_finished_row,
+    find_study_folder,
+)
 from .design import plan_record
 
 # %% ../../nbs/13_studies/01_study.ipynb #27e9d7c2
-_CURVES = ("grad_norm", "reward_mean", "ratio_max_dev", "ratio_dev", "clip_fraction")  # the last two by chunk
+_CURVES = (
+    "grad_norm",
+    "reward_mean",
+    "ratio_max_dev",
+    "ratio_dev",
+    "clip_fraction",
+)  # the last two by chunk
 
 
 def _round(value: float | list | None) -> float | None:
-    "Six significant digits; of one number a chunk the mean, without chunks that were not drawn."
+    """Six significant digits; of one number a chunk the mean, without chunks that were not drawn."""
     if isinstance(value, list):
         drawn = [x for x in value if x is not None]
         value = sum(drawn) / len(drawn) if drawn else None
     return None if value is None else float(f"{value:.6g}")
 
 
-def metric_curves(lines: list[dict]) -> tuple[dict[str, list], dict[str, list]]:  # of the metrics, iteration 0 first
-    "The metrics of a run by name, with their iterations: those of training prompts, and of held-out prompts."
+def metric_curves(
+    lines: list[dict],
+) -> tuple[dict[str, list], dict[str, list]]:  # of the metrics, iteration 0 first
+    """The metrics of a run by name, with their iterations: those of training prompts, and of held-out prompts."""
     trained = [line for line in lines if "reward_mean" in line]
     held = [line for line in lines if any(name.startswith("eval_") for name in line)]
     on = {name: name for name in _CURVES} | {
-        name.removeprefix("reward_"): name for line in trained[-1:] for name in line
-        if name.startswith("reward_") and name not in ("reward_mean", "reward_std", "reward_se")}
-    off = {name.removeprefix("eval_"): name for line in held[:1] for name in line
-           if name.startswith("eval_") and not name.endswith("_se")}
-    trained, held = ({"iteration": [line["iteration"] for line in some]} | {
-        name: [_round(line.get(field)) for line in some] for name, field in names.items()}
-        for some, names in ((trained, on), (held, off)))
+        name.removeprefix("reward_"): name
+        for line in trained[-1:]
+        for name in line
+        if name.startswith("reward_") and name not in ("reward_mean", "reward_std", "reward_se")
+    }
+    off = {
+        name.removeprefix("eval_"): name
+        for line in held[:1]
+        for name in line
+        if name.startswith("eval_") and not name.endswith("_se")
+    }
+    trained, held = (
+        {"iteration": [line["iteration"] for line in some]}
+        | {name: [_round(line.get(field)) for line in some] for name, field in names.items()}
+        for some, names in ((trained, on), (held, off))
+    )
     return trained, held
 
 # %% ../../nbs/13_studies/01_study.ipynb #69f9796e
 def _evaluation_results(run: Path) -> dict:  # by arm of the evaluation and reward
-    "What the evaluation found, rounded; what was lost and gained as counts, which add up over runs."
-    records, summary = run_folder.read_evaluation_records(run), run_folder.read_evaluation_summary(run)
-    arms, rewards = list(dict.fromkeys(record["arm"] for record in records)), summary["rewards"]
-    means = {a: {name: [_round(x) for x in evaluate.prompt_means(records, a, name)] for name in rewards} for a in arms}
-    kinds = {a: {name: {k: _round(x) for k, x in found.items()} for name in rewards
-                 if (found := evaluate.category_means(records, a, name))} for a in arms}
-    kept = {a: {name: {kind: {"right": x["lost"]["of"], "lost": x["lost"]["count"], "missed": x["gained"]["of"],
-                              "gained": x["gained"]["count"]} for kind, x in by[a].items() if x}
-                for name, found in rewards.items() if (by := found.get("preserved"))}
-            for a in arms if evaluate.reference_arm(a)}
+    """What the evaluation found, rounded; what was lost and gained as counts, which add up over runs."""
+    records = run_folder.read_evaluation_records(run)
+    summary = run_folder.read_evaluation_summary(run)
+    arms = list(dict.fromkeys(record["arm"] for record in records))
+    rewards = summary["rewards"]
+    means = {
+        a: {name: [_round(x) for x in evaluate.prompt_means(records, a, name)] for name in rewards}
+        for a in arms
+    }
+    kinds = {
+        a: {
+            name: {k: _round(x) for k, x in found.items()}
+            for name in rewards
+            if (found := evaluate.category_means(records, a, name))
+        }
+        for a in arms
+    }
+    kept = {
+        a: {
+            name: {
+                kind: {
+                    "right": x["lost"]["of"],
+                    "lost": x["lost"]["count"],
+                    "missed": x["gained"]["of"],
+                    "gained": x["gained"]["count"],
+                }
+                for kind, x in by[a].items()
+                if x
+            }
+            for name, found in rewards.items()
+            if (by := found.get("preserved"))
+        }
+        for a in arms
+        if evaluate.reference_arm(a)
+    }
     return {"scores": means, "categories": kinds, "preserved": kept}
 
 
 def _build_trial_row(run: Path) -> dict:  # run: a trained and evaluated run with its trial.json
-    "A finished trial: what it was, what it cost, and what came of it."
-    note, lines = run_folder.read_run_info(run), run_folder.read_metrics_lines(run)
+    """A finished trial: what it was, what it cost, and what came of it."""
+    note = run_folder.read_run_info(run)
+    lines = run_folder.read_metrics_lines(run)
     on, off = metric_curves(lines)
-    cost = {"images": sum(line.get("images") or 0 for line in lines),
-            "transitions": sum(line.get("transitions_trained") or 0 for line in lines),
-            "seconds": round(lines[-1]["seconds_total"], 1), "cpu_seconds": round(lines[-1]["seconds_cpu_total"], 1)}
-    where = {name: note[name] for name in ("model_sha256", "prompts_sha256", "git_commit", "machine", "versions")}
-    measured = {"chunks": run_folder.read_run_profile(run)["chunks"], "curve": on, "held_out_curve": off}
+    cost = {
+        "images": sum(line.get("images") or 0 for line in lines),
+        "transitions": sum(line.get("transitions_trained") or 0 for line in lines),
+        "seconds": round(lines[-1]["seconds_total"], 1),
+        "cpu_seconds": round(lines[-1]["seconds_cpu_total"], 1),
+    }
+    where = {
+        name: note[name]
+        for name in ("model_sha256", "prompts_sha256", "git_commit", "machine", "versions")
+    }
+    measured = {
+        "chunks": run_folder.read_run_profile(run)["chunks"],
+        "curve": on,
+        "held_out_curve": off,
+    }
     asked = read_json(run / "trial.json") | {"settings": note["settings"]}
     asked |= {"plan": note["plan"]} if note.get("plan") else {}
     return asked | where | cost | measured | _evaluation_results(run)
 
 # %% ../../nbs/13_studies/01_study.ipynb #878f45de
-def main(arguments: list[str] | None = None) -> int:  # the run folder; None: of the command line; returns exit code
-    "Train and evaluate the trial in a folder, and write its row."
+def main(
+    arguments: list[str] | None = None,
+) -> int:  # the run folder; None: of the command line; returns exit code
+    """Train and evaluate the trial in a folder, and write its row."""
     run = Path((sys.argv[1:] if arguments is None else arguments)[0])
     try:
         if run_folder.read_run_info(run)["status"] != "finished":
@@ -100,22 +161,31 @@ def main(arguments: list[str] | None = None) -> int:  # the run folder; None: of
         note = read_json(run / "trial.json")
         s = setting.load_settings(run_folder.read_run_settings(run), note["evaluation"])
         code = code_hashes(s)
-        arms = evaluate.split_sweep_arms(s, note["splits"]) if note["splits"] else evaluate.ode_arms(s)
+        arms = (
+            evaluate.split_sweep_arms(s, note["splits"]) if note["splits"] else evaluate.ode_arms(s)
+        )
         evaluate.evaluate(run, lambda text: print(text, flush=True), note["evaluation"], arms)
     except (InputError, launch.TrainingFailed) as error:
         print(error, file=sys.stderr, flush=True)
         return 2 if isinstance(error, InputError) else 1
     if code_hashes(s) != code:
-        print(f"the code of {run.name} was changed while it was evaluated", file=sys.stderr, flush=True)
+        print(
+            f"the code of {run.name} was changed while it was evaluated",
+            file=sys.stderr,
+            flush=True,
+        )
         return 2
     write_json(run / "row.json", _build_trial_row(run) | ({"code": code} if code else {}))
     return 0
 
 # %% ../../nbs/13_studies/01_study.ipynb #a9c941b4
 def trial_plans(run: Path) -> list[dict]:
-    "Read the plan of a trial wherever it is noted; none where it is noted nowhere."
-    found = [read_json(run / name).get("plan") for name in ("run.json", "trial.json", "row.json")
-             if (run / name).is_file()]
+    """Read the plan of a trial wherever it is noted; none where it is noted nowhere."""
+    found = [
+        read_json(run / name).get("plan")
+        for name in ("run.json", "trial.json", "row.json")
+        if (run / name).is_file()
+    ]
     return [plan for plan in found if plan]
 
 
@@ -133,18 +203,22 @@ def seen_at(out: Path, plan: Mapping | None) -> list[int]:
 
 
 def note_looks(out: Path, looks: Sequence[int]) -> None:
-    "Write the looks that were taken at a study into every trial of it, so that no file can be spared to forget them."
+    """Write the looks that were taken at a study into every trial of it, so that no file can be spared to forget them."""
     write_json(out / "peeks.json", {"finished": list(looks)})
     for folder in out.glob("[!.]*/"):
         for name in ("run.json", "trial.json", "row.json"):
             note = read_json(folder / name) if (folder / name).is_file() else {}
             if plan := note.get("plan"):
-                write_json(folder / name, note | {"plan": plan | {"peeks": sorted({*plan["peeks"], *looks})}})
+                write_json(
+                    folder / name,
+                    note | {"plan": plan | {"peeks": sorted({*plan["peeks"], *looks})}},
+                )
 
 
 def prepare_trial(trial: Trial, out: Path) -> Path:  # the study's folder -> the trial's
-    "Make or take up the run folder of a trial; InputError where it does not allow it."
-    run, source = out / trial.name, out / f"{trial.after}-{trial.seed}"
+    """Make or take up the run folder of a trial; InputError where it does not allow it."""
+    run = out / trial.name
+    source = out / f"{trial.after}-{trial.seed}"
     if trial.after and source.is_dir() and not run.exists():
         with atomic_write(run) as copy:
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.log", "row.json"))
@@ -162,11 +236,14 @@ def prepare_trial(trial: Trial, out: Path) -> Path:  # the study's folder -> the
 
 
 def run_trial(
-    trial: Trial, out: Path, own: Mapping[str, str],  # the study's folder; environment variables of its process
+    trial: Trial,
+    out: Path,  # the study's folder
+    own: Mapping[str, str],  # environment variables of the trial's process
     stop: threading.Event | None = None,  # set: the trial is ended early
 ) -> tuple[dict, float]:  # its row, and the seconds it took
-    "Run what is left of a trial in a process of its own; InputError or TrainingFailed with its last words."
-    run, began = prepare_trial(trial, out), time.time()
+    """Run what is left of a trial in a process of its own; InputError or TrainingFailed with its last words."""
+    run = prepare_trial(trial, out)
+    began = time.time()
 
     def watch() -> None:
         if stop and stop.is_set():
@@ -183,38 +260,43 @@ def run_trial(
 
 # %% ../../nbs/13_studies/01_study.ipynb #6c883ade
 class LocalPool:
-    "This host, where each trial is a child of this process."
+    """This host, where each trial is a child of this process."""
 
     how = "at once"  # a number of trials runs
 
     def __init__(self):
         self.gpus, self.stop = torch.cuda.device_count(), threading.Event()
-        self.threads = ThreadPoolExecutor(max(64, self.gpus))  # what runs at once is the study's choice
+        self.threads = ThreadPoolExecutor(
+            max(64, self.gpus)
+        )  # what runs at once is the study's choice
 
     def room(self, out: Path, unfinished: Sequence[Trial]) -> int:
-        "How many trials fit: one a GPU, or one a core."
+        """How many trials fit: one a GPU, or one a core."""
         return self.gpus or os.cpu_count() or 1
 
     def submit(self, trial: Trial, out: Path, slot: int) -> Future:  # of row and seconds
-        "Start or continue a trial; `slot` is 0 ... trials at once - 1, and chooses its GPU."
-        own = {"CUDA_VISIBLE_DEVICES": str(slot % self.gpus)} if self.gpus else {
-            "OMP_NUM_THREADS": str(trial.settings.threads or 1)}
+        """Start or continue a trial; `slot` is 0 ... trials at once - 1, and chooses its GPU."""
+        own = (
+            {"CUDA_VISIBLE_DEVICES": str(slot % self.gpus)}
+            if self.gpus
+            else {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
+        )
         return self.threads.submit(run_trial, trial, out, own, self.stop)
 
     def close(self) -> None:
-        "End what still runs; it keeps all but the iteration in flight."
+        """End what still runs; it keeps all but the iteration in flight."""
         self.stop.set()
         self.threads.shutdown(cancel_futures=True)
 
 # %% ../../nbs/13_studies/01_study.ipynb #d3da7704
 def gain_line(row: dict) -> str:  # row: of a finished trial
-    "What training changed on held-out prompts, in one line."
+    """What training changed on held-out prompts, in one line."""
     base, trained = row["scores"]["base"], row["scores"]["plain"]
     return "  ".join(f"{name} {fmean(x) - fmean(base[name]):+.3f}" for name, x in trained.items())
 
 
 def format_time_left(left: int, done: int, seconds: float) -> str:
-    "The time for the iterations left, as far as those done in so many seconds tell it."
+    """The time for the iterations left, as far as those done in so many seconds tell it."""
     if done < 1:
         return "time left: not known yet"
     minutes = left * seconds / done / 60
@@ -222,7 +304,7 @@ def format_time_left(left: int, done: int, seconds: float) -> str:
 
 # %% ../../nbs/13_studies/01_study.ipynb #b8269f3d
 class _Progress:
-    "A call of `run_study` between its first trial and its last."
+    """A call of `run_study` between its first trial and its last."""
 
     def __init__(self, out, plan, requested, known, say):
         self.out, self.plan, self.requested, self.say = out, plan, requested, say
@@ -236,11 +318,21 @@ class _Progress:
         return [t for t in self.requested if t.name not in self.rows]
 
     def left(self) -> dict[str, int]:
-        "The iterations that every unfinished trial has left; those of the run that it goes on from are not its own."
+        """The iterations that every unfinished trial has left; those of the run that it goes on from are not its own."""
         iterations = {t.name: t.settings.iterations for t in self.plan}
-        return {t.name: t.settings.iterations - max([iterations.get(f"{t.after}-{t.seed}", 0), *(
-            line["iteration"] for line in run_folder.read_metrics_lines(self.out / t.name))])
-            for t in self.unfinished()}
+        return {
+            t.name: t.settings.iterations
+            - max(
+                [
+                    iterations.get(f"{t.after}-{t.seed}", 0),
+                    *(
+                        line["iteration"]
+                        for line in run_folder.read_metrics_lines(self.out / t.name)
+                    ),
+                ]
+            )
+            for t in self.unfinished()
+        }
 
     def counted(self) -> str:
         return f"{len(self.requested) - len(self.unfinished())} of {len(self.requested)}"
@@ -248,23 +340,32 @@ class _Progress:
     def status(self) -> str:
         left = self.left()
         ahead = sum(left.values())
-        going = [f"{t.name} {t.settings.iterations - left[t.name]}/{t.settings.iterations}"
-                 for _, t in self.running.values()]
+        going = [
+            f"{t.name} {t.settings.iterations - left[t.name]}/{t.settings.iterations}"
+            for _, t in self.running.values()
+        ]
         time_left = format_time_left(ahead, self.first_left - ahead, time.time() - self.began)
         return f"{self.counted()} trials finished; {time_left}; going: {', '.join(going) or 'none'}"
 
     def write(self) -> None:
-        "Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."
+        """Write the rows there are to results.jsonl, in the order of the plan, with the looks that were taken."""
         self.rows = {t.name: self.rows[t.name] for t in self.plan if t.name in self.rows}
         for name, row in self.rows.items():
-            if self.peeks and (plan := row.get("plan")):  # rows from before plans were recorded stay as they are
-                self.rows[name] = row | {"plan": plan | {"peeks": sorted({*plan["peeks"], *self.peeks})}}
+            if self.peeks and (
+                plan := row.get("plan")
+            ):  # rows from before plans were recorded stay as they are
+                self.rows[name] = row | {
+                    "plan": plan | {"peeks": sorted({*plan["peeks"], *self.peeks})}
+                }
         with atomic_write(self.out / "results.jsonl") as file:
-            file.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()), encoding="utf-8")
+            file.write_text(
+                "".join(json.dumps(row) + "\n" for row in self.rows.values()), encoding="utf-8"
+            )
 
     def work(self, pool, processes: int, every: float) -> None:
-        "Run trials until nothing is left that could begin."
-        waiting, last = self.unfinished(), time.time()
+        """Run trials until nothing is left that could begin."""
+        waiting = self.unfinished()
+        last = time.time()
         while True:
             left = {t.name for t in self.unfinished()}
             ready = [t for t in waiting if f"{t.after}-{t.seed}" not in left]
@@ -290,15 +391,19 @@ class _Progress:
 
 # %% ../../nbs/13_studies/01_study.ipynb #4f06a21c
 def study_lock(out: Path) -> contextlib.AbstractContextManager:  # out: the study's folder
-    "Hold the study's lock; InputError where another process has it, or there can be no such folder."
+    """Hold the study's lock; InputError where another process has it, or there can be no such folder."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"`out` must be a folder that can be made; {out}: {error.strerror}") from None
+        raise InputError(
+            f"`out` must be a folder that can be made; {out}: {error.strerror}"
+        ) from None
     try:
         return FileLock(out / "lock", blocking=False).acquire()
     except Timeout:
-        raise InputError(f"the study in {out} is being run by another process; wait until it has ended") from None
+        raise InputError(
+            f"the study in {out} is being run by another process; wait until it has ended"
+        ) from None
 
 # %% ../../nbs/13_studies/01_study.ipynb #57a705e5
 def run_study(
@@ -308,12 +413,14 @@ def run_study(
     arms: Sequence[str] | None = None,  # only these; None: all
     seeds: Sequence[int] | None = None,  # only these; None: all
     known: Sequence[dict] = (),  # rows of trials that were finished elsewhere
-    say: Callable[[str], None] = print, every: float = 30.0,  # seconds between two lines of status
+    say: Callable[[str], None] = print,  # gets lines of status
+    every: float = 30.0,  # between two lines of status, s
     pool: LocalPool | None = None,  # where trials run; None: on this host
     unplanned: bool = False,  # begin without a committed plan, which marks the rows for ever
-    peek: bool = False,  # print outcomes before the plan's last trial, which marks the rows for ever
+    # print outcomes before the plan's last trial, which marks the rows for ever
+    peek: bool = False,
 ) -> list[dict]:  # rows in the order of the trials
-    "Run or continue a study; InputError for bad input, TrainingFailed where trials failed, after the others."
+    """Run or continue a study; InputError for bad input, TrainingFailed where trials failed, after the others."""
     launch.check_launcher()
     requested = expand_trials(source, arms, seeds)
     if processes is not None and processes < 1:
@@ -326,10 +433,14 @@ def run_study(
         for folder in sorted(out.glob("[!.]*/")):  # not one that a kill left half-made
             other = [one for one in trial_plans(folder) if one["sha256"] != plan["sha256"]]
             if other and not plan["unplanned"]:
-                raise InputError("the plan of a study must stay as it was when its first trial began; "
-                                 f"{folder.name} began with {other[0]['sha256'][:8]}, the plan now is "
-                                 f"{plan['sha256'][:8]}: give another --out, or --unplanned")
-        check_trials([trial for trial in requested if not find_finished_row(trial, out, known)], out)
+                raise InputError(
+                    "the plan of a study must stay as it was when its first trial began; "
+                    f"{folder.name} began with {other[0]['sha256'][:8]}, the plan now is "
+                    f"{plan['sha256'][:8]}: give another --out, or --unplanned"
+                )
+        check_trials(
+            [trial for trial in requested if not find_finished_row(trial, out, known)], out
+        )
         plan |= {"peeks": seen_at(out, plan)}
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
@@ -337,21 +448,31 @@ def run_study(
         study.write()
         unfinished = study.unfinished()
         room = pool.room(out, unfinished)
-        say(f"{study.counted()} trials are finished, {len(unfinished)} are left, {processes or room} {pool.how}; "
-            f"they lie in {out}")
+        say(
+            f"{study.counted()} trials are finished, {len(unfinished)} are left, {processes or room} {pool.how}; "
+            f"they lie in {out}"
+        )
         study.work(pool, processes or room, every)
         if study.failed:
             name, why = next(iter(study.failed.items()))
-            raise launch.TrainingFailed(f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: "
-                                        f"{why}")
-        finished, whole = len(study.rows), len(study.rows) == len(study.plan)
+            raise launch.TrainingFailed(
+                f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: {why}"
+            )
+        finished = len(study.rows)
+        whole = len(study.rows) == len(study.plan)
         if peek and not whole:
             study.peeks = sorted({*study.peeks, finished})
             note_looks(out, study.peeks)
             study.write()
         if peek or whole:
-            say(f"{finished} of {len(study.plan)} trials of the plan are finished"
-                + ("; gains over the base:" if whole else "; a look at gains, which the rows will tell of:"))
+            say(
+                f"{finished} of {len(study.plan)} trials of the plan are finished"
+                + (
+                    "; gains over the base:"
+                    if whole
+                    else "; a look at gains, which the rows will tell of:"
+                )
+            )
             for name, row in study.rows.items():
                 say(f"  {name}  {gain_line(row)}")
         return [study.rows[trial.name] for trial in requested]

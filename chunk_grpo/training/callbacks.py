@@ -24,27 +24,27 @@ _QUIET = 10  # iterations in which an alarm must not have stood
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
-    "Raised by a callback's `on_log` to end the run after a checkpoint."
+    """Raised by a callback's `on_log` to end the run after a checkpoint."""
 
 
 class Callback:
-    "Events of a run; every process of the run calls them."
+    """Events of a run; every process of the run calls them."""
 
     def on_train_begin(self, state) -> None:
-        "The policy is loaded and the newest checkpoint restored."
+        """The policy is loaded and the newest checkpoint restored."""
 
     def on_log(self, state, line: dict) -> None:
-        "A line of metrics is complete; the base is iteration 0."
+        """A line of metrics is complete; the base is iteration 0."""
 
     def on_save(self, state, folder: Path) -> None:
-        "A checkpoint is on the disk."
+        """A checkpoint is on the disk."""
 
     def on_train_end(self, state) -> None:
-        "The trained weights are in `final/`."
+        """The trained weights are in `final/`."""
 
 
 class _LogFunction(Callback):
-    "Calls a function with every line of metrics and the settings."
+    """Calls a function with every line of metrics and the settings."""
 
     def __init__(self, function: Callable[[dict, Settings], object]):
         self.function = function
@@ -53,63 +53,84 @@ class _LogFunction(Callback):
         self.function(line, state.s)
 
 
-def as_callbacks(given: Sequence[Callback | Callable]) -> list[Callback]:  # a plain function listens to `on_log`
-    "Callbacks as objects."
+def as_callbacks(
+    given: Sequence[Callback | Callable],
+) -> list[Callback]:  # a plain function listens to `on_log`
+    """Callbacks as objects."""
     return [one if isinstance(one, Callback) else _LogFunction(one) for one in given]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #74fa3481
 def format_progress(line: dict, iterations: int, log: bool = False) -> str:  # line: of the metrics
     # iterations: of the run; log: as the log has it, with standard error, norm of the gradient and seconds
-    "An iteration in one line of text, with the time that is left; what is no usable number is a dash."
+    """An iteration in one line of text, with the time that is left; what is no usable number is a dash."""
+
     def words(x, form: str = ".4f") -> str:
         return format(x, form) if isinstance(x, (int, float)) and abs(x) < 1e15 else "\u2013"
 
     other = ("_se", "_hybrid") if log else ("_se",)
-    held = "".join(f"  held-out {name[5:]} {words(x)}" for name, x in line.items()
-                   if name.startswith("eval_") and not name.endswith(other) and x is not None)
+    held = "".join(
+        f"  held-out {name[5:]} {words(x)}"
+        for name, x in line.items()
+        if name.startswith("eval_") and not name.endswith(other) and x is not None
+    )
     if "reward_mean" not in line:
         return f"base{held}"
-    number, total = line["iteration"], line.get("seconds_total") or 0.0
+    number = line["iteration"]
+    total = line.get("seconds_total") or 0.0
     clipped = [x for x in line.get("clip_fraction") or [] if x is not None]
     left = total / max(number, 1) * max(iterations - number, 0)
     share = sum(clipped) / len(clipped) if clipped else 0.0
     if log:
-        return (f"iteration {number}/{iterations}  reward {words(line['reward_mean'])} +- {words(line['reward_se'])}  "
-                f"clip {share:.2f}  gradient {words(line['grad_norm'], '.3g')}{held}  "
-                f"{sum(line['seconds'].values()):.1f} s  left {left / 60:.1f} min")
+        return (
+            f"iteration {number}/{iterations}  reward {words(line['reward_mean'])} +- {words(line['reward_se'])}  "
+            f"clip {share:.2f}  gradient {words(line['grad_norm'], '.3g')}{held}  "
+            f"{sum(line['seconds'].values()):.1f} s  left {left / 60:.1f} min"
+        )
     cut = f"  clipped {words(100 * share, '.1f')}%" if clipped else ""
-    spread = f" \u00b1 {words(1.96 * line['reward_se'])}" if line.get("reward_se") is not None else ""
-    return (f"iteration {number:>{len(str(iterations))}}/{iterations}  reward {words(line['reward_mean'])}{spread}{cut}"
-            f"{held}  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}")
+    spread = (
+        f" \u00b1 {words(1.96 * line['reward_se'])}" if line.get("reward_se") is not None else ""
+    )
+    return (
+        f"iteration {number:>{len(str(iterations))}}/{iterations}  reward {words(line['reward_mean'])}{spread}{cut}"
+        f"{held}  left {f'{int(left) // 60}:{int(left) % 60:02d} min' if left < 1e9 else words(None)}"
+    )
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10008
 class Logger(Callback):
-    "Writes metrics.jsonl and the log, and feeds the trackers."
+    """Writes metrics.jsonl and the log, and feeds the trackers."""
 
     def __init__(self, say: Callable[[str], None]):  # prints a line in the first process
         self.say = say
 
     def on_train_begin(self, state) -> None:
-        "Say what part of the model is trained, there and in run.json, with what; give the tracker the settings."
+        """Say what part of the model is trained, there and in run.json, with what; give the tracker the settings."""
         import torch  # these here: a report needs only the alarms
 
         from chunk_grpo.models.trainable import adapted_layers, describe_layers, trained_share
 
-        share, file = trained_share(state.policy), state.run / "run.json"
+        share = trained_share(state.policy)
+        file = state.run / "run.json"
         count = sum(p.numel() for p in state.policy.trained)
         if state.accelerator.is_main_process and file.is_file():
             used = {"threads": torch.get_num_threads(), "device": state.accelerator.device.type}
             write_json(file, read_json(file) | {"trained_share": share} | used)
-        beside = f"an adapter of {count:,} weights beside" if state.policy.lora else f"{count:,} weights,"
+        beside = (
+            f"an adapter of {count:,} weights beside"
+            if state.policy.lora
+            else f"{count:,} weights,"
+        )
         self.say(f"training {beside} {share:.1%} of the model")
         if state.policy.lora:
             self.say(f"adapted layers: {describe_layers(adapted_layers(state.policy.transformer))}")
         if state.s.tracker != "none":
-            flat = {k: v if isinstance(v, (int, float)) else str(v) for k, v in state.s.model_dump(mode="json").items()}
+            flat = {
+                k: v if isinstance(v, (int, float)) else str(v)
+                for k, v in state.s.model_dump(mode="json").items()
+            }
             state.accelerator.init_trackers("chunk_grpo", config=flat)
 
     def on_log(self, state, line: dict) -> None:
-        "Append the line, hand its numbers on and print it."
+        """Append the line, hand its numbers on and print it."""
         from chunk_grpo.training.metrics import log_eval_samples, tracker_values
 
         if state.accelerator.is_main_process:
@@ -119,19 +140,21 @@ class Logger(Callback):
         self.say(format_progress(line, state.s.iterations, log=True))
 
     def on_train_end(self, state) -> None:
-        "Finish what the trackers write."
+        """Finish what the trackers write."""
         for tracker in state.accelerator.trackers:
             tracker.finish()
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40002
 def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> bool:
-    "Whether something holds for each of the newest lines of the metrics, and there are so many iterations."
-    last = [line for line in lines[-_IN_A_ROW:] if "reward_mean" in line]  # the base's line has none
+    """Whether something holds for each of the newest lines of the metrics, and there are so many iterations."""
+    # the base's line has none
+    last = [line for line in lines[-_IN_A_ROW:] if "reward_mean" in line]
     return len(last) == _IN_A_ROW and all(map(holds, last))
 
 
 def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
-    "The clip takes nearly all gradients of later updates."
+    """The clip takes nearly all gradients of later updates."""
+
     def share(line: dict) -> float:
         found = [x for x in line.get("clip_fraction") or [] if x is not None]
         return sum(found) / len(found) if found else 0.0
@@ -139,39 +162,58 @@ def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
     most = (s.updates_per_iteration - 1) / s.updates_per_iteration
     if not most or not _holds_in_a_row(lines, lambda line: share(line) > 0.75 * most):
         return ""
-    return (f"the clip took the gradient of {share(lines[-1]):.0%} of the items, of at most {most:.0%}: the steps are "
-            f"too large for `clip_range` {s.clip_range:g}")
+    return (
+        f"the clip took the gradient of {share(lines[-1]):.0%} of the items, of at most {most:.0%}: the steps are "
+        f"too large for `clip_range` {s.clip_range:g}"
+    )
 
 
 def _floor_alarm(lines: Sequence[dict], s: Settings) -> str:
-    "Rounding alone reaches the clip range."
+    """Rounding alone reaches the clip range."""
     floor = lines[-1].get("ratio_floor") or 0.0
-    return f"the floor of the ratio, {floor:.1e}, reaches a tenth of clip_range" if floor >= s.clip_range / 10 else ""
+    return (
+        f"the floor of the ratio, {floor:.1e}, reaches a tenth of clip_range"
+        if floor >= s.clip_range / 10
+        else ""
+    )
 
 
 def _flat_alarm(lines: Sequence[dict], s: Settings) -> str:
-    "No group has rewards that differ."
-    flat = _holds_in_a_row(lines, lambda line: (line.get("advantage_std_zero_groups") or 0) >= s.prompts_per_iteration)
+    """No group has rewards that differ."""
+    flat = _holds_in_a_row(
+        lines, lambda line: (line.get("advantage_std_zero_groups") or 0) >= s.prompts_per_iteration
+    )
     words = f"in {_IN_A_ROW} iterations all images of each prompt had the same reward; nothing was learned"
     return words if flat else ""
 
 
 def _norm_alarm(lines: Sequence[dict], s: Settings) -> str:
-    "The gradient explodes: its norm is above ten times the median of up to twenty before it, of at least five."
+    """The gradient explodes: its norm is above ten times the median of up to twenty before it, of at least five."""
+
     def high(lines: Sequence[dict]) -> bool:
-        norms = [math.nan if line.get("grad_norm") is None else line["grad_norm"] for line in lines[-21:]]
+        norms = [
+            math.nan if line.get("grad_norm") is None else line["grad_norm"] for line in lines[-21:]
+        ]
         before = [norm for norm in norms[:-1] if math.isfinite(norm)]
         return len(before) >= 5 and norms[-1] > 10 * statistics.median(before)
 
     if len(lines) < _IN_A_ROW or not all(high(lines[: len(lines) - i]) for i in range(_IN_A_ROW)):
         return ""
-    return (f"the norm of the gradient is {lines[-1]['grad_norm']:.3g}, more than ten times what it was in the "
-            f"iterations before")
+    return (
+        f"the norm of the gradient is {lines[-1]['grad_norm']:.3g}, more than ten times what it was in the "
+        f"iterations before"
+    )
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40005
-def _first_and_last(lines: Sequence[dict], name: str) -> tuple[float, float, float] | None:  # None: too few iterations
-    "Mean of a number in the first and in the last iterations of a run, and the standard error of their difference."
-    found = [line[name] for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]] if line.get(name) is not None]
+def _first_and_last(
+    lines: Sequence[dict], name: str
+) -> tuple[float, float, float] | None:  # None: too few iterations
+    """Mean of a number in the first and in the last iterations of a run, and the standard error of their difference."""
+    found = [
+        line[name]
+        for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]]
+        if line.get(name) is not None
+    ]
     if len(lines) <= 2 * _WINDOW or len(found) < 2 * _WINDOW:
         return None
     first, last = found[:_WINDOW], found[-_WINDOW:]
@@ -180,25 +222,39 @@ def _first_and_last(lines: Sequence[dict], name: str) -> tuple[float, float, flo
 
 
 def _hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
-    "The training reward rises while a held-out score falls."
-    moved, now, base = _first_and_last(lines, "reward_mean"), lines[-1], lines[0]
+    """The training reward rises while a held-out score falls."""
+    moved = _first_and_last(lines, "reward_mean")
+    now = lines[-1]
+    base = lines[0]
     if moved is None or moved[1] - moved[0] <= 2 * moved[2]:
         return ""
-    for name in [key for key in now if key.startswith("eval_") and f"{key}_se" in now and not key.endswith("_hybrid")]:
-        before, error, after, other = numbers = [line.get(key) for line in (base, now) for key in (name, f"{name}_se")]
+    for name in [
+        key
+        for key in now
+        if key.startswith("eval_") and f"{key}_se" in now and not key.endswith("_hybrid")
+    ]:
+        before, error, after, other = numbers = [
+            line.get(key) for line in (base, now) for key in (name, f"{name}_se")
+        ]
         if None not in numbers and before - after > 2 * math.hypot(error, other):
-            return (f"the reward rose from {moved[0]:.4g} to {moved[1]:.4g} while held-out {name[5:]} fell from "
-                    f"{before:.4g} to {after:.4g}")
+            return (
+                f"the reward rose from {moved[0]:.4g} to {moved[1]:.4g} while held-out {name[5:]} fell from "
+                f"{before:.4g} to {after:.4g}"
+            )
     return ""
 
 
-_IMAGE_WORDS = {"saturation": "the saturation of the images", "high_frequency": "the fine detail of the images",
-               "grid": "the grid in the images, at the period of the patches,"}
+_IMAGE_WORDS = {
+    "saturation": "the saturation of the images",
+    "high_frequency": "the fine detail of the images",
+    "grid": "the grid in the images, at the period of the patches,",
+}
 
 
 def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
-    "A statistic of the images leaves the base's."
-    moved, reward = _first_and_last(lines, f"image_{name}"), _first_and_last(lines, "reward_mean")
+    """A statistic of the images leaves the base's."""
+    moved = _first_and_last(lines, f"image_{name}")
+    reward = _first_and_last(lines, "reward_mean")
     before, after, error = moved or (0.0, 0.0, 0.0)
     far = after - before > 0.5 * before if name == "grid" else abs(after - before) > 0.25 * before
     if not far or abs(after - before) <= 4 * error:
@@ -208,46 +264,68 @@ def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
     return f"{_IMAGE_WORDS[name]} went from {before:.3g} to {after:.3g}{beside}"
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40008
-_ALARMS = {"clip_fraction": _clip_alarm, "ratio_floor": _floor_alarm, "flat_groups": _flat_alarm,
-           "gradient_norm": _norm_alarm, "hacking": _hacking_alarm,
-           **{name: functools.partial(_image_alarm, name) for name in _IMAGE_WORDS}}  # what each says: "" if nothing
+_ALARMS = {
+    "clip_fraction": _clip_alarm,
+    "ratio_floor": _floor_alarm,
+    "flat_groups": _flat_alarm,
+    "gradient_norm": _norm_alarm,
+    "hacking": _hacking_alarm,
+    **{name: functools.partial(_image_alarm, name) for name in _IMAGE_WORDS},
+}  # what each says: "" if nothing
 
 
-def raised_alarms(lines: Sequence[dict], s: Settings) -> dict[str, str]:  # metrics, iteration 0 first -> name: words
-    "The alarms that begin with the newest line."
+def raised_alarms(
+    lines: Sequence[dict], s: Settings
+) -> dict[str, str]:  # metrics, iteration 0 first -> name: words
+    """The alarms that begin with the newest line."""
     standing = {name: _ALARMS[name](lines, s) for name in ALARMS}
     before = [lines[:-k] for k in range(1, min(_QUIET, len(lines) - 1) + 1)]
-    return {name: words for name, words in standing.items()
-            if words and not any(_ALARMS[name](earlier, s) for earlier in before)}
+    return {
+        name: words
+        for name, words in standing.items()
+        if words and not any(_ALARMS[name](earlier, s) for earlier in before)
+    }
 
 
-def alarm_history(lines: Sequence[dict], s: Settings) -> list[dict]:  # a row an alarm: iteration, alarm, words
-    "Every alarm of a run, in its order."
-    return [{"iteration": lines[i]["iteration"], "alarm": name, "what": words}
-            for i in range(len(lines)) for name, words in raised_alarms(lines[: i + 1], s).items()]
+def alarm_history(
+    lines: Sequence[dict], s: Settings
+) -> list[dict]:  # a row an alarm: iteration, alarm, words
+    """Every alarm of a run, in its order."""
+    return [
+        {"iteration": lines[i]["iteration"], "alarm": name, "what": words}
+        for i in range(len(lines))
+        for name, words in raised_alarms(lines[: i + 1], s).items()
+    ]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10011
 class Alarms(Callback):
-    "Warns of what goes wrong, and ends the run where nothing is trained or `stop_on` says so."
+    """Warns of what goes wrong, and ends the run where nothing is trained or `stop_on` says so."""
 
     def __init__(self, say: Callable[[str], None]):  # prints a line in the first process
         self.say, self.lines = say, []
 
     def on_train_begin(self, state) -> None:
-        "Take in the lines of the iterations that are finished."
+        """Take in the lines of the iterations that are finished."""
         self.lines = read_json_lines(state.run / "metrics.jsonl")
 
     def on_log(self, state, line: dict) -> None:
-        "Look at the lines so far; StopTraining where `stop_on` names an alarm."
+        """Look at the lines so far; StopTraining where `stop_on` names an alarm."""
         self.lines.append(line)
         raised = raised_alarms(self.lines, state.s)
         for name, words in raised.items():
             self.say(f"warning: iteration {line['iteration']}, alarm {name}: {words}")
-        idle = [one["skipped_updates"] >= state.s.updates_per_iteration for one in reversed(self.lines[1:])]
+        idle = [
+            one["skipped_updates"] >= state.s.updates_per_iteration
+            for one in reversed(self.lines[1:])
+        ]
         last = idle.index(False) if False in idle else len(idle)
         if last >= MOST_IDLE or last == state.s.iterations:
-            raise InputError("`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
-                             f"trained in the last {last} iterations, for no gradient was")
+            raise InputError(
+                "`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
+                f"trained in the last {last} iterations, for no gradient was"
+            )
         for name in [name for name in raised if name in state.s.stop_on]:
-            raise StopTraining(f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
-                               f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`")
+            raise StopTraining(
+                f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
+                f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`"
+            )

@@ -26,17 +26,34 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .. import InputError
-from ..core.files import (
-    CheckpointState, MetricsLine, atomic_write, read_json, read_json_lines, sha256_of, temporary_path)
+from chunk_grpo.core.files import (
+    CheckpointState,
+    MetricsLine,
+    atomic_write,
+    read_json,
+    read_json_lines,
+    sha256_of,
+    temporary_path,
+)
 from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #6d61a375
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    "The optimizer's tensors by name, `weight.entry`."
-    out, places = {}, set()
+    """The optimizer's tensors by name, `weight.entry`."""
+    out = {}
+    places = set()
     for i, entry in optimizer.state_dict()["state"].items():
-        for key, value in entry.items():  # bitsandbytes keeps its bytes one level below, and shares tables of them
-            inner = {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        for (
+            key,
+            value,
+        ) in (
+            entry.items()
+        ):  # bitsandbytes keeps its bytes one level below, and shares tables of them
+            inner = (
+                {f"{key}.{k}": v for k, v in value.items()}
+                if isinstance(value, dict)
+                else {key: value}
+            )
             for name, tensor in inner.items():
                 tensor = torch.as_tensor(tensor).contiguous()
                 out[f"{i}.{name}"] = tensor.clone() if tensor.data_ptr() in places else tensor
@@ -45,16 +62,20 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    "Put tensors from `flatten_optimizer` back."
+    """Put tensors from `flatten_optimizer` back."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         i, *above, key = name.split(".")
         entry = state.setdefault(int(i), {})
         for level in above:
             entry = entry.setdefault(level, {})
-        count = tensor.dtype == torch.int64 and tensor.ndim == 0  # bitsandbytes counts steps in a plain number
+        count = (
+            tensor.dtype == torch.int64 and tensor.ndim == 0
+        )  # bitsandbytes counts steps in a plain number
         entry[key] = int(tensor) if count else tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #b1c25d24
 def _sign_manifest(content: Mapping) -> str:
@@ -62,20 +83,29 @@ def _sign_manifest(content: Mapping) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def write_manifest(folder: Path, about: Mapping, digests: Mapping[str, str] = MappingProxyType({})) -> None:
-    "Write down what every file must be, with iteration, run_id and settings; `digests` are of files hashed already."
-    content = {**about, "files": {f.name: digests.get(f.name) or sha256_of(f) for f in sorted(folder.iterdir())}}
-    (folder / "manifest.json").write_text(json.dumps(content | {"sha256": _sign_manifest(content)}, indent=1) + "\n")
+def write_manifest(
+    folder: Path, about: Mapping, digests: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write down what every file must be, with iteration, run_id and settings; `digests` are of files hashed already."""
+    content = {
+        **about,
+        "files": {f.name: digests.get(f.name) or sha256_of(f) for f in sorted(folder.iterdir())},
+    }
+    (folder / "manifest.json").write_text(
+        json.dumps(content | {"sha256": _sign_manifest(content)}, indent=1) + "\n"
+    )
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    "The run's checkpoints, oldest first, whole or not."
-    found = [p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()]
+    """The run's checkpoints, oldest first, whole or not."""
+    found = [
+        p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()
+    ]
     return sorted(found, key=lambda p: int(p.name))
 
 
 def remove_old_checkpoints(run: Path, keep: int, keep_every: int) -> None:
-    "Remove all but the `keep` newest checkpoints and those of every `keep_every`-th iteration; 0: none of these."
+    """Remove all but the `keep` newest checkpoints and those of every `keep_every`-th iteration; 0: none of these."""
     for old in list_checkpoints(run)[:-keep]:
         if not (keep_every and int(old.name) % keep_every == 0):
             gone = temporary_path(old, old=True)
@@ -88,11 +118,13 @@ Groups = Mapping[str, Mapping[str, Tensor]]  # weights, optimizer, ema ... -> na
 
 
 def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
-    "Every process writes what it holds and hashes some of the files, which are large; the sha256 of all."
+    """Every process writes what it holds and hashes some of the files, which are large; the sha256 of all."""
     name: list[Any] = [str(folder)]
     dist.broadcast_object_list(name)
     named = {f"{group}.{k}": x for group, tensors in groups.items() for k, x in tensors.items()}
-    distributed.save(named, storage_writer=distributed.HuggingFaceStorageWriter(name[0], save_distributed=True))
+    distributed.save(
+        named, storage_writer=distributed.HuggingFaceStorageWriter(name[0], save_distributed=True)
+    )
     mine = sorted(Path(name[0]).iterdir())[dist.get_rank() :: dist.get_world_size()]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, {file.name: sha256_of(file) for file in mine})
@@ -100,12 +132,16 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
 
 
 def write_checkpoint(
-    run: Path, iteration: int, groups: Groups, state: Mapping,  # finished iterations; what else to remember, JSON
-    keep: int = 2, keep_every: int = 0,  # newest checkpoints; iterations between those kept for good, 0: none
+    run: Path,  # the run's folder
+    iteration: int,  # finished iterations
+    groups: Groups,  # name -> tensors, one file each
+    state: Mapping,  # what else to remember, as JSON
+    keep: int = 2,  # newest checkpoints
+    keep_every: int = 0,  # iterations between those kept for good, 0: none
     about: Mapping = MappingProxyType({}),  # run_id and settings that it belongs to
     sharded: bool = False,  # tensors lie in parts: every process has to call it
 ) -> None:
-    "Write a checkpoint, there whole or not at all, and remove older ones."
+    """Write a checkpoint, there whole or not at all, and remove older ones."""
     if sharded and dist.get_rank():
         _save_parts(Path(), groups)
         dist.barrier()
@@ -114,11 +150,16 @@ def write_checkpoint(
         folder.mkdir()
         digests = _save_parts(folder, groups) if sharded else {}
         for name, tensors in () if sharded else groups.items():
-            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / f"{name}.safetensors")
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in tensors.items()},
+                folder / f"{name}.safetensors",
+            )
         for file in [Path(run) / name for name in COPIED_FILES]:
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-        (folder / "state.json").write_text(json.dumps({"iteration": iteration, **state}, indent=1) + "\n")
+        (folder / "state.json").write_text(
+            json.dumps({"iteration": iteration, **state}, indent=1) + "\n"
+        )
         write_manifest(folder, {"iteration": iteration, **about}, digests)
     remove_old_checkpoints(run, keep, keep_every)
     if sharded:
@@ -126,36 +167,45 @@ def write_checkpoint(
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #036eaca4
 def damaged(folder: Path, why: str) -> InputError:
-    "The sentence about a checkpoint that cannot be used."
+    """The sentence about a checkpoint that cannot be used."""
     return InputError(f"resume: the checkpoint {folder} is damaged ({why}).")
 
 
 @contextlib.contextmanager
 def refuse_damaged(folder: Path) -> Iterator[None]:
-    "InputError where reading the checkpoint fails."
+    """InputError where reading the checkpoint fails."""
     try:
         yield
     except (CheckpointException, SafetensorError, OSError, ValueError) as error:
-        raise damaged(folder, (str(error).strip() or type(error).__name__).splitlines()[-1]) from None
+        raise damaged(
+            folder, (str(error).strip() or type(error).__name__).splitlines()[-1]
+        ) from None
 
 
 def read_manifest(folder: Path) -> dict:
-    "The manifest; InputError where it is missing or was changed."
+    """The manifest; InputError where it is missing or was changed."""
     with refuse_damaged(folder):
-        content = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
+        content = (
+            read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
+        )
     if content is None:
         raise damaged(folder, "it has no manifest.json, as if it were cut or of an earlier version")
-    if not isinstance(content.get("files"), dict) or content.get("sha256") != _sign_manifest(content):
+    if not isinstance(content.get("files"), dict) or content.get("sha256") != _sign_manifest(
+        content
+    ):
         raise damaged(folder, "manifest.json was changed")
     return content
 
 
 def verify_checkpoint(folder: Path, about: Mapping) -> None:
-    "InputError where a file is not what was written, or the checkpoint is not of the run_id and settings of `about`."
-    manifest, there = read_manifest(folder), {file.name for file in folder.iterdir()} - {"manifest.json"}
+    """InputError where a file is not what was written, or the checkpoint is not of the run_id and settings of `about`."""
+    manifest = read_manifest(folder)
+    there = {file.name for file in folder.iterdir()} - {"manifest.json"}
     odd = sorted(there ^ set(manifest["files"]))
     if odd:
-        raise damaged(folder, f"{odd[0]} {'is none of its files' if odd[0] in there else 'is missing'}")
+        raise damaged(
+            folder, f"{odd[0]} {'is none of its files' if odd[0] in there else 'is missing'}"
+        )
     with refuse_damaged(folder):
         changed = [k for k, digest in manifest["files"].items() if sha256_of(folder / k) != digest]
         state = {} if changed else read_json(folder / "state.json", CheckpointState)
@@ -169,21 +219,28 @@ def verify_checkpoint(folder: Path, about: Mapping) -> None:
     if manifest.get("run_id") != about.get("run_id"):
         raise InputError(f"resume: the checkpoint {folder} was written by another run.")
     try:
-        check_resume(load_settings(manifest.get("settings") or {}), load_settings(about.get("settings") or {}))
+        check_resume(
+            load_settings(manifest.get("settings") or {}),
+            load_settings(about.get("settings") or {}),
+        )
     except InputError as error:
-        raise InputError(f"resume: the checkpoint {folder} was written with other settings: {error}.") from None
+        raise InputError(
+            f"resume: the checkpoint {folder} was written with other settings: {error}."
+        ) from None
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #11567c7c
 def is_finite(tensor: Tensor) -> bool:
-    "Whether this process' part of a tensor holds neither nan nor infinity."
+    """Whether this process' part of a tensor holds neither nan nor infinity."""
     local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
     return not local.is_floating_point() or bool(torch.isfinite(local).all())
 
 
 def tensor_problem(
-    groups: Groups, trained: Sequence[Tensor], averages: Sequence[str] = (),  # weights they are for; ema, and copies
+    groups: Groups,  # tensors of a checkpoint
+    trained: Sequence[Tensor],  # weights that they are for
+    averages: Sequence[str] = (),  # names of averaged weights: ema, and copies
 ) -> str:  # nothing where all is well
-    "What keeps tensors of a checkpoint from being used."
+    """What keeps tensors of a checkpoint from being used."""
     shapes = {str(i): p.shape for i, p in enumerate(trained)}
     for name in ("weights", "optimizer", *averages):
         if name not in groups:
@@ -193,30 +250,41 @@ def tensor_problem(
         infinite = [k for k, v in groups[name].items() if not is_finite(v)]
         if infinite:
             return f"{name} {infinite[0]} is not finite"
-    moments = {k: v for k, v in groups["optimizer"].items() if k.split(".")[1] in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        k: v for k, v in groups["optimizer"].items() if k.split(".")[1] in ("exp_avg", "exp_avg_sq")
+    }
     cut = any(v.shape != shapes.get(k.split(".")[0]) for k, v in moments.items())
     return "its optimizer's moments are not of the shapes that are trained" if cut else ""
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #e4f9c307
 def read_tensors(
     folder: Path,  # of a checkpoint
-    like: Mapping[str, Tensor] = MappingProxyType({}),  # weight -> a tensor that lies in parts as its moments have to
+    # weight -> a tensor that lies in parts as its moments have to
+    like: Mapping[str, Tensor] = MappingProxyType({}),
     only: Sequence[str] = (),  # groups; all
 ) -> dict[str, dict[str, Tensor]]:  # group -> named tensors
-    "What `write_checkpoint` was given; every process calls it. InputError where a file is damaged."
+    """What `write_checkpoint` was given; every process calls it. InputError where a file is damaged."""
     groups: dict[str, dict[str, Tensor]] = {}
     with refuse_damaged(folder):
         if (folder / "weights.safetensors").is_file():
-            files = [file for file in sorted(folder.glob("*.safetensors")) if not only or file.stem in only]
+            files = [
+                file
+                for file in sorted(folder.glob("*.safetensors"))
+                if not only or file.stem in only
+            ]
             return {file.stem: load_file(file) for file in files}
         reader = distributed.HuggingFaceStorageReader(str(folder))
-        stored: Any = reader.read_metadata().state_dict_metadata  # torch's type says that some are no tensors
+        stored: Any = (
+            reader.read_metadata().state_dict_metadata
+        )  # torch's type says that some are no tensors
         for name, about in stored.items():
             group, own = name.split(".", 1)
             near = like.get(own.split(".")[0])
             fits = near is not None and near.shape == about.size
             if not only or group in only:
-                groups.setdefault(group, {})[own] = torch.zeros_like(near) if fits else torch.zeros(about.size)
+                groups.setdefault(group, {})[own] = (
+                    torch.zeros_like(near) if fits else torch.zeros(about.size)
+                )
         named = {f"{group}.{k}": x for group, tensors in groups.items() for k, x in tensors.items()}
         distributed.load(named, storage_reader=reader)
     return groups

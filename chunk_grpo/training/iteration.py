@@ -41,9 +41,20 @@ from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
 from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
-from .methods import Method, ReplayContext, check_floats, copy_decay, describe_value
+from chunk_grpo.training.methods import (
+    Method,
+    ReplayContext,
+    check_floats,
+    copy_decay,
+    describe_value,
+)
 from .methods import is_one_state, load_method, read_only, wrong_return
-from .rollout import Trajectories, complete_states, sample_trajectories, sde_batches
+from chunk_grpo.training.rollout import (
+    Trajectories,
+    complete_states,
+    sample_trajectories,
+    sde_batches,
+)
 from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
 from .update import build_update_batch, ratio_floor, split_updates
 
@@ -52,7 +63,7 @@ _LATER: Any = None  # of what a state gets before anybody asks for it
 # %% ../../nbs/07_training/04_iteration.ipynb #2928d2b7
 @dataclass
 class TrainingState:
-    "What a run has, and what of it lasts from one iteration to the next."
+    """What a run has, and what of it lasts from one iteration to the next."""
 
     s: setting.Settings
     run: Path  # the run folder
@@ -60,45 +71,54 @@ class TrainingState:
     prompts: list[str]
     held_out: list[str]
     reward_weights: dict[str, float]  # of the rewards trained on
-    rewards: dict[str, Callable]  # those trained on and those only measured: (images, prompts) -> scores
+    # those trained on and those only measured: (images, prompts) -> scores
+    rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # of run.json, where there is one
-    executor: ThreadPoolExecutor = field(default_factory=scoring_thread)  # scores while the policy draws
+    executor: ThreadPoolExecutor = field(
+        default_factory=scoring_thread
+    )  # scores while the policy draws
     limit: int = 0  # transitions in one forward of an update
     policy: Policy = _LATER  # from here on: what iterations change
     optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
-    copies: dict[str, list[Tensor]] = field(default_factory=dict)  # weights that the method keeps, by its names
+    copies: dict[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # weights that the method keeps, by its names
     profile: Tensor | None = None  # (T,) mean distances of the base, once measured
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
-    cpu: float = 0.0  # of these, seconds in which the process' threads computed, summed over threads
+    # of these, seconds in which the process' threads computed, summed over threads
+    cpu: float = 0.0
 
     def averages(self) -> dict[str, list[Tensor]]:
-        "The moving average, where there is one, and the method's copies of the weights, in the order of these."
+        """The moving average, where there is one, and the method's copies of the weights, in the order of these."""
         return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.copies
 
     @property
     def identity(self) -> dict:  # run_id, settings
-        "What a checkpoint must share with the run that goes on from it."
+        """What a checkpoint must share with the run that goes on from it."""
         return {"run_id": self.run_id, "settings": self.s.model_dump(mode="json")}
 
     def own_prompts(self, iteration: int) -> list[int]:
-        "This process' prompts of an iteration, 0, 1, ..., as positions in the list."
-        ids = sample_prompt_indices(len(self.prompts), self.s.prompts_per_iteration, self.s.seed, iteration)
+        """This process' prompts of an iteration, 0, 1, ..., as positions in the list."""
+        ids = sample_prompt_indices(
+            len(self.prompts), self.s.prompts_per_iteration, self.s.seed, iteration
+        )
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
 
     def held_out_places(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        "The images of an evaluation, (prompt's position, number of the image): all, and those of this process."
+        """The images of an evaluation, (prompt's position, number of the image): all, and those of this process."""
         chosen = evenly_spaced_positions(len(self.held_out), self.s.eval_count)
         places = [(p, i) for p in chosen for i in range(self.s.eval_images)]
         return places, places[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def needed_prompts(self) -> list[str]:
-        "Every prompt that this process will draw or be evaluated on, once."
+        """Every prompt that this process will draw or be evaluated on, once."""
         drawn = [self.prompts[p] for i in range(self.s.iterations) for p in self.own_prompts(i)]
-        held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_places()[1]]]  # the first: see `metrics`
+        # the first: see `metrics`
+        held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_places()[1]]]
         return list(dict.fromkeys([*drawn, *held_out]))
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
@@ -107,7 +127,7 @@ def make_accelerator(
     run: Path,  # its folder
     device: str = "auto",  # auto, cpu or cuda
 ) -> Accelerator:
-    "Make the accelerator of a run, which takes nothing from accelerate's environment variables."
+    """Make the accelerator of a run, which takes nothing from accelerate's environment variables."""
     timeout = InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)
     with without_foreign_settings():
         return Accelerator(
@@ -119,43 +139,76 @@ def make_accelerator(
         )
 
 
-def prepare_state(s: setting.Settings, run: Path) -> TrainingState:  # an existing folder; returns without policy
-    "Read what a run needs besides its weights; InputError where something is wrong."
+def prepare_state(
+    s: setting.Settings, run: Path
+) -> TrainingState:  # an existing folder; returns without policy
+    """Read what a run needs besides its weights; InputError where something is wrong."""
     if s.threads:
         torch.set_num_threads(s.threads)
     trackers = None if s.tracker == "none" else s.tracker
     if trackers and importlib.util.find_spec(trackers) is None:
-        raise InputError(f"tracker: {trackers} is not installed; allowed are none and what is: pip install {trackers}.")
+        raise InputError(
+            f"tracker: {trackers} is not installed; allowed are none and what is: pip install {trackers}."
+        )
     if s.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError("optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'.")
+        raise InputError(
+            "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'."
+        )
     check_environment(s.compile)
     accelerator = make_accelerator(trackers, run, s.device)
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
-    check_same_code(note, find_code(s) if "code" in note else {}, Path(run))  # it may have been edited since
+    check_same_code(
+        note, find_code(s) if "code" in note else {}, Path(run)
+    )  # it may have been edited since
     method = load_method(s)
-    prompts, held_out = read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")
+    prompts = read_prompts(s.prompts, "prompts")
+    held_out = read_prompts(s.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
     setting.check_processes(s, accelerator.num_processes)
     trained_on = setting.reward_weights(s)
     names = dict.fromkeys([*trained_on, *s.eval_rewards])
-    scorers = {name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names}
+    scorers = {
+        name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names
+    }
     asked = names if s.anchor_share < 1 else trained_on  # those that score the images of training
     check_prompts({name: scorers[name] for name in asked}, prompts, "prompts")
     check_prompts(scorers, held_out, "eval_prompts")
-    return TrainingState(s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id)
+    return TrainingState(
+        s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
+    )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
-def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the same, with policy and optimizer
-    "Load the policy, free its weights, encode the prompts, make the optimizer."
-    s, needed = state.s, state.needed_prompts()
-    names = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "dtype", "lora_rank", "lora_targets",
-             "lora_alpha", "vae_tiling", "gradient_checkpointing", "sharding", "compile", "attention", "seed")
-    policy = trainable.load_trainable_policy(s.model, **{name: getattr(s, name) for name in names},
-                                             device=state.accelerator.device)
+def load_policy_and_optimizer(
+    state: TrainingState,
+) -> TrainingState:  # the same, with policy and optimizer
+    """Load the policy, free its weights, encode the prompts, make the optimizer."""
+    s = state.s
+    needed = state.needed_prompts()
+    names = (
+        "resolution",
+        "max_tokens",
+        "guidance",
+        "true_cfg_scale",
+        "dtype",
+        "lora_rank",
+        "lora_targets",
+        "lora_alpha",
+        "vae_tiling",
+        "gradient_checkpointing",
+        "sharding",
+        "compile",
+        "attention",
+        "seed",
+    )
+    policy = trainable.load_trainable_policy(
+        s.model, **{name: getattr(s, name) for name in names}, device=state.accelerator.device
+    )
     policy.truncate_timesteps = s.truncate_timesteps
-    policy.set_resolution(s.eval_resolution).set_resolution(s.resolution)  # what cannot be packed is said now
+    policy.set_resolution(s.eval_resolution).set_resolution(
+        s.resolution
+    )  # what cannot be packed is said now
     with prompt_embeds.lazy_prompt_encoder(policy) as fresh:
         prompt_embeds.cache_prompt_embeds([*needed, *policy.blank], policy.key, fresh)
     state.accelerator.wait_for_everyone()
@@ -166,9 +219,14 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
     optimizer = torch.optim.AdamW
     if s.optimizer == "adamw-8bit":
         from bitsandbytes.optim import AdamW8bit as optimizer  # pyright: ignore[reportMissingImports]
-    state.policy, state.optimizer = policy, optimizer(policy.trained, lr=s.learning_rate, weight_decay=s.weight_decay)
+    state.policy, state.optimizer = (
+        policy,
+        optimizer(policy.trained, lr=s.learning_rate, weight_decay=s.weight_decay),
+    )
     state.ema = EMAModel(policy.trained, decay=s.ema) if s.ema else None
-    state.copies = {name: [p.detach().clone() for p in policy.trained] for name in state.method.copies}
+    state.copies = {
+        name: [p.detach().clone() for p in policy.trained] for name in state.method.copies
+    }
     state.limit = s.update_batch
     if s.update_memory:
         model: Any = plan.read_model_config(policy.folder)  # it was loaded, so it is known
@@ -177,30 +235,46 @@ def load_policy_and_optimizer(state: TrainingState) -> TrainingState:  # the sam
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
 @torch.no_grad()
-def _score_completions(state: TrainingState, context: ReplayContext, levels: Tensor) -> dict[str, Tensor]:
-    "Raw scores (B,) of what the ODE makes on these levels of the states at the first of them; one where they agree."
+def _score_completions(
+    state: TrainingState, context: ReplayContext, levels: Tensor
+) -> dict[str, Tensor]:
+    """Raw scores (B,) of what the ODE makes on these levels of the states at the first of them; one where they agree."""
     start = int(levels[0])
     paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
     alike = state.s.images_per_prompt if is_one_state(state.s, paths.sampler, start) else 1
-    now, first = paths.latents[:, start].float(), torch.arange(0, len(paths.keys), alike)
+    now = paths.latents[:, start].float()
+    first = torch.arange(0, len(paths.keys), alike)
     prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
     store = TORCH_DTYPES[state.s.latents_dtype]
-    final = complete_states(policy, context.rows(first), now[first], paths.sampler, levels, batch, store)
+    final = complete_states(
+        policy, context.rows(first), now[first], paths.sampler, levels, batch, store
+    )
     images = decode_latents(policy, final, batch)
-    scores = {name: score_images(name, state.rewards[name], images, prompts) for name in state.reward_weights}
+    scores = {
+        name: score_images(name, state.rewards[name], images, prompts)
+        for name in state.reward_weights
+    }
     return {name: x.repeat_interleave(alike) for name, x in scores.items()}
 
 
 def chunk_gains(
-    state: TrainingState, context: ReplayContext, scores: dict[str, Tensor],  # raw, of the images, by reward, (B,)
-) -> list[tuple[Tensor, dict[str, Tensor]]]:  # transitions (n,) and gains (B,) by reward of every chunk
-    "How much the image that the ODE makes of a state gains by each chunk (DenseGRPO, 2601.20218)."
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
+    # transitions (n,) and gains (B,) by reward of every chunk
+) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """How much the image that the ODE makes of a state gains by each chunk (DenseGRPO, 2601.20218)."""
     s, paths, after, gains = state.s, context.trajectories, scores, []
     places = state.method.places(paths.sampler)
-    for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):  # from the image back to the noise
+    for chunk in reversed(
+        state.method.chunks(torch.ones(len(places))).slices
+    ):  # from the image back to the noise
         start = int(places[chunk][0])
         last = len(paths.sampler) - start
-        kept = start + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
+        kept = (
+            start
+            + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
+        )
         before = _score_completions(state, context, kept)
         before = {name: x.to(after[name]) for name, x in before.items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
@@ -208,26 +282,38 @@ def chunk_gains(
     return gains
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4812e474
-def _of_all_groups(state: TrainingState, scores: dict[str, Tensor], function: Callable) -> Tensor:  # (B, ...)
-    "This process' part of what a function says of the scores (B, ...) of all processes, in groups (P, G ...)."
-    alike, device = next(iter(scores.values())), state.accelerator.device
+def _of_all_groups(
+    state: TrainingState, scores: dict[str, Tensor], function: Callable
+) -> Tensor:  # (B, ...)
+    """This process' part of what a function says of the scores (B, ...) of all processes, in groups (P, G ...)."""
+    alike = next(iter(scores.values()))
+    device = state.accelerator.device
     size = state.s.images_per_prompt * alike[0].numel()
-    every = {name: state.accelerator.gather(x.to(device)).cpu().reshape(-1, size) for name, x in scores.items()}
-    return function(every).reshape(-1, *alike.shape[1:])[len(alike) * state.accelerator.process_index :][: len(alike)]
+    every = {
+        name: state.accelerator.gather(x.to(device)).cpu().reshape(-1, size)
+        for name, x in scores.items()
+    }
+    return function(every).reshape(-1, *alike.shape[1:])[
+        len(alike) * state.accelerator.process_index :
+    ][: len(alike)]
 
 
 def compare_groups(
-    state: TrainingState, context: ReplayContext, scores: dict[str, Tensor],  # raw, of the images, by reward, (B,)
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
     combined: Tensor,  # (P, G) of this process' groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
-    "The method's advantages of what `credit_of` names."
+    """The method's advantages of what `credit_of` names."""
     s, method, sampler = state.s, state.method, context.trajectories.sampler
 
     def advantages(every: dict[str, Tensor]) -> Tensor:
         shape = next(iter(every.values())).shape
         copies = {name: x.clone() for name, x in every.items()}  # the scores are in the metrics too
         returned = method.advantages(copies, dict(state.reward_weights))
-        own = type(method).advantages is not Method.advantages  # else rewards are to blame, as the trainer says
+        own = (
+            type(method).advantages is not Method.advantages
+        )  # else rewards are to blame, as the trainer says
         check_floats(method, "advantages", returned, shape, "(P, G)", finite=own)
         return returned
 
@@ -235,20 +321,32 @@ def compare_groups(
         return _of_all_groups(state, of, advantages)
 
     if s.credit_of == "image":
-        of_strides, start = [compared(scores)], int(method.places(sampler)[-1]) + 1
-        for stride in map(int, s.completion_strides.split(",")[1:]):  # the first is the rollout's own
+        of_strides = [compared(scores)]
+        start = int(method.places(sampler)[-1]) + 1
+        for stride in map(
+            int, s.completion_strides.split(",")[1:]
+        ):  # the first is the rollout's own
             levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
             of_strides.append(compared(_score_completions(state, context, levels)))
         most = s.advantage_clamp
-        return of_strides[0] if len(of_strides) == 1 else torch.stack(of_strides).sum(0).clamp(-most, most)
+        return (
+            of_strides[0]
+            if len(of_strides) == 1
+            else torch.stack(of_strides).sum(0).clamp(-most, most)
+        )
     if s.credit_of in ("depth", "leaves"):
         states = sharing.shared_states(method.table, sampler.stochastic)
-        return sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(0, 1)
-    advantage, gains = torch.zeros(combined.numel(), len(sampler)), chunk_gains(state, context, scores)
+        return sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(
+            0, 1
+        )
+    advantage = torch.zeros(combined.numel(), len(sampler))
+    gains = chunk_gains(state, context, scores)
     if s.credit_of == "gain":
         of_chunks = [compared(gain) for _, gain in gains]
     else:
-        of_chunks = compared({name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}).T
+        of_chunks = compared(
+            {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
+        ).T
     for (part, _), one in zip(gains, of_chunks, strict=True):
         advantage[:, part] = one[:, None]
     return advantage
@@ -256,15 +354,16 @@ def compare_groups(
 # %% ../../nbs/07_training/04_iteration.ipynb #4e6eae61
 @contextlib.contextmanager
 def count_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
-    "Add the seconds of a phase to those of its name, without those of the phases in it."
-    start, others = time.perf_counter(), sum(seconds.values())
+    """Add the seconds of a phase to those of its name, without those of the phases in it."""
+    start = time.perf_counter()
+    others = sum(seconds.values())
     yield
     seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - others)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #ca6892ed
 @dataclass(frozen=True)
 class Rollout:
-    "The B images that an iteration drew in this process, and what they are worth."
+    """The B images that an iteration drew in this process, and what they are worth."""
 
     context: ReplayContext  # their trajectories, and what it takes to ask the policy about them
     scores: dict[str, Tensor]  # raw, by reward, (B,)
@@ -275,19 +374,29 @@ class Rollout:
 
 
 def _begin_groups(state: TrainingState, count: int, names: Iterable[str]):
-    "This process' prompts; keys of their images, `count` each; the place of each one's prompt; what scores them."
+    """This process' prompts; keys of their images, `count` each; the place of each one's prompt; what scores them."""
     mine = state.own_prompts(state.iteration)
     keys = [(state.s.seed, state.iteration, p, g) for p in mine for g in range(count)]
     scorers = {name: state.rewards[name] for name in names}
-    arriving = StreamingScores(state.executor, scorers, [state.prompts[prompt] for _, _, prompt, _ in keys])
+    arriving = StreamingScores(
+        state.executor, scorers, [state.prompts[prompt] for _, _, prompt, _ in keys]
+    )
     return mine, keys, torch.arange(len(mine)).repeat_interleave(count), arriving
 
 
 def sample_groups(state: TrainingState) -> Rollout:
-    "Draw and score a group of images for each of this process' prompts."
-    s, method, seconds = state.s, state.method, defaultdict(float)
-    beside = [name for name in s.eval_rewards if name not in state.reward_weights] if s.anchor_share < 1 else []
-    mine, keys, row, arriving = _begin_groups(state, s.images_per_prompt, [*state.reward_weights, *beside])
+    """Draw and score a group of images for each of this process' prompts."""
+    s = state.s
+    method = state.method
+    seconds = defaultdict(float)
+    beside = (
+        [name for name in s.eval_rewards if name not in state.reward_weights]
+        if s.anchor_share < 1
+        else []
+    )
+    mine, keys, row, arriving = _begin_groups(
+        state, s.images_per_prompt, [*state.reward_weights, *beside]
+    )
     statistics, features = [], []
     conditioning = state.policy.encode([state.prompts[p] for p in mine])
 
@@ -295,7 +404,9 @@ def sample_groups(state: TrainingState) -> Rollout:
         with count_seconds(seconds, "decode"):
             images = decode_latents(state.policy, final, s.rollout_batch)
             arriving.add(images)
-            statistics.append(image_statistics(images, state.policy.patch * state.policy.vae_scale_factor))
+            statistics.append(
+                image_statistics(images, state.policy.patch * state.policy.vae_scale_factor)
+            )
         if s.diversity:
             features.append(state.rewards[setting.embedding_reward(s)].embed(images))
 
@@ -303,56 +414,106 @@ def sample_groups(state: TrainingState) -> Rollout:
     with count_seconds(seconds, "rollout"):
         with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
             paths = sample_trajectories(
-                state.policy, conditioning, row, keys, method.sampler(state.iteration), s.rollout_batch, s.shared_noise,
-                TORCH_DTYPES[s.latents_dtype], s.latents_on == "host", ready, method.table, s.noise_spread)
-    with count_seconds(seconds, "reward"):  # what is left of it: images of earlier batches were scored on the way
+                state.policy,
+                conditioning,
+                row,
+                keys,
+                method.sampler(state.iteration),
+                s.rollout_batch,
+                s.shared_noise,
+                TORCH_DTYPES[s.latents_dtype],
+                s.latents_on == "host",
+                ready,
+                method.table,
+                s.noise_spread,
+            )
+    with count_seconds(
+        seconds, "reward"
+    ):  # what is left of it: images of earlier batches were scored on the way
         scores = arriving.scores()
     groups = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
-    combined, others = credit.combine_rewards(groups, state.reward_weights), {name: scores.pop(name) for name in beside}
+    combined = credit.combine_rewards(groups, state.reward_weights)
+    others = {name: scores.pop(name) for name in beside}
     anchored = None
     if s.anchor_share < 1:
-        anchored = _of_all_groups(state, {"": combined.flatten(), **others}, lambda every: credit.outrun_images(
-            every.pop(""), list(every.values()), s.anchor_share))
+        anchored = _of_all_groups(
+            state,
+            {"": combined.flatten(), **others},
+            lambda every: credit.outrun_images(every.pop(""), list(every.values()), s.anchor_share),
+        )
     context = replace(before, trajectories=paths, anchored=anchored)
     further = "gain" in s.credit_of or "," in s.completion_strides
     with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
     if s.diversity:
-        apart = credit.nearest_distances(torch.cat(features).unflatten(0, (-1, s.images_per_prompt))).flatten()
-        advantage = torch.where(advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage)
+        apart = credit.nearest_distances(
+            torch.cat(features).unflatten(0, (-1, s.images_per_prompt))
+        ).flatten()
+        advantage = torch.where(
+            advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage
+        )
     return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
-def score_base(state: TrainingState, rollout: Rollout) -> dict[str, Tensor]:  # raw, of `baseline_images` a prompt
-    "Scores of what the base draws for this process' prompts from the noise of each group's first images."
+def score_base(
+    state: TrainingState, rollout: Rollout
+) -> dict[str, Tensor]:  # raw, of `baseline_images` a prompt
+    """Scores of what the base draws for this process' prompts from the noise of each group's first images."""
     s, context = state.s, rollout.context
     _, keys, row, arriving = _begin_groups(state, s.baseline_images, state.reward_weights)
-    batches = sde_batches(state.policy, context.conditioning, row, keys, context.trajectories.sampler, s.rollout_batch,
-                          s.shared_noise, TORCH_DTYPES[s.latents_dtype], state.method.table, s.noise_spread)
+    batches = sde_batches(
+        state.policy,
+        context.conditioning,
+        row,
+        keys,
+        context.trajectories.sampler,
+        s.rollout_batch,
+        s.shared_noise,
+        TORCH_DTYPES[s.latents_dtype],
+        state.method.table,
+        s.noise_spread,
+    )
     with trainable.base_weights(state.policy):
         for path, _ in batches:  # drawn here
             arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
     return arriving.scores()
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
-def measure_profile(state: TrainingState, paths: Trajectories) -> dict:  # of the base; kind, mean (T,), std, ...
-    "Sets `state.profile` from these trajectories: how far each transition moves, over all processes."
+def measure_profile(
+    state: TrainingState, paths: Trajectories
+) -> dict:  # of the base; kind, mean (T,), std, ...
+    """Sets `state.profile` from these trajectories: how far each transition moves, over all processes."""
     s, sampler = state.s, paths.sampler
     every: Any = state.accelerator.gather(paths.distance.to(state.accelerator.device))
-    distance, grid = every.cpu().double(), sampler.sigmas
-    if len(sampler) < s.steps:  # a merged transition stands where it begins; those that it jumps over move nothing
+    distance = every.cpu().double()
+    grid = sampler.sigmas
+    if (
+        len(sampler) < s.steps
+    ):  # a merged transition stands where it begins; those that it jumps over move nothing
         grid = state.method.sigmas
         begin = torch.searchsorted(-grid, -sampler.sigmas[:-1], right=True) - 1
-        distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(1, begin, distance)
+        distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(
+            1, begin, distance
+        )
     state.profile = distance.mean(0)
-    return {"kind": "l1", "sampler": s.sampler, "eta": s.eta, "steps": s.steps, "sigmas": grid.tolist(),
-            "mean": state.profile.tolist(), "std": distance.std(0).tolist(), "trajectories": len(distance),
-            "latent_numel": paths.latents[0, 0].numel()}
+    return {
+        "kind": "l1",
+        "sampler": s.sampler,
+        "eta": s.eta,
+        "steps": s.steps,
+        "sigmas": grid.tolist(),
+        "mean": state.profile.tolist(),
+        "std": distance.std(0).tolist(),
+        "trajectories": len(distance),
+        "latent_numel": paths.latents[0, 0].numel(),
+    }
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Method) -> list[float]:
-    "Largest |ratio - 1| before any update: in the geometry of training, and against the rollout's log-probabilities."
-    now, again = (all_evidence(context, work, method, graph)[0] for graph in (False, True))  # graphs are what differs
+    """Largest |ratio - 1| before any update: in the geometry of training, and against the rollout's log-probabilities."""
+    now, again = (
+        all_evidence(context, work, method, graph)[0] for graph in (False, True)
+    )  # graphs are what differs
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
     return [ratio_floor(again, old, work) for old in (now, in_rollout.to(again.device))]
@@ -363,7 +524,11 @@ def are_whole_numbers(
     dimensions: int,  # that it must have
 ) -> bool:
     """Return True if the value is a tensor of whole numbers with so many dimensions."""
-    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32) and value.ndim == dimensions
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in (torch.int64, torch.int32)
+        and value.ndim == dimensions
+    )
 
 
 def check_partition(
@@ -378,15 +543,23 @@ def check_partition(
         return
     inside = are_whole_numbers(places, 1) and len(places) > 0 and bool((places.diff() > 0).all())
     if not (inside and 0 <= int(places[0]) and int(places[-1]) < len(sampler)):
-        raise wrong_return(method, "places", f"increasing transitions from 0 to {len(sampler) - 1}", places)
+        raise wrong_return(
+            method, "places", f"increasing transitions from 0 to {len(sampler) - 1}", places
+        )
     each = [chunks] if isinstance(chunks, Chunks) else chunks
-    if not isinstance(each, list | tuple) or not (isinstance(chunks, Chunks) or len(each) == images):
-        raise wrong_return(method, "partition", f"chunks for all images, or a list of {images}", chunks)
+    if not isinstance(each, list | tuple) or not (
+        isinstance(chunks, Chunks) or len(each) == images
+    ):
+        raise wrong_return(
+            method, "partition", f"chunks for all images, or a list of {images}", chunks
+        )
     for one in each:
         if not isinstance(one, Chunks) or one.transitions != len(places):
             came = f"chunks {one}" if isinstance(one, Chunks) else describe_value(one)
-            raise InputError(f"`chunks` of {method.s.method} must cover the {len(places)} transitions that may be "
-                             f"trained; got {came}")
+            raise InputError(
+                f"`chunks` of {method.s.method} must cover the {len(places)} transitions that may be "
+                f"trained; got {came}"
+            )
     method.checked.add("partition")
 
 
@@ -401,13 +574,19 @@ def check_draw(
         return
     right = are_whole_numbers(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
     if not (right and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
-        raise wrong_return(method, "draw", f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here "
-                           f"({images}, k)", chosen)
+        raise wrong_return(
+            method,
+            "draw",
+            f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
+            chosen,
+        )
     method.checked.add("draw")
 
 
-def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[UpdateBatch], list[float | None]]:
-    "The work of each update, and how many items its mean is over; None: those of the work."
+def build_update_batches(
+    state: TrainingState, rollout: Rollout
+) -> tuple[list[UpdateBatch], list[float | None]]:
+    """The work of each update, and how many items its mean is over; None: those of the work."""
     s, method, paths = state.s, state.method, rollout.context.trajectories
     accelerator: Any = state.accelerator  # what it gives of a tensor is one
     assert state.profile is not None  # it was measured
@@ -418,7 +597,12 @@ def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[U
     check_partition(method, paths.sampler, places, chunks, len(paths.keys))
     with read_only(method, "draw", paths):
         chosen = method.draw(paths, chunks, state.profile.clone(), state.iteration)
-    check_draw(method, chosen, len(paths.keys), len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)))
+    check_draw(
+        method,
+        chosen,
+        len(paths.keys),
+        len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
+    )
     weights = method.weights(paths.sampler)
     if weights is not None:
         check_floats(method, "weights", weights, (len(paths.sampler),), "(T,)")
@@ -429,29 +613,43 @@ def build_update_batches(state: TrainingState, rollout: Rollout) -> tuple[list[U
         kept = part[spread[part] > 0] if s.drop_flat_groups else part
         kept = kept if len(kept) else part[:1]
         works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, places))
-        ragged = not isinstance(chunks, Chunks) or s.drop_flat_groups  # else all processes have equally many
+        ragged = (
+            not isinstance(chunks, Chunks) or s.drop_flat_groups
+        )  # else all processes have equally many
         items = torch.tensor(float((chosen[part] >= 0).sum()), device=accelerator.device)
         means.append(float(accelerator.reduce(items, "mean")) if ragged else None)
     if s.sharding != "none":  # as many forwards and passes as the process with most
-        own = torch.tensor([[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device)
-        works = [replace(work, idle_forwards=n - len(work.batches), whole=split < 0)
-                 for work, (n, split) in zip(works, accelerator.gather(own[None]).amax(0).tolist(), strict=True)]
+        own = torch.tensor(
+            [[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device
+        )
+        works = [
+            replace(work, idle_forwards=n - len(work.batches), whole=split < 0)
+            for work, (n, split) in zip(
+                works, accelerator.gather(own[None]).amax(0).tolist(), strict=True
+            )
+        ]
     return works, means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1
 def refuse_silent_weights(policy: Policy, processes: int) -> None:
-    "InputError where, after a backward, a trained weight got no gradient and other processes would wait for it."
+    """InputError where, after a backward, a trained weight got no gradient and other processes would wait for it."""
     named = policy.transformer.named_parameters() if processes > 1 else ()
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
-        raise InputError(f"model: no gradient reaches {silent[0]} and {len(silent) - 1} other weights, so {processes} "
-                         "processes cannot train them together; name their layers in `unread` of "
-                         f"{type(policy).__name__}, or train with one process.")
+        raise InputError(
+            f"model: no gradient reaches {silent[0]} and {len(silent) - 1} other weights, so {processes} "
+            "processes cannot train them together; name their layers in `unread` of "
+            f"{type(policy).__name__}, or train with one process."
+        )
 
 
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
-    "Clip the gradients and take a step; none where their norm is not finite."
-    norm = float(trainable.full_tensor(torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)))
+    """Clip the gradients and take a step; none where their norm is not finite."""
+    norm = float(
+        trainable.full_tensor(
+            torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)
+        )
+    )
     if math.isfinite(norm):
         state.optimizer.step()
         if state.ema is not None:
@@ -461,33 +659,48 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 # %% ../../nbs/07_training/04_iteration.ipynb #972c827e
 @dataclass(frozen=True)
 class Update:
-    "What the optimizer steps of an iteration did in this process, an entry a step."
+    """What the optimizer steps of an iteration did in this process, an entry a step."""
 
     works: list[UpdateBatch]
     stats: list[UpdateStats]
-    norms: list[float]  # of the gradients, before clipping; a step whose norm is not finite is skipped
-    floors: list[float]  # of the ratio, as `measure_ratio_floor` has them; empty after the first iteration
+    # of the gradients, before clipping; a step whose norm is not finite is skipped
+    norms: list[float]
+    # of the ratio, as `measure_ratio_floor` has them; empty after the first iteration
+    floors: list[float]
 
 
 def update_policy(state: TrainingState, rollout: Rollout) -> Update:
-    "Take the iteration's optimizer steps; then average the copies that the method keeps."
+    """Take the iteration's optimizer steps; then average the copies that the method keeps."""
     s, accelerator, method, context = state.s, state.accelerator, state.method, rollout.context
     works, means = build_update_batches(state, rollout)
-    olds = [None] + [all_evidence(context, work, method) if method.ratio else None for work in works[1:]]
+    olds = [None] + [
+        all_evidence(context, work, method) if method.ratio else None for work in works[1:]
+    ]
 
     def sync(last: bool):
-        parts = s.sharding != "none"  # their gradients are shared out at every backward: no process holds the whole
-        return contextlib.nullcontext() if last or parts else accelerator.no_sync(state.policy.module)
+        parts = (
+            s.sharding != "none"
+        )  # their gradients are shared out at every backward: no process holds the whole
+        return (
+            contextlib.nullcontext() if last or parts else accelerator.no_sync(state.policy.module)
+        )
 
-    with sync(False):  # a forward with graph and no backward: the processes must not wait for each other in it
+    with sync(
+        False
+    ):  # a forward with graph and no backward: the processes must not wait for each other in it
         measured = state.iteration == 0 and method.ratio and method.density
         floors = measure_ratio_floor(context, works[0], method) if measured else []
     stats, norms = [], []
     for work, old, mean in zip(works, olds, means, strict=True):
         state.optimizer.zero_grad()
-        stats.append(accumulate_gradients(
-            context, work, rollout.advantage, method, old, sync, accelerator.backward, mean))
-        refuse_silent_weights(state.policy, accelerator.num_processes if s.sharding == "none" else 1)
+        stats.append(
+            accumulate_gradients(
+                context, work, rollout.advantage, method, old, sync, accelerator.backward, mean
+            )
+        )
+        refuse_silent_weights(
+            state.policy, accelerator.num_processes if s.sharding == "none" else 1
+        )
         norms.append(step_optimizer(state))
     for name in method.copies:
         kept = copy_decay(method, name, state.iteration)

@@ -39,48 +39,64 @@ from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
 def sample_chunks(
-    paths: Trajectories, chunks: Chunks | Sequence[Chunks],  # of B images; the same for all, or those of each image
-    fraction: float, weighting: str = "uniform",  # of the chunks; uniform, profile, or dynamics: (16) on own latents
+    paths: Trajectories,  # of B images
+    chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
+    fraction: float,  # of the chunks
+    weighting: str = "uniform",  # uniform, profile, or dynamics: (16) on own latents
     allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
-    uniform: float = 0.0, temperature: float = 1.0,  # share of equal chances; flattens the weights (16)
+    uniform: float = 0.0,  # share of equal chances
+    temperature: float = 1.0,  # flattens the weights (16)
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
-    places: Tensor | None = None,  # (n,) long: the transitions that the chunks divide; None: those with noise
+    places: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
-    "The chunks to train of every image, drawn from the image's own random numbers."
+    """The chunks to train of every image, drawn from the image's own random numbers."""
     if not isinstance(chunks, Chunks):
         given = fraction, weighting, None, uniform, temperature, profile, places
-        alone = [replace(paths, latents=paths.latents[b : b + 1], keys=[key]) for b, key in enumerate(paths.keys)]
+        alone = [
+            replace(paths, latents=paths.latents[b : b + 1], keys=[key])
+            for b, key in enumerate(paths.keys)
+        ]
         rows = [sample_chunks(one, own, *given)[0] for one, own in zip(alone, chunks, strict=True)]
         return pad_sequence(rows, batch_first=True, padding_value=-1)
     total = len(chunks)
-    may = torch.zeros(total, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(total)), True)
+    may = torch.zeros(total, dtype=torch.bool).index_fill(
+        0, torch.tensor(allowed or range(total)), True
+    )
     count = dynamics.chunk_count(int(may.sum()), fraction)
     weights = torch.full((len(paths.keys), total), 1 / total)
     if weighting != "uniform":
         distance = profile.expand(len(paths.keys), -1) if weighting == "profile" else paths.distance
-        distance = distance[:, (paths.sampler.stochastic if places is None else places).to(distance.device)]
-        weights = dynamics.tempered_weights(dynamics.chunk_weights(distance, chunks), uniform, temperature).cpu()
-    uniforms = torch.stack([torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys])
+        distance = distance[
+            :, (paths.sampler.stochastic if places is None else places).to(distance.device)
+        ]
+        weights = dynamics.tempered_weights(
+            dynamics.chunk_weights(distance, chunks), uniform, temperature
+        ).cpu()
+    uniforms = torch.stack(
+        [torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys]
+    )
     return dynamics.sample_without_replacement(weights * may, count, uniforms)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000011
 @dataclass(frozen=True)
 class ReplayContext:
-    "What it takes to ask a policy about stored trajectories."
+    """What it takes to ask a policy about stored trajectories."""
 
     policy: Policy
     conditioning: dict[str, Tensor]  # rows, one a prompt
     trajectories: Trajectories
-    copies: Mapping[str, list[Tensor]] = field(default_factory=dict)  # name -> weights in the order of `policy.trained`
+    copies: Mapping[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # name -> weights in the order of `policy.trained`
     anchored: Tensor | None = None  # (B,) bool: the images that the anchor counts for; None: all
 
     def rows(self, image: Tensor) -> dict[str, Tensor]:
-        "The conditioning of images (m,), a row each."
+        """The conditioning of images (m,), a row each."""
         return {k: v[self.trajectories.row[image]] for k, v in self.conditioning.items()}
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        "Within this context the policy has a copy's weights, and no gradient."
+        """Within this context the policy has a copy's weights, and no gradient."""
         swap_weights(self.policy.trained, self.copies[name])
         try:
             with torch.no_grad():
@@ -89,11 +105,16 @@ class ReplayContext:
             swap_weights(self.policy.trained, self.copies[name])
 
     def velocities(
-        self, x: Tensor, image: Tensor, index: Tensor,  # latents (m, S, C); their images; their levels of the grid
+        self,
+        x: Tensor,  # latents (m, S, C)
+        image: Tensor,  # their images
+        index: Tensor,  # their levels of the grid
         beside: Sequence[str] = (),  # copies; "base" is one of them
     ) -> tuple[Tensor, dict[str, Tensor]]:  # (m, S, C), with graph; and of each copy, without
-        "The velocities of the policy and of copies of its weights."
-        policy, rows, others = self.policy, self.rows(image), {}
+        """The velocities of the policy and of copies of its weights."""
+        policy = self.policy
+        rows = self.rows(image)
+        others = {}
         told = told_sigma(policy, self.trajectories.sampler.sigmas[index])
         for name in dict.fromkeys(beside):
             with torch.no_grad(), base_weights(policy) if name == "base" else self.weights(name):
@@ -118,7 +139,9 @@ def wrong_return(
     value: object,  # what it returned
 ) -> InputError:
     """Make the error for a function of a method that returned something else than it must."""
-    return InputError(f"`{hook}` of {method.s.method} must return {allowed}; got {describe_value(value)}")
+    return InputError(
+        f"`{hook}` of {method.s.method} must return {allowed}; got {describe_value(value)}"
+    )
 
 
 def check_floats(
@@ -134,7 +157,12 @@ def check_floats(
         return
     same = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
     if not same or finite and not bool(value.isfinite().all()):
-        raise wrong_return(method, hook, f"finite floating-point numbers of shape {names}, here {tuple(shape)}", value)
+        raise wrong_return(
+            method,
+            hook,
+            f"finite floating-point numbers of shape {names}, here {tuple(shape)}",
+            value,
+        )
     method.checked.add(hook)
 
 
@@ -150,8 +178,10 @@ def read_only(
     yield
     for name, x in tensors.items():
         if x._version != before[name]:
-            raise InputError(f"`{hook}` of {method.s.method} must not write into the trajectories' `{name}`, which are "
-                             "used again; change a copy")
+            raise InputError(
+                f"`{hook}` of {method.s.method} must not write into the trajectories' `{name}`, which are "
+                "used again; change a copy"
+            )
 
 
 def copy_decay(
@@ -162,85 +192,125 @@ def copy_decay(
     """Return the share of a copy that stays after an iteration; raise InputError unless it is from 0 to 1."""
     decay = method.copies[name](iteration)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise InputError(f"`copies` of {method.s.method} must have decays from 0 to 1; {name!r} has {decay!r} in "
-                         f"iteration {iteration + 1}")
+        raise InputError(
+            f"`copies` of {method.s.method} must have decays from 0 to 1; {name!r} has {decay!r} in "
+            f"iteration {iteration + 1}"
+        )
     return decay
 
 # %% ../../nbs/07_training/02_methods.ipynb #b87e037b
 class _Selection:
-    "What a method keeps, draws and compares, and which transitions it trains."
+    """What a method keeps, draws and compares, and which transitions it trains."""
 
-    ratio = True  # the statistic compares with the evidence before the first update: it is 0 before it
+    # the statistic compares with the evidence before the first update: it is 0 before it
+    ratio = True
     density = True  # the evidence begins with the log-probability that the rollout had too
-    grouped = False  # an item's worth depends on those of its group, which all have to be known first
-    parts, ratios = 0, 1  # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
-    copies: Mapping[str, Callable[[int], float]] = {}  # weights kept: name -> decay of the average after an iteration
+    # an item's worth depends on those of its group, which all have to be known first
+    grouped = False
+    # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
+    parts = 0
+    ratios = 1
+    # weights kept: name -> decay of the average after an iteration
+    copies: Mapping[str, Callable[[int], float]] = {}
     sampled_by: str | None = None  # the copy that draws; None: the present weights
-    reads: tuple[str, ...] = ()  # copies whose velocity the evidence needs as well; "base" is one of them
+    # copies whose velocity the evidence needs as well; "base" is one of them
+    reads: tuple[str, ...] = ()
 
     def __init__(self, s: Settings):
         self.checked: set[str] = set()  # functions whose returned values were looked at
-        self.s, self.sigmas = s, sigmas(s.steps, s.shift)  # on the CPU, where looking at a number stops no queue
-        self.chunker = import_callable(s.chunks, "chunks") if ":" in s.chunks and s.chunk_rule.kind == "code" else None
+        self.s, self.sigmas = (
+            s,
+            sigmas(s.steps, s.shift),
+        )  # on the CPU, where looking at a number stops no queue
+        self.chunker = (
+            import_callable(s.chunks, "chunks")
+            if ":" in s.chunks and s.chunk_rule.kind == "code"
+            else None
+        )
         self.sharing = Sharing.parse(s.sharing)
-        self.table = None if s.sharing == "own" else self.sharing.table(s.images_per_prompt, s.steps)
+        self.table = (
+            None if s.sharing == "own" else self.sharing.table(s.images_per_prompt, s.steps)
+        )
         if s.kl and s.anchor_every:
-            self.copies = {**self.copies, "reference": lambda iteration: float((iteration + 1) % s.anchor_every > 0)}
+            self.copies = {
+                **self.copies,
+                "reference": lambda iteration: float((iteration + 1) % s.anchor_every > 0),
+            }
         self.window, own = Window.parse(s.window), s.surrogate in named_code(s)
         self.clip = import_callable(s.surrogate, "surrogate") if own else None
-        self.worth: surrogates.Surrogate | None = None if own else surrogates.Surrogate.parse(s.surrogate, s.clip_range)
+        self.worth: surrogates.Surrogate | None = (
+            None if own else surrogates.Surrogate.parse(s.surrogate, s.clip_range)
+        )
         self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
 
     @property
     def proportional(self) -> bool:
         """Return whether an item's worth is proportional to its advantage, as far as is known."""
-        return type(self).objective is Method.objective and bool(self.worth) and self.worth.kind not in ("par", "pepg")
+        return (
+            type(self).objective is Method.objective
+            and bool(self.worth)
+            and self.worth.kind not in ("par", "pepg")
+        )
 
     def sampler(self, iteration: int) -> Sampler:
-        "How the trajectories of an iteration are drawn."
+        """How the trajectories of an iteration are drawn."""
         s, grid = self.s, self.sigmas
         eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
         if s.merge != "none":
             grid, eta = merge_transitions(grid, eta, s.merge, s.shift)
         solver, second = s.solver, None
-        if s.merge.startswith("rest") and self.window.kind == "frozen" and len(grid) - 1 - self.window.width < 3:
-            solver = "euler"  # what dpm2 is on so few transitions: the first and the last are Euler's
+        if (
+            s.merge.startswith("rest")
+            and self.window.kind == "frozen"
+            and len(grid) - 1 - self.window.width < 3
+        ):
+            # what dpm2 is on so few transitions: the first and the last are Euler's
+            solver = "euler"
         if s.merge.startswith("entropy"):
             second = self.sigmas[1]  # E-GRPO's noise at sigma 1 is that of the whole grid
         return Sampler(grid, s.sampler, eta, solver, second)
 
     def places(self, sampler: Sampler) -> Tensor:
-        "The transitions that may be trained, (n,) long and increasing."
+        """The transitions that may be trained, (n,) long and increasing."""
         return sampler.stochastic
 
     def chunks(self, profile: Tensor) -> Chunks:
-        "The chunks of the places, from the mean distance (n,) that each moves the base's latents."
+        """The chunks of the places, from the mean distance (n,) that each moves the base's latents."""
         rule = self.s.chunk_rule
         if self.chunker is not None:
             made = self.chunker(profile)
-            return chunks_from_setting(str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile))
+            return chunks_from_setting(
+                str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile)
+            )
         if rule.min_size:
             return chunk_search.adaptive_chunks(profile[None], rule.min_size)[0]
         measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
         return chunks_from_setting(self.s.chunks, len(profile), measured)
 
     def partition(self, paths: Trajectories, profile: Tensor) -> Chunks | list[Chunks]:
-        "The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."
+        """The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."""
         places = self.places(paths.sampler)
         if self.s.chunk_rule.kind == "fixed" and self.chunker is None:
             return self.chunks(torch.ones(len(places)))
         if not self.s.chunk_rule.min_size:
             return self.chunks(profile[places])
-        return chunk_search.adaptive_chunks(paths.distance.cpu()[:, places], self.s.chunk_rule.min_size)
+        return chunk_search.adaptive_chunks(
+            paths.distance.cpu()[:, places], self.s.chunk_rule.min_size
+        )
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         """Return the advantages (P, G) of all groups of an iteration, of scores by reward, (P, G) each.
 
         With `credit_of: all-gains` the G numbers of a group are the gains of all chunks of its images.
         """
-        shape, seeds = next(iter(scores.values())).shape, self.sharing.number if self.sharing.kind == "seeds" else 1
-        alike = {name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()}  # those of one initial noise
-        return credit_advantages(alike, weights, self.s.credit, self.s.advantage_clamp).reshape(shape)
+        shape = next(iter(scores.values())).shape
+        seeds = self.sharing.number if self.sharing.kind == "seeds" else 1
+        alike = {
+            name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()
+        }  # those of one initial noise
+        return credit_advantages(alike, weights, self.s.credit, self.s.advantage_clamp).reshape(
+            shape
+        )
 
     def share_of_equal_chances(
         self,
@@ -251,44 +321,62 @@ class _Selection:
         faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
         return s.weighting_uniform + (1 - s.weighting_uniform) * faded
 
-    def draw(self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int) -> Tensor:
-        "The chunks that each image trains, (B, k) long; -1 where an image trains fewer."
+    def draw(
+        self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int
+    ) -> Tensor:
+        """The chunks that each image trains, (B, k) long; -1 where an image trains fewer."""
         s = self.s
-        return sample_chunks(paths, chunks, s.chunk_fraction, s.chunk_weighting, s.train_chunk_numbers,
-                             self.share_of_equal_chances(iteration), s.weighting_temperature, profile,
-                             self.places(paths.sampler))
+        return sample_chunks(
+            paths,
+            chunks,
+            s.chunk_fraction,
+            s.chunk_weighting,
+            s.train_chunk_numbers,
+            self.share_of_equal_chances(iteration),
+            s.weighting_temperature,
+            profile,
+            self.places(paths.sampler),
+        )
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class _Objective(_Selection):
-    "What transitions weigh, what stands for their probability, what is maximised, and what settings that needs."
+    """What transitions weigh, what stands for their probability, what is maximised, and what settings that needs."""
 
     needs: Mapping[str, object] = {}  # settings that must have these values
     because = ""  # why, for the error's sentence: it "trains levels of final images"
 
     def weights(self, sampler: Sampler) -> Tensor | None:
-        "The weight of each transition in the objective, (T,) with mean 1 over all that windows reach; None: all alike."
-        text, places = self.s.step_weights, self.places(sampler)
+        """The weight of each transition in the objective, (T,) with mean 1 over all that windows reach; None: all alike."""
+        text = self.s.step_weights
+        places = self.places(sampler)
         if text == "one":
             return None
         if text not in surrogates.STEP_WEIGHTS:  # sizes: the weights T / (K cs) of these chunks
             try:
                 made = step_weights(chunks_from_setting(text, len(places)))
             except InputError as error:
-                named, words = ", ".join(surrogates.STEP_WEIGHTS), str(error).replace("`chunks`", "they")
-                raise InputError(f"`step_weights` must be one, {named}, or sizes of chunks: {words}") from None
+                named = ", ".join(surrogates.STEP_WEIGHTS)
+                words = str(error).replace("`chunks`", "they")
+                raise InputError(
+                    f"`step_weights` must be one, {named}, or sizes of chunks: {words}"
+                ) from None
             return torch.zeros(len(sampler)).index_put((places,), made)
         if self.window.kind == "all":
             return surrogates.step_weights_by_name(text, sampler, places)
-        whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)  # a window of one would weigh 1 wherever it lies
+        whole = Sampler(
+            self.sigmas, self.s.sampler, self.s.eta
+        )  # a window of one would weigh 1 wherever it lies
         every = surrogates.step_weights_by_name(text, whole, whole.stochastic)
         return torch.zeros_like(every).index_copy(0, sampler.stochastic, every[sampler.stochastic])
 
     def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
-        "Evidence of transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."
+        """Evidence of transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."""
         (x, target), sampler = self.states(context, image, index), context.trajectories.sampler
         held = "reference" if "reference" in context.copies else "base"
         anchored = anchor and self.s.kl > 0
-        v, others = context.velocities(x, image, index, [*self.reads, *([held] if anchored else [])])
+        v, others = context.velocities(
+            x, image, index, [*self.reads, *([held] if anchored else [])]
+        )
         evidence = self.evidence(v, others, target, x, sampler, index)
         if not anchored:
             return evidence, None
@@ -297,30 +385,39 @@ class _Objective(_Selection):
             penalty = sampler.kl(mean, other, std)
         else:
             penalty = (v - others[held]).square().flatten(1).mean(1)
-        return evidence, penalty if context.anchored is None else penalty * context.anchored[image].to(penalty)
+        return evidence, penalty if context.anchored is None else penalty * context.anchored[
+            image
+        ].to(penalty)
 
     def states(self, context: ReplayContext, image: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        "Latents (m, S, C) whose velocity is asked for, and what it is judged by: here x_i and x_{i+1}."
+        """Latents (m, S, C) whose velocity is asked for, and what it is judged by: here x_i and x_{i+1}."""
         path = context.trajectories.latents
         now, then = (path[image, i].float().to(context.policy.device) for i in (index, index + 1))
         return now, then
 
     def evidence(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor,  # (m, S, C) each, with graph in v
-        sampler: Sampler, index: Tensor,  # (m,)
+        self,
+        v: Tensor,  # (m, S, C) velocity of the policy, with graph
+        others: Mapping[str, Tensor],  # name -> (m, S, C) of a reference, without graph
+        target: Tensor,  # (m, S, C) next latents
+        x: Tensor,  # (m, S, C) latents
+        sampler: Sampler,  # of the rollout
+        index: Tensor,  # (m,) step of each transition
     ) -> tuple[Tensor, ...]:
-        "What is kept of transitions; the log-probability (m,) comes first."
+        """What is kept of transitions; the log-probability (m,) comes first."""
         mean, std = sampler.mean_std(v, x, index)
         logp = sampler.log_prob(target, mean, std)
         plain = self.s.statistic == "ratio" and not self.parts
         return (logp,) if plain else (logp, mean, std.flatten().expand(len(mean)))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        "What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio, or plain evidence."
+        """What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio, or plain evidence."""
         if len(new) == 1:
             return new[0] - old[0] if self.ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
-        statistic = surrogates.transition_statistic(self.s.statistic, new[0] - old[0], shift, new[2])
+        statistic = surrogates.transition_statistic(
+            self.s.statistic, new[0] - old[0], shift, new[2]
+        )
         return torch.stack([statistic, shift.detach()], 1) if self.parts else statistic
 
     def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
@@ -338,29 +435,41 @@ class _Objective(_Selection):
 
 # %% ../../nbs/07_training/02_methods.ipynb #a8dd09ef
 def is_one_state(s: Settings, sampler: Sampler, start: int) -> bool:
-    "Whether all images of a group are in one state before a transition, which is numbered by `start`."
+    """Whether all images of a group are in one state before a transition, which is numbered by `start`."""
     alike = s.sharing == "group" or s.shared_noise and not s.noise_spread  # at the beginning
     return alike and not bool((sampler.stochastic < start).any())
 
 
 def completions(
-    s: Settings, sampler: Sampler, places: Tensor,  # of an iteration; (n,) long: the transitions that may be trained
+    s: Settings,
+    sampler: Sampler,  # of an iteration
+    places: Tensor,  # (n,) long, the steps that may be trained
     chunks: Chunks | None,  # None: each image's own
-) -> list[tuple[int, float]]:  # forwards of each completion, and how many of it are made for an image
-    "The images that the ODE completes for `credit_of` or `completion_strides`, which are scored too."
+    # forwards of each completion, and how many of it are made for an image
+) -> list[tuple[int, float]]:
+    """The images that the ODE completes for `credit_of` or `completion_strides`, which are scored too."""
     if not (chunks and "gain" in s.credit_of):
         left = len(sampler) - 1 - int(places[-1])
-        return [(math.ceil(left / int(stride)), 1.0) for stride in s.completion_strides.split(",")[1:]]
+        return [
+            (math.ceil(left / int(stride)), 1.0) for stride in s.completion_strides.split(",")[1:]
+        ]
     starts = [int(places[part][0]) for part in chunks.slices]
-    return [(min(len(sampler) - start, s.completion_steps or s.steps),
-             1 / s.images_per_prompt if is_one_state(s, sampler, start) else 1.0) for start in starts]
+    return [
+        (
+            min(len(sampler) - start, s.completion_steps or s.steps),
+            1 / s.images_per_prompt if is_one_state(s, sampler, start) else 1.0,
+        )
+        for start in starts
+    ]
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000017
 class Method(_Objective):
-    "What training asks of a method, a function an axis; as it stands it is Chunk-GRPO."
+    """What training asks of a method, a function an axis; as it stands it is Chunk-GRPO."""
 
-    def item_metrics(self, statistic: Tensor, slope: Tensor, advantage: Tensor, worth: Tensor) -> dict[str, Tensor]:
-        "Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."
+    def item_metrics(
+        self, statistic: Tensor, slope: Tensor, advantage: Tensor, worth: Tensor
+    ) -> dict[str, Tensor]:
+        """Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."""
         if not self.ratio:
             return {"loss": -worth}
         if statistic.ndim > 1:  # of several ratios, the one that moved most
@@ -369,10 +478,11 @@ class Method(_Objective):
         return {"ratio": statistic.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(slope)}
 
     def metrics(self, items: dict[str, Tensor], chunk: Tensor, count: int) -> dict:
-        "What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."
+        """What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."""
         if not self.ratio:
             return {"loss_mean": items["loss"].mean().item()}
-        away, drawn = (items["ratio"] - 1).abs(), torch.bincount(chunk, minlength=count)
+        away = (items["ratio"] - 1).abs()
+        drawn = torch.bincount(chunk, minlength=count)
         out = {"ratio_mean": items["ratio"].mean().item(), "ratio_max_dev": away.max().item()}
         for name, values in {"clip_fraction": items["clipped"], "ratio_dev": away}.items():
             total = torch.bincount(chunk, weights=values.double(), minlength=count)
@@ -382,14 +492,23 @@ class Method(_Objective):
     def counts(self) -> IterationCounts:
         """Count what an iteration computes, the mean over the run's iterations."""
         if type(self).sampler is Method.sampler:  # iterations with the same window are alike
-            windows = [self.window.places(len(self.sigmas) - 2, i, self.s.seed) for i in range(self.s.iterations)]
-            shares = {windows.index(window): n / len(windows) for window, n in Counter(windows).items()}
+            windows = [
+                self.window.places(len(self.sigmas) - 2, i, self.s.seed)
+                for i in range(self.s.iterations)
+            ]
+            shares = {
+                windows.index(window): n / len(windows) for window, n in Counter(windows).items()
+            }
         else:
             iterations = range(0, self.s.iterations, -(-self.s.iterations // 1000))
             shares = dict.fromkeys(iterations, 1 / len(iterations))
         each = {i: self._counts_of_iteration(i) for i in shares}
-        return IterationCounts(*(math.fsum(share * getattr(each[i], part.name) for i, share in shares.items())
-                                 for part in fields(IterationCounts)))
+        return IterationCounts(
+            *(
+                math.fsum(share * getattr(each[i], part.name) for i, share in shares.items())
+                for part in fields(IterationCounts)
+            )
+        )
 
     def trained_per_image(
         self,
@@ -400,9 +519,15 @@ class Method(_Objective):
 
     def _counts_of_iteration(self, iteration: int) -> IterationCounts:
         """Count what one iteration computes."""
-        s, sampler, images = self.s, self.sampler(iteration), self.s.prompts_per_iteration * self.s.images_per_prompt
+        s = self.s
+        sampler = self.sampler(iteration)
+        images = self.s.prompts_per_iteration * self.s.images_per_prompt
         places = self.places(sampler)
-        chunks = self.chunks(torch.ones(len(places))) if s.chunk_rule.kind == "fixed" or s.method != "chunk" else None
+        chunks = (
+            self.chunks(torch.ones(len(places)))
+            if s.chunk_rule.kind == "fixed" or s.method != "chunk"
+            else None
+        )
         trained = images * self.trained_per_image(chunks)
 
         # A later update asks once more for what was before the first one. Where items need each other's means, or do
@@ -416,50 +541,92 @@ class Method(_Objective):
         extra = len(references | held) + (1 + len(references)) * passes
 
         first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
-        states = None if self.table is None else shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
+        states = (
+            None
+            if self.table is None
+            else shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
+        )
         rollout, baseline = (
-            0 if not n else rollout_forwards(states[:, :n]) if states is not None
-            else n * (len(sampler) - 1) + (1 if first else n) for n in (s.images_per_prompt, s.baseline_images))
+            0
+            if not n
+            else rollout_forwards(states[:, :n])
+            if states is not None
+            else n * (len(sampler) - 1) + (1 if first else n)
+            for n in (s.images_per_prompt, s.baseline_images)
+        )
         more = completions(s, sampler, places, chunks)
         return IterationCounts(
-            rollout=s.prompts_per_iteration * rollout + images * sum(forwards * part for forwards, part in more),
-            trained=trained, extra=trained * extra, baseline=s.prompts_per_iteration * baseline,
-            scored=images * (1 + sum(part for _, part in more)) + s.prompts_per_iteration * s.baseline_images)
+            rollout=s.prompts_per_iteration * rollout
+            + images * sum(forwards * part for forwards, part in more),
+            trained=trained,
+            extra=trained * extra,
+            baseline=s.prompts_per_iteration * baseline,
+            scored=images * (1 + sum(part for _, part in more))
+            + s.prompts_per_iteration * s.baseline_images,
+        )
 
     def check(self) -> None:
-        "InputError where the settings cannot be trained with this method."
+        """InputError where the settings cannot be trained with this method."""
         for name, value in self.needs.items():
             if getattr(self.s, name) != value:
-                raise InputError(f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
-                                 f"got {getattr(self.s, name)}")
+                raise InputError(
+                    f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
+                    f"got {getattr(self.s, name)}"
+                )
         images, updates = self.s.images_per_prompt, self.s.updates_per_iteration
         if self.grouped and images // updates < 2:
-            raise InputError(f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
-                             f"with {self.s.method}, which compares them; got {updates}")
-        if self.sharing.kind == "seeds" and self.s.credit_of == "image" and images // self.sharing.number < 2:
-            raise InputError(f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
-                             f"compare them; got {self.s.sharing}")
+            raise InputError(
+                f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
+                f"with {self.s.method}, which compares them; got {updates}"
+            )
+        if (
+            self.sharing.kind == "seeds"
+            and self.s.credit_of == "image"
+            and images // self.sharing.number < 2
+        ):
+            raise InputError(
+                f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
+                f"compare them; got {self.s.sharing}"
+            )
         for name in self.copies:
             for iteration in range(min(self.s.iterations, 1000)):
                 copy_decay(self, name, iteration)
         if self.s.credit == "scale" and "gain" not in self.s.credit_of:
-            raise InputError("`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
-                             "all-gains, whose zero means something; got scale")
+            raise InputError(
+                "`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
+                "all-gains, whose zero means something; got scale"
+            )
         if self.s.kl and self.s.anchor == "transition" and not self.density:
-            raise InputError(f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
-                             "got transition")
-        same = type(self).sampler is Method.sampler and self.window.kind in ("all", "frozen")  # in all iterations
+            raise InputError(
+                f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
+                "got transition"
+            )
+        same = type(self).sampler is Method.sampler and self.window.kind in (
+            "all",
+            "frozen",
+        )  # in all iterations
         for iteration in range(1 if same else min(self.s.iterations, 1000)):
             sampler = self.sampler(iteration)
-            places, where = self.places(sampler), f"in iteration {iteration + 1}"
+            places = self.places(sampler)
+            where = f"in iteration {iteration + 1}"
             if not len(places):
-                raise InputError(f"`method` must leave transitions to train; {self.s.method} has none {where}")
-            if self.ratio and self.density and not set(places.tolist()) <= set(sampler.stochastic.tolist()):
-                raise InputError(f"`method` must take ratios of transitions with noise; {self.s.method} takes those of "
-                                 f"deterministic ones {where}")
+                raise InputError(
+                    f"`method` must leave transitions to train; {self.s.method} has none {where}"
+                )
+            if (
+                self.ratio
+                and self.density
+                and not set(places.tolist()) <= set(sampler.stochastic.tolist())
+            ):
+                raise InputError(
+                    f"`method` must take ratios of transitions with noise; {self.s.method} takes those of "
+                    f"deterministic ones {where}"
+                )
             if self.s.shared_noise and not self.s.noise_spread and not len(sampler.stochastic):
-                raise InputError(f"`shared_noise` must be false with the ODE of {self.s.method}, or all images of a "
-                                 "prompt are the same")
+                raise InputError(
+                    f"`shared_noise` must be false with the ODE of {self.s.method}, or all images of a "
+                    "prompt are the same"
+                )
             if self.s.chunk_rule.kind == "fixed":
                 made = self.chunks(torch.ones(len(places)))
                 if type(self).draw is Method.draw:
@@ -467,8 +634,24 @@ class Method(_Objective):
             self.weights(sampler)
 
 # %% ../../nbs/07_training/02_methods.ipynb #hook-checks
-_HOOKS = ("sampler", "places", "chunks", "partition", "advantages", "draw", "weights", "replay", "states", "evidence",
-          "statistic", "objective", "item_metrics", "metrics", "counts", "check")
+_HOOKS = (
+    "sampler",
+    "places",
+    "chunks",
+    "partition",
+    "advantages",
+    "draw",
+    "weights",
+    "replay",
+    "states",
+    "evidence",
+    "statistic",
+    "objective",
+    "item_metrics",
+    "metrics",
+    "counts",
+    "check",
+)
 _PACKAGE = str(Path(chunk_grpo.__file__).resolve().parent)
 
 
@@ -479,23 +662,31 @@ def _wrong(
 ) -> InputError:
     kind = method if isinstance(method, type) else type(method)
     words = " ".join(words.split())  # what Python says of a value may take lines
-    return InputError(f"`method` must have hooks that training can use; `{hook}` of {kind.__name__} {words}")
+    return InputError(
+        f"`method` must have hooks that training can use; `{hook}` of {kind.__name__} {words}"
+    )
 
 
 def call_user_code(
     function: Callable,
     *arguments,
-    fault: Callable[[str, str], InputError],  # makes the error, of the function's name and what happened
+    fault: Callable[[str, str], InputError],  # (function's name, what happened) -> the error
     name: str,  # of the function
 ) -> Any:  # what it returns
-    "Call a function that somebody wrote; InputError that says where it failed."
+    """Call a function that somebody wrote; InputError that says where it failed."""
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
-        frames = [one for one in traceback.extract_tb(error.__traceback__)[1:] if os.path.isfile(one.filename)]
+        frames = [
+            one
+            for one in traceback.extract_tb(error.__traceback__)[1:]
+            if os.path.isfile(one.filename)
+        ]
         theirs = [one for one in frames if not os.path.realpath(one.filename).startswith(_PACKAGE)]
         own = [one for one in theirs if "site-packages" not in one.filename]
-        if isinstance(error, InputError) and (not own or name in ("check", "__init__")):  # a sentence as it should be
+        if isinstance(error, InputError) and (
+            not own or name in ("check", "__init__")
+        ):  # a sentence as it should be
             raise
         at = own[-1] if own else None
         name = next((one.name for one in reversed(own) if one.name in _HOOKS), name)
@@ -510,7 +701,8 @@ def call_hook(
     hook: str,
     *arguments,
 ) -> Any:  # what it returns
-    "Call a hook of a method; InputError that names it where it fails."
+    """Call a hook of a method; InputError that names it where it fails."""
+
     def fault(name: str, words: str) -> InputError:
         return _wrong(method, name, words)
 
@@ -522,7 +714,7 @@ def _takes(
     like: Callable,  # what it stands for
     skip: int = 0,  # first parameters of `like` that are not given
 ) -> str:  # empty, or what it should take and takes
-    "Compare what a function takes with what it will be given."
+    """Compare what a function takes with what it will be given."""
     wanted = [*inspect.signature(like).parameters.values()][skip:]
     given = [None for one in wanted if one.default is one.empty]
     named = {one.name: None for one in wanted if one.default is not one.empty}
@@ -540,56 +732,85 @@ def _make_method(
     made: object,  # what the setting names
     s: Settings,
 ) -> Method:
-    "Make a method of the settings; InputError where its class cannot be made of them."
+    """Make a method of the settings; InputError where its class cannot be made of them."""
     if not (isinstance(made, type) and issubclass(made, Method)):
-        raise InputError(f"`method` must name a class on chunk_grpo.training.methods.Method; got {s.method}")
+        raise InputError(
+            f"`method` must name a class on chunk_grpo.training.methods.Method; got {s.method}"
+        )
     if inspect.isabstract(made):
         lacking = ", ".join(f"`{name}`" for name in sorted(made.__abstractmethods__))
         raise _wrong(made, "__init__", f"cannot make it: it is abstract and lacks {lacking}")
     if words := _takes(made, Method):
         raise _wrong(made, "__init__", words)
-    method = call_user_code(made, s, fault=lambda name, words: _wrong(made, name, words), name="__init__")
+    method = call_user_code(
+        made, s, fault=lambda name, words: _wrong(made, name, words), name="__init__"
+    )
     if not isinstance(method, Method):
-        raise _wrong(made, "__new__", f"must return the method; it returns a {type(method).__name__}")
-    if gone := [name for name in ("s", "sigmas", "chunker", "table", "window", "worth") if not hasattr(method, name)]:
-        raise _wrong(made, "__init__", f"must call super().__init__(s); the method has no `{gone[0]}`")
+        raise _wrong(
+            made, "__new__", f"must return the method; it returns a {type(method).__name__}"
+        )
+    if gone := [
+        name
+        for name in ("s", "sigmas", "chunker", "table", "window", "worth")
+        if not hasattr(method, name)
+    ]:
+        raise _wrong(
+            made, "__init__", f"must call super().__init__(s); the method has no `{gone[0]}`"
+        )
     return method
 
 
 def _check_attributes(method: Method) -> None:
-    "InputError where a class has an attribute, or a hook, of another kind than training reads."
+    """InputError where a class has an attribute, or a hook, of another kind than training reads."""
     for hook in _HOOKS:
-        own, base = getattr(type(method), hook, None), getattr(Method, hook)
+        own = getattr(type(method), hook, None)
+        base = getattr(Method, hook)
         if own is base:
             continue
         if not callable(getattr(method, hook, None)):
             raise _wrong(method, hook, f"must be a function; it is {own!r:.60}")
-        if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own) or inspect.isgeneratorfunction(own):
+        if (
+            inspect.iscoroutinefunction(own)
+            or inspect.isasyncgenfunction(own)
+            or inspect.isgeneratorfunction(own)
+        ):
             raise _wrong(method, hook, "must return its result; it is a generator or asynchronous")
         if words := _takes(getattr(method, hook), base, skip=1):
             raise _wrong(method, hook, words)
     copies, reads = method.copies, method.reads
-    if not isinstance(copies, Mapping) or not all(isinstance(k, str) and callable(x) for k, x in copies.items()):
-        raise _wrong(method, "copies", f"must map names of copies to functions of the iteration; got {copies!r:.80}")
+    if not isinstance(copies, Mapping) or not all(
+        isinstance(k, str) and callable(x) for k, x in copies.items()
+    ):
+        raise _wrong(
+            method,
+            "copies",
+            f"must map names of copies to functions of the iteration; got {copies!r:.80}",
+        )
     known = ", ".join(["base", *copies])
     if not isinstance(reads, (tuple, list)) or not {*reads} <= {"base", *copies}:
         raise _wrong(method, "reads", f"must be a tuple of names among {known}; got {reads!r:.80}")
     if method.sampled_by is not None and method.sampled_by not in copies:
-        raise _wrong(method, "sampled_by", f"must be None or among {', '.join(copies) or 'no copies'}; got "
-                     f"{method.sampled_by!r:.80}")
+        raise _wrong(
+            method,
+            "sampled_by",
+            f"must be None or among {', '.join(copies) or 'no copies'}; got "
+            f"{method.sampled_by!r:.80}",
+        )
     needs = method.needs
     if not isinstance(needs, Mapping) or not all(name in Settings.model_fields for name in needs):
         raise _wrong(method, "needs", f"must map names of settings to values; got {needs!r:.80}")
     for name in ("parts", "ratios"):
         if type(getattr(method, name)) is not int or getattr(method, name) < 0:
-            raise _wrong(method, name, f"must be a whole number from 0; got {getattr(method, name)!r:.80}")
+            raise _wrong(
+                method, name, f"must be a whole number from 0; got {getattr(method, name)!r:.80}"
+            )
     for name in ("ratio", "density", "grouped"):
         if type(getattr(method, name)) is not bool:
             raise _wrong(method, name, f"must be True or False; got {getattr(method, name)!r:.80}")
 
 
 def _kind_of(value: object) -> str:
-    "Say what a value is: a tensor's numbers and shape, or a type."
+    """Say what a value is: a tensor's numbers and shape, or a type."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     finite = ""
@@ -602,10 +823,11 @@ def _check_chunks(
     method: Method,
     count: int,  # transitions that may be trained
 ) -> None:
-    "InputError where a method, or the chunker of the settings, makes chunks of something else."
+    """InputError where a method, or the chunker of the settings, makes chunks of something else."""
     fixed = method.s.chunk_rule.kind == "fixed"
     profile = torch.ones(count) if fixed else torch.linspace(1, 0.5, count, dtype=torch.float64)
     if method.chunker is not None and type(method).chunks is Method.chunks:
+
         def fault(name: str, words: str) -> InputError:
             return InputError(f"`chunks` must name a chunker that works; {method.s.chunks} {words}")
 
@@ -616,46 +838,75 @@ def _check_chunks(
         try:
             sizes = [*sizes]
         except TypeError:
-            raise fault("", f"must return sizes of chunks; it returned a {type(made).__name__}") from None
+            raise fault(
+                "", f"must return sizes of chunks; it returned a {type(made).__name__}"
+            ) from None
         if any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != count:
             shown = _kind_of(made) if isinstance(made, Tensor) else f"{made!r:.80}"
-            raise fault("", f"must return whole sizes that add up to the {count} transitions; it returned {shown}")
+            raise fault(
+                "",
+                f"must return whole sizes that add up to the {count} transitions; it returned {shown}",
+            )
         return
     chunks = call_hook(method, "chunks", profile)
     if not isinstance(chunks, Chunks):
         raise _wrong(method, "chunks", f"must return Chunks; it returned a {type(chunks).__name__}")
     if chunks.transitions != count:
-        raise _wrong(method, "chunks", f"must cover the {count} transitions that may be trained; it returned {chunks}, "
-                     f"which covers {chunks.transitions}")
+        raise _wrong(
+            method,
+            "chunks",
+            f"must cover the {count} transitions that may be trained; it returned {chunks}, "
+            f"which covers {chunks.transitions}",
+        )
 
 
 def _check_iteration(
     method: Method,
     iteration: int,
 ) -> None:
-    "InputError where what a method draws and trains in an iteration is not of the kind that training reads."
+    """InputError where what a method draws and trains in an iteration is not of the kind that training reads."""
     sampler = call_hook(method, "sampler", iteration)
     if not isinstance(sampler, Sampler):
-        raise _wrong(method, "sampler", f"must return a Sampler; it returned a {type(sampler).__name__}")
+        raise _wrong(
+            method, "sampler", f"must return a Sampler; it returned a {type(sampler).__name__}"
+        )
     places = call_hook(method, "places", sampler)
     whole = isinstance(places, Tensor) and places.ndim == 1 and places.dtype == torch.long
-    if not whole or bool((places.diff() <= 0).any()) or (
-            len(places) and not 0 <= int(places[0]) <= int(places[-1]) < len(sampler)):
-        raise _wrong(method, "places", f"must return numbers of transitions, (n,) long, increasing and below "
-                     f"{len(sampler)}; it returned {places.tolist() if whole else _kind_of(places)}")
+    if (
+        not whole
+        or bool((places.diff() <= 0).any())
+        or (len(places) and not 0 <= int(places[0]) <= int(places[-1]) < len(sampler))
+    ):
+        raise _wrong(
+            method,
+            "places",
+            f"must return numbers of transitions, (n,) long, increasing and below "
+            f"{len(sampler)}; it returned {places.tolist() if whole else _kind_of(places)}",
+        )
     if len(places):  # where there are none, `check` says so
         _check_chunks(method, len(places))
     weights = call_hook(method, "weights", sampler)
-    if weights is not None and not (isinstance(weights, Tensor) and weights.shape == (len(sampler),)
-                                    and weights.is_floating_point() and bool(weights.isfinite().all())):
-        raise _wrong(method, "weights", f"must return None or finite numbers of shape ({len(sampler)},); it returned "
-                     f"{_kind_of(weights)}")
+    if weights is not None and not (
+        isinstance(weights, Tensor)
+        and weights.shape == (len(sampler),)
+        and weights.is_floating_point()
+        and bool(weights.isfinite().all())
+    ):
+        raise _wrong(
+            method,
+            "weights",
+            f"must return None or finite numbers of shape ({len(sampler)},); it returned "
+            f"{_kind_of(weights)}",
+        )
 
 
 def _check_surrogate(method: Method) -> None:
-    "InputError where the surrogate of the settings cannot be called, or returns something else than worths."
+    """InputError where the surrogate of the settings cannot be called, or returns something else than worths."""
+
     def fault(name: str, words: str) -> InputError:
-        return InputError(f"`surrogate` must name a function that works; {method.s.surrogate} {words}")
+        return InputError(
+            f"`surrogate` must name a function that works; {method.s.surrogate} {words}"
+        )
 
     if words := _takes(method.clip, lambda ratio, advantage, clip_range: None):
         raise fault("", words)
@@ -663,11 +914,14 @@ def _check_surrogate(method: Method) -> None:
     advantage = torch.tensor([1.0, 0.5, -1.0])
     worth = call_user_code(method.clip, ratio, advantage, method.s.clip_range, fault=fault, name="")
     if not isinstance(worth, Tensor) or worth.shape != (3,) or not worth.is_floating_point():
-        raise fault("", f"must return a number for each of 3 ratios, shape (3,); it returned {_kind_of(worth)}")
+        raise fault(
+            "",
+            f"must return a number for each of 3 ratios, shape (3,); it returned {_kind_of(worth)}",
+        )
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
 def load_method(s: Settings) -> Method:
-    "The method that the settings name; InputError where there is none, or where it refuses them."
+    """The method that the settings name; InputError where there is none, or where it refuses them."""
     of = METHODS.get(s.method, {"class": s.method}).get("class")
     made = import_callable(of, "method") if of else Method
     method = _make_method(made, s)
@@ -682,5 +936,9 @@ def load_method(s: Settings) -> Method:
             _check_iteration(method, iteration)
     said = call_hook(method, "check")
     if said is not None:
-        raise _wrong(method, "check", f"must raise chunk_grpo.InputError or return nothing; it returned {said!r:.80}")
+        raise _wrong(
+            method,
+            "check",
+            f"must raise chunk_grpo.InputError or return nothing; it returned {said!r:.80}",
+        )
     return method

@@ -19,8 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
-from ..core.files import (
-    MetricsLine, append_json_line, atomic_write, make_folders, schema_problem, sync_to_disk)
+from chunk_grpo.core.files import (
+    MetricsLine,
+    append_json_line,
+    atomic_write,
+    make_folders,
+    schema_problem,
+    sync_to_disk,
+)
 from ..core.statistics import mean_se
 from ..models import trainable
 from ..models.inputs import evenly_spaced_positions, sample_prompt_indices
@@ -31,53 +37,82 @@ from .rollout import sample_images
 
 # %% ../../nbs/07_training/05_metrics.ipynb #d8746280
 def above_base_metrics(
-    state: TrainingState, scores: dict[str, Tensor], base: dict[str, Tensor],  # raw, by reward, (B,); of `score_base`
-    texts: Sequence[str] | None = None,  # the prompt of each group of all processes; None: all different
+    state: TrainingState,
+    scores: dict[str, Tensor],  # reward -> raw scores, (B,)
+    base: dict[str, Tensor],  # reward -> scores of the base's images, of `score_base`
+    texts: Sequence[str] | None = None,  # prompt of each group; None: all different
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
-    "How far training is above the base on the prompts of all processes, from the same noise."
+    """How far training is above the base on the prompts of all processes, from the same noise."""
     s = state.s
 
     def pairs(x: Tensor, images: int) -> Tensor:  # (P, n) of all processes
         every: Any = state.accelerator.gather(x.to(state.accelerator.device))
         return every.cpu().double().reshape(-1, images)[:, : s.baseline_images]
 
-    above = {name: (pairs(x, s.images_per_prompt) - pairs(base[name], s.baseline_images)).mean(1)
-             for name, x in scores.items()}
+    above = {
+        name: (pairs(x, s.images_per_prompt) - pairs(base[name], s.baseline_images)).mean(1)
+        for name, x in scores.items()
+    }
     weights = state.reward_weights if len(above) > 1 else dict.fromkeys(above, 1.0)
     total = torch.stack([weight * above[name] for name, weight in weights.items()]).sum(0)
     mean, se = mean_se(total, texts)
-    each = {f"above_base_{name}{end}": value for name, x in above.items()
-            for end, value in zip(("", "_se"), mean_se(x, texts), strict=True)}
+    each = {
+        f"above_base_{name}{end}": value
+        for name, x in above.items()
+        for end, value in zip(("", "_se"), mean_se(x, texts), strict=True)
+    }
     return {"above_base_mean": mean, "above_base_se": se, **each}
 
 # %% ../../nbs/07_training/05_metrics.ipynb #dd30b34f
 _TRAINER_METRICS = (
-    "iteration", "advantage_std_zero_groups", "grad_norm", "lr", "images", "transitions_trained", "skipped_updates",
-    "kl", "ratio_floor", "ratio_floor_rollout", "seconds")
-_TRAINER_GROUPS = ("reward_", "eval_", "image_", "above_base_", "seconds_")  # beginnings of further names
+    "iteration",
+    "advantage_std_zero_groups",
+    "grad_norm",
+    "lr",
+    "images",
+    "transitions_trained",
+    "skipped_updates",
+    "kl",
+    "ratio_floor",
+    "ratio_floor_rollout",
+    "seconds",
+)
+_TRAINER_GROUPS = (
+    "reward_",
+    "eval_",
+    "image_",
+    "above_base_",
+    "seconds_",
+)  # beginnings of further names
 
 
 def check_method_metrics(
     found: Any,  # what the method returned
     method: str,  # its name, for the error's sentence
 ) -> dict[str, Any]:  # the same, with plain numbers for tensors of one number
-    "Raise InputError where a method's metrics cannot stand in a line of metrics."
+    """Raise InputError where a method's metrics cannot stand in a line of metrics."""
     if not isinstance(found, dict):
-        raise InputError(f"`metrics` of {method} must be a mapping of names to numbers; got {type(found).__name__}")
+        raise InputError(
+            f"`metrics` of {method} must be a mapping of names to numbers; got {type(found).__name__}"
+        )
     plain = {}
     for name, value in found.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"`metrics` of {method} must have texts as names; got {name!r}")
         if name in _TRAINER_METRICS or name.startswith(_TRAINER_GROUPS):
-            raise InputError(f"`metrics` of {method} must not have the name `{name}`, which is the trainer's own; call "
-                             f"it otherwise, such as `own_{name}`")
+            raise InputError(
+                f"`metrics` of {method} must not have the name `{name}`, which is the trainer's own; call "
+                f"it otherwise, such as `own_{name}`"
+            )
         if isinstance(value, (Tensor, np.ndarray, np.generic)) and not value.shape:
             value = value.item()
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            raise InputError(f"`metrics` of {method} must hold numbers, or lists or mappings of them; `{name}` is of "
-                             f"the type {type(value).__name__}") from None
+            raise InputError(
+                f"`metrics` of {method} must hold numbers, or lists or mappings of them; `{name}` is of "
+                f"the type {type(value).__name__}"
+            ) from None
         plain[name] = value
     problem = schema_problem({"iteration": 0} | plain, MetricsLine)
     if problem:
@@ -86,23 +121,35 @@ def check_method_metrics(
 
 # %% ../../nbs/07_training/05_metrics.ipynb #1cd3c96d
 def collect_metrics(
-    state: TrainingState, rollout: Rollout, update: Update, base: dict[str, Tensor] | None = None,  # of `score_base`
+    state: TrainingState,
+    rollout: Rollout,  # of this iteration
+    update: Update,  # of this iteration
+    base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
-    "The metrics of a finished iteration, over all processes."
+    """The metrics of a finished iteration, over all processes."""
     s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
     gather: Any = state.accelerator.gather  # makes a tensor of a tensor
-    columns = {name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items}
+    columns = {
+        name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items
+    }
     number = torch.cat([work.chunk for work in update.works])
     own = torch.stack([*columns.values(), number.to(next(iter(columns.values())))], dim=1)
     table = gather(state.accelerator.pad_across_processes(own.to(device), pad_index=-1)).cpu()
     *values, chunk = table[table[:, -1] >= 0].T
     assert state.profile is not None  # it was measured
     count = len(method.chunks(state.profile[method.places(method.sampler(state.iteration - 1))]))
-    items = method.metrics(dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count)
+    items = method.metrics(
+        dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count
+    )
     items = check_method_metrics(items, type(method).__name__)
-    trained, kl = sum(len(work.segment) for work in update.works), sum(one.kl for one in update.stats)
-    trained, kl = (gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats)))
-    drawn = sample_prompt_indices(len(state.prompts), s.prompts_per_iteration, s.seed, state.iteration - 1)
+    trained = sum(len(work.segment) for work in update.works)
+    kl = sum(one.kl for one in update.stats)
+    trained, kl = (
+        gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
+    )
+    drawn = sample_prompt_indices(
+        len(state.prompts), s.prompts_per_iteration, s.seed, state.iteration - 1
+    )
     texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
     above = above_base_metrics(state, rollout.scores, base, texts) if base else {}
 
@@ -113,48 +160,80 @@ def collect_metrics(
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
     mean, se = mean_se(next(iter(groups.values())).mean(1), texts)
     return {
-        "iteration": state.iteration, "reward_mean": mean, "reward_std": grouped(rollout.combined).std(1).mean().item(),
+        "iteration": state.iteration,
+        "reward_mean": mean,
+        "reward_std": grouped(rollout.combined).std(1).mean().item(),
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
         "advantage_std_zero_groups": int((largest.amax(1) == 0).sum()),
-        **{f"image_{name}": grouped(x).double().mean().item()
-           for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)},
-        **items, "grad_norm": sum(norms) / len(norms), "lr": s.learning_rate, "images": largest.numel(),
-        "transitions_trained": int(trained.sum()), "skipped_updates": int(np.sum(~np.isfinite(norms))),
-        **dict(zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)),  # in the first iteration
-        "kl": kl.mean().item(), **above}
+        **{
+            f"image_{name}": grouped(x).double().mean().item()
+            for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)
+        },
+        **items,
+        "grad_norm": sum(norms) / len(norms),
+        "lr": s.learning_rate,
+        "images": largest.numel(),
+        "transitions_trained": int(trained.sum()),
+        "skipped_updates": int(np.sum(~np.isfinite(norms))),
+        **dict(
+            zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)
+        ),  # in the first iteration
+        "kl": kl.mean().item(),
+        **above,
+    }
 
 # %% ../../nbs/07_training/05_metrics.ipynb #5af73cca
-def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
-    "Score images of held-out prompts with the present weights (the moving average where there is one)."
+def evaluate_held_out(
+    state: TrainingState,
+) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
+    """Score images of held-out prompts with the present weights (the moving average where there is one)."""
     s, policy = state.s, state.policy
     places, mine = state.held_out_places()
     idle = -(-len(places) // state.accelerator.num_processes) - len(mine)
-    drawn, texts = [*mine, *[(0, 0)] * idle], [state.held_out[p] for p, _ in mine]  # all need as many forwards
+    # all need as many forwards
+    drawn = [*mine, *[(0, 0)] * idle]
+    texts = [state.held_out[p] for p, _ in mine]
     if state.ema is not None:  # in place, where they lie
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
-    arms = {"": None} | ({"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {})
+    arms = {"": None} | (
+        {"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {}
+    )
     policy.set_resolution(s.eval_resolution)
-    images = {arm: sample_images(policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch)
-              for arm, split in arms.items()}
+    images = {
+        arm: sample_images(
+            policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch
+        )
+        for arm, split in arms.items()
+    }
     policy.set_resolution(s.resolution)
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
     out = {}
     for arm in arms:
         for name, reward in state.rewards.items():
-            own = rewards.score_images(name, reward, images[arm][: len(mine)], texts).tolist() if mine else []
+            own = (
+                rewards.score_images(name, reward, images[arm][: len(mine)], texts).tolist()
+                if mine
+                else []
+            )
             scores = dict(gather_object(list(zip(mine, own, strict=True))))
-            means = torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
+            means = (
+                torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
+            )
             asked = [state.held_out[p] for p, _ in places[:: s.eval_images]]
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means, asked)
     make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
     records = []
     for i in evenly_spaced_positions(len(mine), 8):  # eight images over the whole list, as files
         (prompt, number), file = mine[i], "{:05d}_{}.png".format(*mine[i])
-        VaeImageProcessor.numpy_to_pil(images[""][i].permute(1, 2, 0).numpy())[0].save(folder / file)
+        VaeImageProcessor.numpy_to_pil(images[""][i].permute(1, 2, 0).numpy())[0].save(
+            folder / file
+        )
         sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
-        records.append({"file": file, "prompt_index": prompt, "image_index": number, "prompt": texts[i]})
+        records.append(
+            {"file": file, "prompt_index": prompt, "image_index": number, "prompt": texts[i]}
+        )
     records = sorted(gather_object(records), key=lambda record: record["file"])
     if state.accelerator.is_main_process:
         with atomic_write(folder / "manifest.jsonl") as temporary:
@@ -164,7 +243,7 @@ def evaluate_held_out(state: TrainingState) -> dict[str, float]:  # eval_<reward
 
 # %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c
 def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
-    "The numbers of a line, by names in groups."
+    """The numbers of a line, by names in groups."""
     out = {}
     for name, value in line.items():
         if isinstance(value, list):  # a number a chunk, none where it was not drawn
@@ -177,7 +256,7 @@ def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
 
 # %% ../../nbs/07_training/05_metrics.ipynb #3bde6c5c
 def log_eval_samples(state: TrainingState, iteration: int) -> None:
-    "Hand the images of an evaluation to the trackers, if there are any."
+    """Hand the images of an evaluation to the trackers, if there are any."""
     files = sorted((state.run / "samples" / f"{iteration:06d}").glob("*.png"))
     if not (files and state.accelerator.trackers and state.accelerator.is_main_process):
         return

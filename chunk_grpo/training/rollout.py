@@ -29,42 +29,47 @@ from ..models.trainable import base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
 def derive_seed(
-    seed: int, iteration: int, prompt: int, generation: int,  # of the run; position in the list of prompts; 0 ... G-1
+    seed: int,  # of the run
+    iteration: int,  # of the run, from 0
+    prompt: int,  # position in the list of prompts
+    generation: int,  # 0 ... G - 1
     stream: str = "noise",  # what the numbers are for: noise, steps, chunks, eval ...
 ) -> int:  # in [0, 2**63)
-    "The seed of one image's random numbers."
+    """The seed of one image's random numbers."""
     name = f"{seed}/{iteration}/{prompt}/{generation}/{stream}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def make_generator(*key, stream: str = "noise") -> torch.Generator:
-    "A CPU generator for the key (seed, iteration, prompt, generation)."
+    """A CPU generator for the key (seed, iteration, prompt, generation)."""
     return torch.Generator().manual_seed(derive_seed(*key, stream=stream))
 
 # %% ../../nbs/07_training/01_rollout.ipynb #4613bb28
 @dataclass(frozen=True)
 class Trajectories:
-    "The trajectories of one iteration on one process, image after image, groups together."
+    """The trajectories of one iteration on one process, image after image, groups together."""
 
     latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    logp: Tensor  # (B, n) of the sampler's n stochastic transitions, in the rollout's batch geometry
+    # (B, n) of the sampler's n stochastic transitions, in the rollout's batch geometry
+    logp: Tensor
     row: Tensor  # (B,) row of the image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of every image
     sampler: Sampler  # that drew them
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        "How far each transition moves the latents, equation (15)."
+        """How far each transition moves the latents, equation (15)."""
         return relative_distance(self.latents.float())
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(
-    policy: Policy, keys: list[tuple[int, int, int, int]],  # of the images
+    policy: Policy,  # draws the noise of its latents' shape
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     shared: bool = False,  # one draw an iteration, shared by all its images
-    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses, of `Sharing.table`; None: its own
+    table: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
     spread: float = 0.0,  # share of its own draw that each image adds to the shared one
 ) -> Tensor:  # (B, S, C) float32 on the CPU
-    "The latents at sigma 1 of every image."
+    """The latents at sigma 1 of every image."""
     keys = keys if table is None else [(*key[:3], int(table[0, key[3]])) for key in keys]
     if shared and not spread:
         return policy.noise(make_generator(*keys[0][:2], -1, -1)).expand(len(keys), -1, -1)
@@ -74,19 +79,24 @@ def initial_noise(
 
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
-    keys: list[tuple[int, int, int, int]], shape: tuple[int, ...],  # of the images; (T, S, C), of one image
+    keys: list[tuple[int, int, int, int]],  # of the images
+    shape: tuple[int, ...],  # (T, S, C), of one image
     table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses; None: its own
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
-    "The noise of every transition and image."
+    """The noise of every transition and image."""
+
     def draw(key):
         return torch.randn(shape, generator=make_generator(*key, stream="steps"))
 
     if table is None:
         return torch.stack([draw(key) for key in keys], dim=1)
     rows = table[1 : shape[0] + 1]  # a grid with merged transitions is shorter
-    owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]  # of each image's T draws
+    # of each image's T draws
+    owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]
     drawn = {key: draw(key) for key in set().union(*owners)}
-    return torch.stack([torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1)
+    return torch.stack(
+        [torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1
+    )
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9
 @torch.no_grad()
@@ -97,9 +107,11 @@ def integrate(
     sampler: Sampler,  # with noise only where `noise` is given
     store: torch.dtype,  # that latents are rounded to after each transition
     noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: there is none
-    velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,  # of transition, latents, sigma; None: policy's
+    # (step, latents, sigma) -> velocity
+    velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     second_order: Tensor | None = None,  # (T,) of `multistep_weights`; None: the sampler's
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # latents (B, S, C), their mean, and deviation, after each transition
+    # latents (B, S, C), their mean, and deviation, after each transition
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Go from noise to image by the sampler's solver; the rollout and its completions by the ODE are both made here."""
     second_order = sampler.second_order if second_order is None else second_order
     foretold = torch.zeros_like(latents, dtype=torch.float32)
@@ -119,20 +131,31 @@ def integrate(
 
 @torch.no_grad()
 def sample_sde(
-    policy, rows, latents, keys, sampler, store, first=None, table=None, known=None,
+    policy,
+    rows,
+    latents,
+    keys,
+    sampler,
+    store,
+    first=None,
+    table=None,
+    known=None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n).
 
     `known` holds velocities at states that images of an earlier batch had too, and gets those of the last group.
     """
-    noise, noisy = step_noise(keys, (len(sampler), *latents.shape[1:]), table), set(sampler.stochastic.tolist())
+    noise = step_noise(keys, (len(sampler), *latents.shape[1:]), table)
+    noisy = set(sampler.stochastic.tolist())
     states = None if table is None else shared_states(table, sampler.stochastic).tolist()
-    path, logps = [latents.to(store)], [torch.zeros(len(keys), 0, device=latents.device)]
+    path = [latents.to(store)]
+    logps = [torch.zeros(len(keys), 0, device=latents.device)]
 
     def velocity(i: int, now: Tensor, told: Tensor) -> Tensor:
         if states is None:
             return first if i == 0 and first is not None else policy.velocity(now, told, rows)
-        where = [(*key[:3], states[i][key[3]]) for key in keys]  # one forward for all images of a state
+        # one forward for all images of a state
+        where = [(*key[:3], states[i][key[3]]) for key in keys]
         here = {state: known[i, *state] for state in where if known and (i, *state) in known}
         fresh = [state for state in dict.fromkeys(where) if state not in here]
         if fresh:
@@ -140,26 +163,35 @@ def sample_sde(
             v = policy.velocity(now[one], told[one], {k: x[one] for k, x in rows.items()})
             here |= zip(fresh, v, strict=True)
         if known is not None:  # the last group may go on in the next batch
-            known.update({(i, *state): here[state].clone() for state in fresh if state[:3] == keys[-1][:3]})
+            known.update(
+                {(i, *state): here[state].clone() for state in fresh if state[:3] == keys[-1][:3]}
+            )
         return torch.stack([here[state] for state in where])
 
-    for i, (after, mean, std) in enumerate(integrate(policy, rows, latents, sampler, store, noise, velocity)):
+    for i, (after, mean, std) in enumerate(
+        integrate(policy, rows, latents, sampler, store, noise, velocity)
+    ):
         path.append(after)
         if i in noisy:  # the others have no density
             logps.append(sampler.log_prob(after.float(), mean, std)[:, None])
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table=None, spread=0.0) -> Iterator:
-    "Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."
-    start, first = initial_noise(policy, keys, shared, table, spread).to(policy.device), []
+def sde_batches(
+    policy, conditioning, row, keys, sampler, batch, shared, store, table=None, spread=0.0
+) -> Iterator:
+    """Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."""
+    start = initial_noise(policy, keys, shared, table, spread).to(policy.device)
+    first = []
     shared = shared and not spread
     prompts = len(next(iter(conditioning.values()))) if shared else 0
     for low in range(0, prompts, batch):  # one forward a prompt
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         size = min(batch, prompts - low)
         with torch.no_grad():
-            first.append(policy.velocity(start[0].expand(size, -1, -1), sampler.sigmas[0].expand(size), rows))
+            first.append(
+                policy.velocity(start[0].expand(size, -1, -1), sampler.sigmas[0].expand(size), rows)
+            )
     known: dict[tuple, Tensor] = {}  # a group that is larger than a batch has one path all the same
     for low in range(0, len(keys), batch):
         part = slice(low, low + batch)
@@ -172,18 +204,25 @@ def sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()
 def sample_trajectories(
-    policy: Policy, conditioning: dict[str, Tensor],  # rows of `encode`, one a prompt
-    row: Tensor, keys: list[tuple[int, int, int, int]],  # (B,) long; (seed, iteration, prompt, generation), an image
-    sampler: Sampler, batch: int = 16,  # images in one forward
+    policy: Policy,
+    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    row: Tensor,  # (B,) long
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), an image
+    sampler: Sampler,  # of T steps
+    batch: int = 16,  # images per forward pass
     shared: bool = False,  # one initial noise for all images of the iteration
-    store: torch.dtype = torch.float32, host: bool = False,  # of the stored latents; keep them in the host's memory
-    ready: Callable[[Tensor], None] = lambda final: None,  # called with the last latents (b, S, C) of every batch
+    store: torch.dtype = torch.float32,  # of the stored latents
+    host: bool = False,  # keep them in the host's memory
+    # called with the last latents (b, S, C) of every batch
+    ready: Callable[[Tensor], None] = lambda final: None,
     table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
     spread: float = 0.0,  # as for `initial_noise`
 ) -> Trajectories:
-    "Trajectories of the SDE, equations (7) and (11), for every image."
+    """Trajectories of the SDE, equations (7) and (11), for every image."""
     parts = []
-    for latents, logp in sde_batches(policy, conditioning, row, keys, sampler, batch, shared, store, table, spread):
+    for latents, logp in sde_batches(
+        policy, conditioning, row, keys, sampler, batch, shared, store, table, spread
+    ):
         parts.append((latents.cpu() if host else latents, logp))
         ready(latents[:, -1])
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -196,7 +235,8 @@ def complete_states(
     conditioning: dict[str, Tensor],  # rows, one an image
     latents: Tensor,  # (B, S, C), before the transition levels[0]
     sampler: Sampler,  # of the rollout
-    levels: Tensor,  # (n + 1,) long, increasing: the positions in its grid that are visited, down to the last
+    # (n + 1,) long, increasing: the positions in its grid that are visited, down to the last
+    levels: Tensor,
     batch: int = 16,  # images in one forward
     store: torch.dtype = torch.float32,  # that the rollout's latents are rounded to
 ) -> Tensor:  # (B, S, C) at sigma 0
@@ -206,7 +246,9 @@ def complete_states(
     second_order = ode.second_order
     if sampler.solver != "euler":
         every_level = len(levels) == len(sampler) - start + 1
-        second_order = sampler.second_order[start:] if every_level else multistep_weights(ode.sigmas)
+        second_order = (
+            sampler.second_order[start:] if every_level else multistep_weights(ode.sigmas)
+        )
     final = []
     for low in range(0, len(latents), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
@@ -219,17 +261,24 @@ def complete_states(
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
 @torch.no_grad()
 def sample_ode(
-    policy: Policy, conditioning: dict[str, Tensor], noise: Tensor,  # rows, one an image; (B, S, C) at sigma 1
-    grid: Tensor, batch: int = 16,  # (N+1,) sigmas; images in one forward
+    policy: Policy,
+    conditioning: dict[str, Tensor],  # rows of `encode`, one per image
+    noise: Tensor,  # (B, S, C) at sigma 1
+    grid: Tensor,  # (N+1,) sigmas
+    batch: int = 16,  # images in one forward
     split: int | None = None,  # step at which the base takes over; None: never, 0: the base alone
 ) -> Tensor:  # (B, S, C) at sigma 0
-    "Euler samples of the ODE; hybrid inference where `split` is given."
-    sampler, out = Sampler(grid, "ode"), []
+    """Euler samples of the ODE; hybrid inference where `split` is given."""
+    sampler = Sampler(grid, "ode")
+    out = []
     split = len(sampler) if split is None else split
     for low in range(0, len(noise), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         x = noise[low : low + batch].to(policy.device)
-        for part, weights in ((range(split), nullcontext()), (range(split, len(sampler)), base_weights(policy))):
+        for part, weights in (
+            (range(split), nullcontext()),
+            (range(split, len(sampler)), base_weights(policy)),
+        ):
             with weights:
                 for i in part:
                     v = policy.velocity(x, grid[i].expand(len(x)), rows)
@@ -239,8 +288,10 @@ def sample_ode(
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
 def _wrong_places(given: Mapping[str, Any]) -> str | None:
-    "Say which image has no prompt, or which step of the split there is not."
-    prompts, places, split = given["prompts"], given["places"], given.get("split")
+    """Say which image has no prompt, or which step of the split there is not."""
+    prompts = given["prompts"]
+    places = given["places"]
+    split = given.get("split")
     known = prompts.keys() if isinstance(prompts, Mapping) else range(len(prompts))
     if not len(places):
         return "`places` of sample_images must name at least one image; got []"
@@ -260,23 +311,32 @@ def _wrong_places(given: Mapping[str, Any]) -> str | None:
     batch=whole_number(1),
 )
 def sample_images(
-    policy: Policy, prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
-    places: list[tuple[int, int]],  # (prompt's position in the list, number of the image) of each image wanted
-    seed: int, steps: int = 50,  # of the evaluation; Euler steps of the ODE
-    split: int | None = None, batch: int = 16,  # step at which the base takes over; None: never; images in one forward
-    sampler: Sampler | None = None,  # of the training, to draw as a rollout does, where `split` is 0 or None
+    policy: Policy,
+    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
+    places: list[tuple[int, int]],  # (prompt, number of the image) of each image wanted
+    seed: int,  # of the evaluation
+    steps: int = 50,  # Euler steps of the ODE
+    split: int | None = None,  # step at which the base takes over; None: never
+    batch: int = 16,  # images per forward pass
+    sampler: Sampler | None = None,  # to sample as in training, if `split` is 0 or None
     store: torch.dtype = torch.float32,  # that a rollout's latents are rounded to
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    "Samples of held-out prompts, reproducible image by image: of the ODE or, with a sampler, as a rollout draws them."
-    order, keys = sorted({p for p, _ in places}), [(seed, -1, *place) for place in places]  # none of training's keys
+    """Samples of held-out prompts, reproducible image by image: of the ODE or, with a sampler, as a rollout draws them."""
+    # none of training's keys
+    order = sorted({p for p, _ in places})
+    keys = [(seed, -1, *place) for place in places]
     row = torch.tensor([order.index(p) for p, _ in places])
     rows = {k: v[row] for k, v in policy.encode([prompts[p] for p in order]).items()}
     if sampler is None:
-        latents = sample_ode(policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split)
+        latents = sample_ode(
+            policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split
+        )
     elif split:
         raise InputError(f"split: got {split}, allowed with a sampler is 0, the base, or None.")
     else:
         with base_weights(policy) if split == 0 else nullcontext():
-            paths = sde_batches(policy, rows, torch.arange(len(keys)), keys, sampler, batch, False, store)
+            paths = sde_batches(
+                policy, rows, torch.arange(len(keys)), keys, sampler, batch, False, store
+            )
             latents = torch.cat([path[:, -1] for path, _ in paths])
     return decode_latents(policy, latents, batch)

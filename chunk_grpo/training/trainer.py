@@ -22,7 +22,13 @@ from ..models import trainable
 from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
-from .iteration import measure_profile, prepare_state, sample_groups, score_base, update_policy
+from chunk_grpo.training.iteration import (
+    measure_profile,
+    prepare_state,
+    sample_groups,
+    score_base,
+    update_policy,
+)
 from .metrics import collect_metrics, evaluate_held_out
 
 # %% ../../nbs/07_training/08_trainer.ipynb #a8027f66
@@ -31,20 +37,37 @@ def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(state: TrainingState) -> Path:  # its folder
-    "Write a checkpoint of the finished iterations; every process has to call it."
-    s, sharded = state.s, state.s.sharding != "none"
+    """Write a checkpoint of the finished iterations; every process has to call it."""
+    s = state.s
+    sharded = state.s.sharding != "none"
     if sharded or state.accelerator.is_main_process:
-        groups = {"weights": _named(state.policy.trained), "optimizer": checkpoints.flatten_optimizer(state.optimizer)}
+        groups = {
+            "weights": _named(state.policy.trained),
+            "optimizer": checkpoints.flatten_optimizer(state.optimizer),
+        }
         groups |= {name: _named(copy) for name, copy in state.averages().items()}
-        rest = {"ema_step": state.ema.optimization_step if state.ema else 0, "seconds": state.total,
-                "seconds_cpu": state.cpu}
-        checkpoints.write_checkpoint(state.run, state.iteration, groups, rest, s.keep_checkpoints, s.keep_every,
-                                     state.identity, sharded)
+        rest = {
+            "ema_step": state.ema.optimization_step if state.ema else 0,
+            "seconds": state.total,
+            "seconds_cpu": state.cpu,
+        }
+        checkpoints.write_checkpoint(
+            state.run,
+            state.iteration,
+            groups,
+            rest,
+            s.keep_checkpoints,
+            s.keep_every,
+            state.identity,
+            sharded,
+        )
     return state.run / "checkpoints" / f"{state.iteration:06d}"
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
-def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
-    "What a checkpoint holds, tensors and the rest, and what keeps it from being used: the same in all processes."
+def _read_checkpoint(
+    state: TrainingState, folder: Path
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
+    """What a checkpoint holds, tensors and the rest, and what keeps it from being used: the same in all processes."""
     groups, rest, problem = {}, {}, ""
     try:
         if state.accelerator.is_main_process:
@@ -63,8 +86,10 @@ def _read_checkpoint(state: TrainingState, folder: Path) -> tuple[dict[str, dict
     return groups, rest, next(filter(None, gather_object([problem])), "")
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
-def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> None:  # None: the run begins anew
-    "Give metrics.jsonl and profile.json back what a checkpoint says of them."
+def _restore_log(
+    run: Path, folder: Path | None, say: Callable[[str], None]
+) -> None:  # None: the run begins anew
+    """Give metrics.jsonl and profile.json back what a checkpoint says of them."""
     files.clean_run_folder(run)
     log = run / "metrics.jsonl"
     if folder is None:
@@ -72,7 +97,11 @@ def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> 
         done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
             say(f"warning: {run} has no checkpoint; its {done} iterations are done again")
-    kept = [folder / name for name in checkpoints.COPIED_FILES if (folder / name).is_file()] if folder else []
+    kept = (
+        [folder / name for name in checkpoints.COPIED_FILES if (folder / name).is_file()]
+        if folder
+        else []
+    )
     wanted = {run / file.name: file.read_bytes() for file in kept} if folder else {log: b""}
     for file, content in wanted.items():
         if not (file.is_file() and file.read_bytes().startswith(content)) and content:
@@ -82,8 +111,11 @@ def _restore_log(run: Path, folder: Path | None, say: Callable[[str], None]) -> 
 
 # %% ../../nbs/07_training/08_trainer.ipynb #64472d24
 def resume(state: TrainingState, say: Callable[[str], None] = print) -> None:
-    "Go on from the newest whole checkpoint, if there is one; InputError where there are some and none is whole."
-    found, problems, groups, rest = checkpoints.list_checkpoints(state.run), {}, {}, {}
+    """Go on from the newest whole checkpoint, if there is one; InputError where there are some and none is whole."""
+    found = checkpoints.list_checkpoints(state.run)
+    problems = {}
+    groups = {}
+    rest = {}
     while found:
         groups, rest, problem = _read_checkpoint(state, found[-1])
         if not problem:
@@ -109,22 +141,32 @@ def resume(state: TrainingState, say: Callable[[str], None] = print) -> None:
             for i, x in enumerate(tensors):
                 x.copy_(groups[name][str(i)])
     checkpoints.load_optimizer_tensors(state.optimizer, groups["optimizer"])
-    state.iteration, state.total, state.cpu = rest["iteration"], rest["seconds"], rest["seconds_cpu"]
+    state.iteration, state.total, state.cpu = (
+        rest["iteration"],
+        rest["seconds"],
+        rest["seconds_cpu"],
+    )
     if state.ema is not None:
         state.ema.optimization_step = rest["ema_step"]
     state.profile = torch.tensor(rest["profile"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #fd7eb297
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
-    "One iteration, from drawing to the line of metrics; the checkpoint is the caller's. InputError where it diverges."
-    s, start, cpu = state.s, time.perf_counter(), time.process_time()
+    """One iteration, from drawing to the line of metrics; the checkpoint is the caller's. InputError where it diverges."""
+    s = state.s
+    start = time.perf_counter()
+    cpu = time.process_time()
     rollout = sample_groups(state)
     if not torch.isfinite(rollout.advantage).all():
-        raise InputError("`reward` must give scores whose mean and spread are finite; those of iteration "
-                         f"{state.iteration + 1} are too large for that")
+        raise InputError(
+            "`reward` must give scores whose mean and spread are finite; those of iteration "
+            f"{state.iteration + 1} are too large for that"
+        )
     if not torch.isfinite(rollout.context.trajectories.logp).all():
-        raise InputError("`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
-                         f"{state.iteration + 1} are not finite")
+        raise InputError(
+            "`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
+            f"{state.iteration + 1} are not finite"
+        )
     base = None
     if s.baseline_images:
         with count_seconds(rollout.seconds, "baseline"):
@@ -139,22 +181,30 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
     if profile and state.accelerator.is_main_process:
-        chunks = state.method.chunks(state.profile[state.method.places(rollout.context.trajectories.sampler)])
+        chunks = state.method.chunks(
+            state.profile[state.method.places(rollout.context.trajectories.sampler)]
+        )
         files.write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
     state.cpu += time.process_time() - cpu
-    return line | {"seconds": dict(rollout.seconds), "seconds_total": state.total, "seconds_cpu_total": state.cpu}
+    return line | {
+        "seconds": dict(rollout.seconds),
+        "seconds_total": state.total,
+        "seconds_cpu_total": state.cpu,
+    }
 
 # %% ../../nbs/07_training/08_trainer.ipynb #4f2da6cc
 def _refuse_infinite_weights(state: TrainingState) -> None:
-    "InputError where a trained weight is no number."
+    """InputError where a trained weight is no number."""
     if not all(map(checkpoints.is_finite, state.policy.trained)):
-        raise InputError(f"`learning_rate` must leave weights that are finite; after iteration {state.iteration} "
-                         f"they are not")
+        raise InputError(
+            f"`learning_rate` must leave weights that are finite; after iteration {state.iteration} "
+            f"they are not"
+        )
 
 
 def save_final_weights(state: TrainingState) -> None:
-    "Write the trained weights (or their moving average) in diffusers' layout; every process has to call it."
+    """Write the trained weights (or their moving average) in diffusers' layout; every process has to call it."""
     if state.ema is not None:
         state.ema.copy_to(state.policy.trained)
     _refuse_infinite_weights(state)
@@ -164,18 +214,21 @@ def save_final_weights(state: TrainingState) -> None:
         with files.atomic_write(state.run / "final", replace=True) as temporary:
             trainable.save_trained_weights(state.policy, temporary)
             old, new = map(files.hash_files, (state.run / "final", temporary))
-            before, after = ({k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new))
+            before, after = (
+                {k: v for k, v in x.items() if k.endswith(".safetensors")} for x in (old, new)
+            )
             if before and before != after:
                 for name in ("evaluation", "evaluation.begun"):  # of other weights
                     shutil.rmtree(state.run / name, ignore_errors=True)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
-    s: setting.Settings, run: Path,  # an existing folder; a checkpoint in it is taken up
+    s: setting.Settings,  # an existing folder
+    run: Path,  # a checkpoint in it is taken up
     callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
     say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
-    "Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."
+    """Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."""
     state = prepare_state(s, Path(run))
     say = say if state.accelerator.is_main_process else lambda text: None
     listeners = [Logger(say), *callbacks, Alarms(say)]
@@ -186,7 +239,9 @@ def train_run(
 
     with contextlib.ExitStack() as ending:
         for reward in state.rewards.values():
-            ending.callback(getattr(reward, "close", lambda: None))  # of those that have a process of their own
+            ending.callback(
+                getattr(reward, "close", lambda: None)
+            )  # of those that have a process of their own
         ending.callback(state.executor.shutdown, cancel_futures=True)  # before them
         load_policy_and_optimizer(state)
         resume(state, say)
@@ -213,6 +268,8 @@ def train_run(
         save_final_weights(state)
         announce("on_train_end")
     state.accelerator.wait_for_everyone()
-    state.policy.module = state.policy.transformer  # DDP's reducer must not hold the group last: freed with Python's
+    state.policy.module = (
+        state.policy.transformer
+    )  # DDP's reducer must not hold the group last: freed with Python's
     state.accelerator.free_memory()  # lock held, the group would wait for ever for a thread that wants this lock
     state.accelerator.state.destroy_process_group()

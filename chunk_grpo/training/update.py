@@ -23,17 +23,20 @@ from .rollout import make_generator
 # %% ../../nbs/07_training/03_update.ipynb #3c7a8a01
 def split_updates(
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), groups together
-    group: int, updates: int,  # G, images a prompt; U, divides G
+    group: int,  # G, images a prompt
+    updates: int,  # U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
-    "The images of each update: G / U of every group, shuffled."
-    orders = [low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
-              for low in range(0, len(keys), group)]
+    """The images of each update: G / U of every group, shuffled."""
+    orders = [
+        low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
+        for low in range(0, len(keys), group)
+    ]
     return [torch.cat([order[u::updates] for order in orders]) for u in range(updates)]
 
 # %% ../../nbs/07_training/03_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
 class UpdateBatch:
-    "All that one update trains, flat over its transitions (M) and items (N)."
+    """All that one update trains, flat over its transitions (M) and items (N)."""
 
     sample: Tensor  # (M,) image of each transition
     index: Tensor  # (M,) its place in the whole trajectory, 0 ... T-1
@@ -43,23 +46,38 @@ class UpdateBatch:
     batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor a forward
     whole: bool  # every item lies within one batch
     weight: Tensor | None = None  # (N,) of each item in the objective; None: 1
-    idle_forwards: int = 0  # forwards that count for nothing: all processes with parts of the weights need as many
+    # forwards that count for nothing: all processes with parts of the weights need as many
+    idle_forwards: int = 0
 
 # %% ../../nbs/07_training/03_update.ipynb #d60b1160
 def build_update_batch(
-    images: Tensor, chosen: Tensor,  # (b,) positions of the update's images; (B, k) chunks of all of the iteration
+    images: Tensor,  # (b,) positions of the update's images
+    chosen: Tensor,  # (B, k) chunks of all of the iteration
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
-    limit: int, weights: Tensor | None = None,  # transitions in one forward; (T,) of each transition in the objective
-    stochastic: Tensor | None = None,  # (n,) the transitions that the chunks divide; None: the first ones
+    limit: int,  # transitions in one forward
+    weights: Tensor | None = None,  # (T,) of each transition in the objective
+    stochastic: Tensor | None = None,  # (n,), the steps in chunks; None: the first n
 ) -> UpdateBatch:
-    "The flat work of an update."
+    """The flat work of an update."""
     own = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
     drawn = chosen[images]
     sample, index, segment = flatten_chunks(own, drawn)
     index = index if stochastic is None else stochastic[index]
-    mean = None if weights is None else torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
-    return UpdateBatch(images[sample], index, segment, drawn[drawn >= 0], images[(drawn >= 0).nonzero()[:, 0]],
-                       split_into_batches(segment, limit), fits_in_batch(segment, limit), mean)
+    mean = (
+        None
+        if weights is None
+        else torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
+    )
+    return UpdateBatch(
+        images[sample],
+        index,
+        segment,
+        drawn[drawn >= 0],
+        images[(drawn >= 0).nonzero()[:, 0]],
+        split_into_batches(segment, limit),
+        fits_in_batch(segment, limit),
+        mean,
+    )
 
 # %% ../../nbs/07_training/03_update.ipynb #c1997aa1
 def replay_transitions(
@@ -68,7 +86,8 @@ def replay_transitions(
     image: Tensor,  # (m,) images of the transitions
     index: Tensor,  # (m,) their places
     anchor: bool = True,  # whether the anchor's penalty is wanted
-) -> tuple[tuple[Tensor, ...], Tensor | None]:  # evidence, (m, ...) each; penalty (m,), None without an anchor
+    # evidence, (m, ...) each; penalty (m,), None without an anchor
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return what the method's `replay` does; raise InputError the first time that it is not what it must be."""
     count = len(image)
     with read_only(method, "replay", context.trajectories):
@@ -111,64 +130,93 @@ def check_statistic(
     if "statistic" in method.checked:
         return
     names, parts = "(m,)", method.parts
-    if type(method).objective is Method.objective:  # it reads the log-ratio and, for dppo, the divergence
+    # it reads the log-ratio and, for dppo, the divergence
+    if type(method).objective is Method.objective:
         parts = 2 if method.worth and method.worth.kind == "dppo" else 0
     elif not parts and not method.ratio and isinstance(value, Tensor) and value.ndim == 2:
-        parts = value.shape[1]  # nothing is compared, so an objective of its own may read any number of them
+        # nothing is compared, so an objective of its own may read any number of them
+        parts = value.shape[1]
     if parts:
         names = "(m, parts)"
     check_floats(method, "statistic", value, (count, parts) if parts else (count,), names)
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def all_evidence(
-    context: ReplayContext, work: UpdateBatch, method: Method, graph: bool = False,  # whether one is made on the way
+    context: ReplayContext,  # trajectories and the policy that replays them
+    work: UpdateBatch,  # M transitions of one update
+    method: Method,
+    graph: bool = False,  # compute with autograd's graph, as training does
 ) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the work; the log-probability first
-    "Evidence of all the work's transitions, in the batches that training uses."
-    with torch.set_grad_enabled(graph or context.policy.compiled):  # a compiled forward with graph differs
-        parts = [[x.detach() for x in
-                  replay_transitions(context, method, work.sample[part], work.index[part], anchor=False)[0]]
-                 for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]]
+    """Evidence of all the work's transitions, in the batches that training uses."""
+    with torch.set_grad_enabled(
+        graph or context.policy.compiled
+    ):  # a compiled forward with graph differs
+        parts = [
+            [
+                x.detach()
+                for x in replay_transitions(
+                    context, method, work.sample[part], work.index[part], anchor=False
+                )[0]
+            ]
+            for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]
+        ]
     order = torch.cat(work.batches).argsort().to(parts[0][0].device)
     return tuple(torch.cat(x)[order] for x in zip(*parts[: len(work.batches)], strict=True))
 
 # %% ../../nbs/07_training/03_update.ipynb #8bcdfa43
-def item_means(statistic: Tensor, segment: Tensor) -> Tensor:  # (M, ...) and the item of each (M,) -> (N, ...)
-    "Mean of the statistic over each item."
-    return torch.segment_reduce(statistic[segment.argsort(stable=True)], "mean", lengths=segment.bincount())
+def item_means(
+    statistic: Tensor, segment: Tensor
+) -> Tensor:  # (M, ...) and the item of each (M,) -> (N, ...)
+    """Mean of the statistic over each item."""
+    return torch.segment_reduce(
+        statistic[segment.argsort(stable=True)], "mean", lengths=segment.bincount()
+    )
 
 
 def item_groups(context: ReplayContext, work: UpdateBatch) -> Tensor:  # (N,) long
-    "The group of each item: those of one prompt and one chunk."
+    """The group of each item: those of one prompt and one chunk."""
     return context.trajectories.row[work.owner] * (int(work.chunk.max()) + 1) + work.chunk
 
 
-def ratio_floor(new: Tensor, old: Tensor, work: UpdateBatch) -> float:  # log-probabilities (M,) -> largest |ratio - 1|
-    "How far the ratio of the same weights, asked in two ways, is from 1: below it, clipping is noise."
+def ratio_floor(
+    new: Tensor, old: Tensor, work: UpdateBatch
+) -> float:  # log-probabilities (M,) -> largest |ratio - 1|
+    """How far the ratio of the same weights, asked in two ways, is from 1: below it, clipping is noise."""
     return (item_means(new - old.to(new), work.segment.to(new.device)).exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
-def _objective_slopes(method: Method, statistic: Tensor, adv: Tensor, group: Tensor) -> Tensor:  # (N, ...) as statistic
-    "Derivative of every item's worth by its mean statistic."
+def _objective_slopes(
+    method: Method, statistic: Tensor, adv: Tensor, group: Tensor
+) -> Tensor:  # (N, ...) as statistic
+    """Derivative of every item's worth by its mean statistic."""
     with torch.enable_grad():
         at = statistic.detach().requires_grad_()
         first = "objective" not in method.checked
-        worth = method.objective(at.clone(), adv.clone(), group.clone())  # copies: they are used again
+        worth = method.objective(
+            at.clone(), adv.clone(), group.clone()
+        )  # copies: they are used again
         check_floats(method, "objective", worth, (len(adv),), "(N,)")
         if worth.requires_grad:
             return torch.autograd.grad(worth.sum(), at)[0]
         if first and bool(adv.any()):
-            raise InputError(f"`objective` of {method.s.method} must be computed of the statistic with its gradient, "
-                             "or nothing is trained")
+            raise InputError(
+                f"`objective` of {method.s.method} must be computed of the statistic with its gradient, "
+                "or nothing is trained"
+            )
         return torch.zeros_like(at)  # such as where all groups have equal rewards
 
 
 def gradient_coefficients(
-    context: ReplayContext, work: UpdateBatch, adv: Tensor,  # (N,) of every item
-    method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
+    context: ReplayContext,  # trajectories and the policy that replays them
+    work: UpdateBatch,  # M transitions of N items
+    adv: Tensor,  # (N,) advantage of every item
+    method: Method,  # (M, ...) evidence before the first update
+    old: tuple[Tensor, ...] | None = None,  # None: on-policy
     weight: Tensor | None = None,  # (N,) of each item's objective; None: 1
 ) -> Callable[[Tensor, Tensor], Tensor]:  # positions (m,) and their statistics (m, ...) -> (m, ...)
-    "What gives the coefficients of transitions' statistics in the mean over all items, without graph."
-    segment, group = work.segment.to(adv.device), item_groups(context, work).to(adv.device)
+    """What gives the coefficients of transitions' statistics in the mean over all items, without graph."""
+    segment = work.segment.to(adv.device)
+    group = item_groups(context, work).to(adv.device)
 
     def spread(means, adv, group, segment, weight):
         sizes = segment.bincount()
@@ -177,8 +225,12 @@ def gradient_coefficients(
         return (slopes / (len(sizes) * sizes).reshape(-1, *[1] * (slopes.ndim - 1)))[segment]
 
     if not work.whole or method.grouped:  # two passes: the means of all items first
-        if old is None and method.ratio and not method.grouped:  # nothing has changed: the ratio is 1
-            means = torch.zeros(len(adv), *[method.parts] * (method.parts > 0), dtype=adv.dtype, device=adv.device)
+        if (
+            old is None and method.ratio and not method.grouped
+        ):  # nothing has changed: the ratio is 1
+            means = torch.zeros(
+                len(adv), *[method.parts] * (method.parts > 0), dtype=adv.dtype, device=adv.device
+            )
         else:
             new = all_evidence(context, work, method)
             means = item_means(method.statistic(new, new if old is None else old), segment)
@@ -188,14 +240,18 @@ def gradient_coefficients(
     def of_batch(part, statistic):
         items, local = segment[part].unique(return_inverse=True)
         given = None if weight is None else weight[items]
-        return spread(item_means(statistic, local), adv[items], group[items], local, given) * len(items) / len(adv)
+        return (
+            spread(item_means(statistic, local), adv[items], group[items], local, given)
+            * len(items)
+            / len(adv)
+        )
 
     return of_batch
 
 # %% ../../nbs/07_training/03_update.ipynb #1215b1ae
 @dataclass(frozen=True)
 class UpdateStats:
-    "What an update says about itself; gradients are in the weights."
+    """What an update says about itself; gradients are in the weights."""
 
     items: dict[str, Tensor]  # (N,) numbers of each item before the step, in the method's names
     objective: float  # its value without the anchor
@@ -220,21 +276,31 @@ def check_item_metrics(
 
 
 def accumulate_gradients(
-    context: ReplayContext, work: UpdateBatch, advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
-    method: Method, old: tuple[Tensor, ...] | None = None,  # (M, ...) evidence before the first update; None: on-policy
-    sync=lambda last: contextlib.nullcontext(),  # context of each forward and backward; told whether it is the last
+    context: ReplayContext,  # trajectories and the policy that replays them
+    work: UpdateBatch,  # M transitions of N items
+    advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
+    method: Method,  # (M, ...) evidence before the first update
+    old: tuple[Tensor, ...] | None = None,  # None: on-policy
+    # context of each forward and backward; told whether it is the last
+    sync=lambda last: contextlib.nullcontext(),
     backward=Tensor.backward,  # what to do with each batch's loss
     items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
 ) -> UpdateStats:
-    "Add the gradient of minus the objective over the work to the weights' gradients; items count equally."
-    adv = advantage[work.owner] if advantage.ndim == 1 else item_means(advantage[work.sample, work.index], work.segment)
+    """Add the gradient of minus the objective over the work to the weights' gradients; items count equally."""
+    adv = (
+        advantage[work.owner]
+        if advantage.ndim == 1
+        else item_means(advantage[work.sample, work.index], work.segment)
+    )
     adv = adv.to(context.policy.device)
     # A weight scales what an item is worth. Where that is proportional to its advantage, the advantage can have it.
     weight = None if work.weight is None else work.weight.to(adv)
     if weight is not None and method.proportional:
         adv, weight = adv * weight, None
     coefficients = gradient_coefficients(context, work, adv, method, old, weight)
-    share = 1 / (work.segment.bincount()[work.segment] * len(work.owner))  # of a transition, in the items' mean
+    share = 1 / (
+        work.segment.bincount()[work.segment] * len(work.owner)
+    )  # of a transition, in the items' mean
     found, kl = [], 0.0
     for n, part in enumerate(work.batches):
         with sync(n == len(work.batches) - 1):
@@ -243,16 +309,22 @@ def accumulate_gradients(
             statistic = method.statistic(new, before)
             check_statistic(method, statistic, len(part))
             if not statistic.requires_grad:
-                raise InputError(f"`statistic` of {method.s.method} must keep the gradient of the new evidence, or "
-                                 "nothing is trained")
-            loss = -(coefficients(part, statistic.detach()) * statistic).sum()  # its gradient counts, not its value
+                raise InputError(
+                    f"`statistic` of {method.s.method} must keep the gradient of the new evidence, or "
+                    "nothing is trained"
+                )
+            loss = -(
+                coefficients(part, statistic.detach()) * statistic
+            ).sum()  # its gradient counts, not its value
             if anchor is not None:
                 anchor = (share[part].to(anchor) * anchor).sum()
                 loss, kl = loss + method.s.kl * anchor, kl + anchor.detach()
             backward(loss if items_in_mean is None else loss * (len(adv) / items_in_mean))
             found.append(statistic.detach())
     for _ in range(work.idle_forwards):
-        evidence, anchor = method.replay(context, work.sample[work.batches[0][:1]], work.index[work.batches[0][:1]])
+        evidence, anchor = method.replay(
+            context, work.sample[work.batches[0][:1]], work.index[work.batches[0][:1]]
+        )
         backward(0 * sum(x.sum() for x in (*evidence, anchor) if x is not None and x.requires_grad))
     statistic = torch.cat(found)[torch.cat(work.batches).argsort().to(adv.device)]
     means = item_means(statistic, work.segment.to(adv.device))

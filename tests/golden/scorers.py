@@ -15,7 +15,7 @@ from chunk_grpo.rewards import rewards  # noqa: E402
 
 
 def stored(home: Path) -> dict[str, dict]:
-    "The checkpoints, written into a folder: the options of `rewards.load_reward` by name."
+    """The checkpoints, written into a folder: the options of `rewards.load_reward` by name."""
     hps = released.hpsv3(home / "hpsv3")
     places = {
         "clip": {"weights": released.clip(home / "clip", 0)},
@@ -30,7 +30,7 @@ def stored(home: Path) -> dict[str, dict]:
 
 
 def asked() -> tuple[list, list[str]]:
-    "Six pictures of several sizes and their prompts."
+    """Six pictures of several sizes and their prompts."""
     images = [released.picture(i, *size) for i, size in enumerate(released.SIZES[:6])]
     return images, list(released.PROMPTS)
 

@@ -6,7 +6,7 @@ from chunk_grpo.training.methods import Method
 
 
 class Guard(Method):
-    "Chunk-GRPO with Guard's ratio."
+    """Chunk-GRPO with Guard's ratio."""
 
     def evidence(self, v, others, target, x, sampler, index):
         mean, std = sampler.mean_std(v, x, index)

@@ -8,7 +8,7 @@ WIDTH, EVERY = 4, 25  # transitions of the window, iterations until it moves by 
 
 
 class Mix(Method):
-    "Steps in a progressive window."
+    """Steps in a progressive window."""
 
     def sampler(self, iteration):
         last = len(self.sigmas) - 2  # transitions that may have noise

@@ -10,11 +10,12 @@ from chunk_grpo.training.rollout import make_generator
 
 
 class NFT(Method):
-    "An average of the policy draws by the ODE; the final images, noised anew, train it."
+    """An average of the policy draws by the ODE; the final images, noised anew, train it."""
 
     beta, ratio, density = 1.0, False, False
     copies = {"old": lambda iteration: min(0.001 * iteration, 0.5)}
-    sampled_by, reads = "old", ("old",)
+    sampled_by = "old"
+    reads = ("old",)
 
     def sampler(self, iteration):
         return Sampler(self.sigmas, "ode")
@@ -37,7 +38,9 @@ class NFT(Method):
         return add_noise(clean, torch.stack(noise).to(clean), paths.sampler.sigmas[index]), clean
 
     def evidence(self, v, others, target, x, sampler, index):
-        old, t, losses = others["old"], sampler.sigmas[index].to(x).reshape(-1, 1, 1), []
+        old = others["old"]
+        t = sampler.sigmas[index].to(x).reshape(-1, 1, 1)
+        losses = []
         for mixed in ((1 - self.beta) * old + self.beta * v, (1 + self.beta) * old - self.beta * v):
             off = x - t * mixed - target
             losses.append(
