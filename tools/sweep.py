@@ -8,12 +8,14 @@ Outcomes of a pair:
 
     trained    the weights differ by more than rounding
     rejected   one sentence, before training
+    equal      the weights do not differ, and rightly so: the run says why (`why_equal`)
     same       the weights do not differ: the setting does nothing, without a word
     late       one sentence, but only while training
     crashed    an unforeseen error
 
 Everything runs in one process with one thread, the run without the setting once for each method. What was tried is
-written as it comes, and a sweep that was stopped goes on where it was as long as the package is the same.
+written as it comes. A sweep that was stopped continues where it was as long as the package is the same, and tries the last
+three outcomes again.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -81,6 +84,8 @@ FITTED: dict[str, dict] = {  # what a row needs beside that, with four images an
 KL = {"kl": 0.5}
 WINDOW = {"window": "frozen:2"}
 TREE = {"sharing": "tree:2@0,1"}
+# Where siblings share one step and all or none of them train it, `leaves` is the same as `image`, by proof.
+LATE_TREE = {"sharing": "tree:2@0,4"}
 DYNAMICS = {"chunk_weighting": "dynamics"}
 SHARP = {**DYNAMICS, "weighting_temperature": 0.1}
 VARIANTS: dict[
@@ -120,7 +125,7 @@ VARIANTS: dict[
     "statistic": ["centred", "scaled", "guard"],
     "surrogate": ["asymmetric:0.5:0.5", "dppo:100", "hinge:1e-4", "epg", "pepg", "par"],
     "credit": ["batch", "none", "sum", ({"prompts_per_iteration": 2}, "gdpo"), "wins", "scale"],
-    "credit_of": ["gain", "all-gains", "depth", "leaves", (TREE, "depth"), (TREE, "leaves")],
+    "credit_of": ["gain", "all-gains", "depth", "leaves", (TREE, "depth"), (LATE_TREE, "leaves")],
     "completion_steps": [2, ({"credit_of": "gain"}, 2)],
     "completion_strides": ["1,2", (WINDOW, "1,2")],
     "advantage_clamp": [0.3],
@@ -158,13 +163,42 @@ def make_settings(method: str, **changes) -> Settings:
     return s
 
 
+FAULTS = ("same", "late", "crashed")
+CHOOSE_CHUNKS = ("chunks", "chunk_fraction", "train_chunks", "profile_every")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a short run trained, and how far it moved the weights."""
+
+    moved: torch.Tensor
+    updates: list  # of all iterations, one UpdateBatch each
+
+    def transitions(self) -> list[list]:
+        """Return image, step and item of each transition, update by update."""
+        return [
+            [x.tolist() for x in (update.sample, update.index, update.segment)]
+            for update in self.updates
+        ]
+
+
+def why_equal(name: str, changed: Trained, plain: Trained) -> str:
+    """Say why two runs must be equal although a setting differs; empty if there is no reason.
+
+    So short a run has few chunks: a rule that chooses among them may choose the same.
+    """
+    if name in CHOOSE_CHUNKS and changed.transitions() == plain.transitions():
+        return "the same chunks were trained"
+    return ""
+
+
 class Runs:
     """Train short runs in one process, with networks that are loaded once and then reset."""
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="sweep-"))
         self.networks: dict[str, tuple] = {}
-        self.weights: dict[str, torch.Tensor] = {}
+        self.plain: dict[str, Trained] = {}
         self.load = trainable.load_trainable_policy
         self.rewards: dict[str, object] = {}
         self.load_reward = placement.load_placed_reward
@@ -188,12 +222,18 @@ class Runs:
             self.rewards[name] = self.load_reward(name, **options)
         return self.rewards[name]
 
-    def train(self, s: Settings) -> torch.Tensor:
-        """Train two iterations and return how far the final weights are from those at the start."""
-        trainable.load_trainable_policy, placement.load_placed_reward = (
-            self.load_once,
-            self.reward_once,
-        )
+    def train(self, s: Settings) -> Trained:
+        """Train two iterations."""
+        updates = []
+
+        def update_policy(state, rollout):
+            update = iteration.update_policy(state, rollout)
+            updates.extend(update.works)
+            return update
+
+        trainable.load_trainable_policy = self.load_once
+        placement.load_placed_reward = self.reward_once
+        trainer.update_policy = update_policy
         try:
             state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, self.folder))
             state.optimizer = torch.optim.SGD(
@@ -203,20 +243,20 @@ class Runs:
             for _ in range(ITERATIONS):
                 trainer.train_iteration(state)
         finally:
-            trainable.load_trainable_policy, placement.load_placed_reward = (
-                self.load,
-                self.load_reward,
-            )
+            trainable.load_trainable_policy = self.load
+            placement.load_placed_reward = self.load_reward
+            trainer.update_policy = iteration.update_policy
         state.executor.shutdown()
         final = state.ema.shadow_params if state.ema is not None else state.policy.trained
-        return torch.cat([p.detach().flatten() for p in final]) - start
+        moved = torch.cat([p.detach().flatten() for p in final]) - start
+        return Trained(moved=moved, updates=updates)
 
-    def moved_without(self, method: str, needed: dict) -> torch.Tensor:
+    def train_without(self, method: str, needed: dict) -> Trained:
         """Train the run without the setting, once."""
         key = repr((method, needed))
-        if key not in self.weights:
-            self.weights[key] = self.train(make_settings(method, **needed))
-        return self.weights[key]
+        if key not in self.plain:
+            self.plain[key] = self.train(make_settings(method, **needed))
+        return self.plain[key]
 
     def try_pair(self, method: str, needed: dict, name: str, value: object) -> str | None:
         """Say what a pair comes to; None where the method has this value already or does not take what goes with it."""
@@ -233,20 +273,22 @@ class Runs:
         except Exception:
             return "crashed"
         try:
-            moved = self.train(changed)
-            plain = self.moved_without(method, needed)
+            changed = self.train(changed)
+            plain = self.train_without(method, needed)
         except InputError:
             return "late"
         except Exception:
             return "crashed"
-        change = (moved - plain).norm() / plain.norm().clamp(min=1e-12)
-        return "trained" if bool(change > SMALLEST_CHANGE) else "same"
+        change = (changed.moved - plain.moved).norm() / plain.moved.norm().clamp(min=1e-12)
+        if change > SMALLEST_CHANGE:
+            return "trained"
+        return "equal" if why_equal(name, changed, plain) else "same"
 
 
 def package_hash() -> str:
     """Hash the package's code and the table of methods."""
     folder = Path(chunk_grpo.__file__).parent
-    files = [*sorted(folder.rglob("*.py")), folder / "presets" / "methods.yaml", Path(__file__)]
+    files = [*sorted(folder.rglob("*.py")), folder / "presets" / "methods.yaml"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -260,7 +302,7 @@ def summarise(pairs: dict[str, dict[str, str]]) -> dict:
             for name, outcome in of.items()
             if outcome == kind
         ]
-        for kind in ("same", "late", "crashed")
+        for kind in FAULTS
     }
     return {"tried": counts.total(), **counts, "pairs_that_are": silent}
 
@@ -294,12 +336,16 @@ def main():
     runs = Runs()
     start = time.time()
     for method in asked or METHODS:
-        found = sweep["pairs"].setdefault(method, {})
-        for needed, name, value in list_pairs(method):
-            pair = pair_name(needed, name, value)
-            if pair not in found and (outcome := runs.try_pair(method, needed, name, value)):
-                found[pair] = outcome
-        runs.weights.clear()
+        listed = {pair_name(*pair): pair for pair in list_pairs(method)}
+        before = sweep["pairs"].get(method, {})
+        found = {pair: outcome for pair, outcome in before.items() if pair in listed}
+        sweep["pairs"][method] = found
+        for pair, (needed, name, value) in listed.items():
+            if found.get(pair, "same") in FAULTS:  # new, or to be tried again
+                outcome = runs.try_pair(method, needed, name, value)
+                if outcome is not None:
+                    found[pair] = outcome
+        runs.plain.clear()
         kept[options.label] = {**summarise(sweep["pairs"]), **sweep}
         write_json(options.out, kept)
         print(f"{method}: {dict(Counter(found.values()))}, {time.time() - start:.0f} s", flush=True)
