@@ -195,6 +195,7 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiling takes minutes, more on a busy machine
 def test_compiled_parts_train_the_same(world):
     """Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."""
     words = ["iterations=2", "eval_every=0", "--no-report"]

@@ -46,12 +46,17 @@ def print_rows(table: list[tuple[str, str]]) -> None:
 
 
 def split_commas(text: str) -> list[str] | None:
-    """The words of an option; None where there is none."""
+    """Return the words of an option, which are separated by commas, or None if there are none."""
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
-def parse_numbers(option: str, text: str, low: int = 0, high: int = 10**18) -> list[int]:
-    """The whole numbers of an option; InputError for anything else."""
+def parse_numbers(
+    option: str,  # its name, for the error
+    text: str,  # such as "10,25"; empty: no numbers
+    low: int = 0,  # lowest number allowed
+    high: int = 10**18,  # highest number allowed
+) -> list[int]:
+    """Return the whole numbers of an option, which are separated by commas; raise InputError for anything else."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(re.fullmatch("[0-9]{1,18}", word) and low <= int(word) <= high for word in words):
         raise InputError(
@@ -61,61 +66,68 @@ def parse_numbers(option: str, text: str, low: int = 0, high: int = 10**18) -> l
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes: what a run's files say cannot drive the terminal."""
+    """Return the text with its control characters as escapes, so that a run's files cannot control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
 
 @contextlib.contextmanager
-def ends_if_interrupted(words: Callable[[], str] = str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM in the block end the command with their exit code, and with words on how to go on."""
+def ends_if_interrupted(
+    words: Callable[[], str] = str,  # returns how to resume; "" prints nothing
+) -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM in the block into the command's exit code, and print how to resume."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         if text := words():
             typer.echo(f"\ninterrupted; {text}", err=True)
-        raise typer.Exit(
-            error.code if isinstance(error, SystemExit) and error.code else 130
-        ) from None
+        code = error.code if isinstance(error, SystemExit) and error.code else 130
+        raise typer.Exit(code) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #5e55a149
-def examples(*lines: str) -> str:  # each without the command's name
-    """What stands below a command's help: each line as it is typed."""
+def examples(
+    *lines: str,  # each as it is typed, without `chunk-grpo`
+) -> str:
+    """Return the text below a command's help: its examples, one per line."""
     return "\b\nExamples:\n" + "\n".join(f"  chunk-grpo {line}" for line in lines)
 
 
 def print_json(content: dict | list) -> None:
-    """Print what a script reads, alone on the standard output; JSON has no infinity, so what is not finite is null."""
+    """Print `content` as JSON for a script; infinities and NaN, which JSON does not have, become null."""
     finite = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
     typer.echo(json.dumps(finite, indent=1))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #69b37d0a
 def evaluate_with_progress(
-    run: Path,
-    overrides: Sequence[str] = (),
-    processes: int = 0,
-    say=typer.echo,
-    trust: bool = False,  # run what a run from elsewhere names
+    run: Path,  # run folder
+    overrides: Sequence[str] = (),  # NAME=VALUE, evaluation settings to change
+    processes: int = 0,  # 0: as many as the run had
+    say: Callable[[str], None] = typer.echo,  # prints a line of progress
+    trust: bool = False,  # execute code that a run from elsewhere names
 ) -> dict:
-    """The summary of an evaluation that says how far it is; where it is interrupted, how it goes on."""
+    """Evaluate a run on its held-out prompts with lines of progress, and return the summary.
+
+    If it is interrupted, it prints how to resume and ends the command.
+    """
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-    again = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
-    with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {again}"):
+    command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
+    with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {command}"):
         return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
 
 
 def evaluate_heldout(
-    run: Path,
-    overrides: Sequence[str],
-    processes: int,
-    as_json: bool = False,
-    trust: bool = False,  # run what a run from elsewhere names
+    run: Path,  # run folder
+    overrides: Sequence[str],  # NAME=VALUE, evaluation settings to change
+    processes: int,  # 0: as many as the run had
+    as_json: bool = False,  # print the summary as JSON instead of the means
+    trust: bool = False,  # execute code that a run from elsewhere names
 ) -> None:
-    """Evaluate on the run's held-out prompts, print the means or the summary, and write the reports."""
+    """Evaluate a run on its held-out prompts, print the means or the summary, and write the reports."""
 
-    def say(text: str) -> None:  # on the error stream where the standard output holds JSON
+    def say(text: str) -> None:
+        """Print a line, on the error stream if the standard output holds JSON."""
         typer.echo(printable(text), err=as_json)
 
     summary = evaluate_with_progress(run, overrides, processes, say, trust)
@@ -123,47 +135,50 @@ def evaluate_heldout(
 
     print_json(summary) if as_json else print_means(summary)
     say(f"report: {reports.write_run_report(run, 'evaluate')}")
-    if (run / "report.html").is_file():  # it shows the evaluation before
+    if (run / "report.html").is_file():  # it still shows the previous evaluation
         say(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #76d7ef5e
-def mean_and_interval(row: dict) -> str:  # of a summary
-    """A mean with its interval; without it where one prompt gives none."""
+def mean_and_interval(
+    row: dict,  # of a summary, with mean, lo and hi
+) -> str:
+    """Return a mean with its interval as text; a single prompt gives no interval."""
     if row["lo"] is None or row["hi"] is None:
         return f"{row['mean']:.4f} (one prompt gives no interval)"
     return "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)
 
 
 def print_means(summary: dict) -> None:
-    """Print the means of an evaluation with their intervals."""
+    """Print the means of an evaluation's summary with their intervals, one row per reward and arm."""
     from chunk_grpo.reporting import tables  # here, since it imports matplotlib
 
-    each = f"{summary['images_per_prompt']} image{'s' * (summary['images_per_prompt'] > 1)}"
+    count = summary["images_per_prompt"]
+    images = f"{count} images" if count > 1 else f"{count} image"
     listed = f", listed {summary['n_listed']} times," if "n_listed" in summary else ""
-    typer.echo(f"{summary['n_prompts']} prompts{listed} x {each}, mean (95% interval)")
+    typer.echo(f"{summary['n_prompts']} prompts{listed} x {images}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
-        cells = {
+        # Besides the arms a reward may hold its categories, which are no means.
+        means = {
             arm: row
             for arm, row in arms.items()
             if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()
         }
-        print_rows([(f"{name} {arm}", mean_and_interval(row)) for arm, row in cells.items()])
+        print_rows([(f"{name} {arm}", mean_and_interval(row)) for arm, row in means.items()])
     typer.echo(tables.as_trained_note(summary))
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b26d0682
 def check_trust(
-    run: Path,  # to read
-    trust: bool,  # whether the user trusts it
-    overrides: Sequence[str] = (),  # settings that the user gives
-    doing: str = "evaluating",  # what the command does
-    rewards_too: bool = True,  # the images are scored
+    run: Path,  # run folder
+    trust: bool,  # the user gave --trust
+    overrides: Sequence[str] = (),  # NAME=VALUE that the user gave, which need no trust
+    doing: str = "evaluating",  # what the command does, for the error
+    rewards_too: bool = True,  # the command scores images, so rewards count
 ) -> None:
-    """InputError where a run from elsewhere names code, a model of the hub, places or options of rewards."""
+    """Raise InputError if a run from elsewhere names code, a hub model, or places or options of rewards."""
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-    run_folder.check_trust(
-        run, trust, [text.partition("=")[0] for text in overrides], doing, rewards_too
-    )
+    names = [text.partition("=")[0] for text in overrides]
+    run_folder.check_trust(run, trust, names, doing, rewards_too)
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #a61467be
 @evaluation_app.command(
@@ -222,32 +237,48 @@ def evaluate(
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
 
-    what = (benchmark, source, samples or None)
-    names = split_commas(rewards) or []
-    asked = judge.Judge(judge_url, judge_model, judge_key) if judge_url and judge_model else None
-    tools = {"detector": detector, "judge": asked}
+    benchmark_choice = (benchmark, source, samples or None)
+    reward_names = split_commas(rewards) or []
+    judge_server = None
+    if judge_url and judge_model:
+        judge_server = judge.Judge(judge_url, judge_model, judge_key)
+    tools = {"detector": detector, "judge": judge_server}
+
     if images:
-        task = benchmarks.load_benchmark_task(*what)
-        place = out or Path("benchmarks") / task.name
-        files.check_place(place / "scores.jsonl", "`--out`", file=True)
-        folders = {arm: Path(folder) for arm, _, folder in (pair.partition("=") for pair in images)}
-        if wrong := [
-            f"{arm}={folder}" for arm, folder in folders.items() if not arm or not folder.is_dir()
-        ]:
-            raise InputError(
-                f"`--images` must be ARM=FOLDER with a folder that exists; got {wrong[0]}"
-            )
-        scorers = {name: placement.load_placed_reward(name) for name in names}
-        benchmarks.score_benchmark(task, folders, place, source, scorers, tools, typer.echo)
+        # Score images that were made elsewhere: one folder per arm.
+        task = benchmarks.load_benchmark_task(*benchmark_choice)
+        scores_folder = out or Path("benchmarks") / task.name
+        files.check_place(scores_folder / "scores.jsonl", "`--out`", file=True)
+        folders = {}
+        for pair in images:
+            arm, _, folder = pair.partition("=")
+            folders[arm] = Path(folder)
+        for arm, folder in folders.items():
+            if not arm or not folder.is_dir():
+                raise InputError(
+                    f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}"
+                )
+        scorers = {name: placement.load_placed_reward(name) for name in reward_names}
+        benchmarks.score_benchmark(task, folders, scores_folder, source, scorers, tools, typer.echo)
     else:
-        place = benchmarks.run_benchmark(
-            run, *what, processes, overrides or (), names, tools, typer.echo, trust
+        # Sample the benchmark's images with the run's weights, and score them.
+        scores_folder = benchmarks.run_benchmark(
+            run,
+            *benchmark_choice,
+            processes,
+            overrides or (),
+            reward_names,
+            tools,
+            typer.echo,
+            trust,
         )
-    table = benchmarks.benchmark_table(files.read_json(place / "summary.json"))
+
+    table = benchmarks.benchmark_table(files.read_json(scores_folder / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
-    typer.echo(f"scores: {place / 'summary.json'}")
+    typer.echo(f"scores: {scores_folder / 'summary.json'}")
     if report:
-        typer.echo(f"report: {write_report('benchmark', place / 'report.html', folder=str(place))}")
+        page = write_report("benchmark", scores_folder / "report.html", folder=str(scores_folder))
+        typer.echo(f"report: {page}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #d397eb1e
 @evaluation_app.command(epilog=examples("reward-env hpsv3"))
@@ -280,55 +311,67 @@ def serve_reward(
         )
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
-    pairs = (text.partition("=") for text in options or ())
-    given = {key: validation.parse_yaml(value, key) for key, _, value in pairs}
+    reward_options = {}
+    for text in options or ():
+        key, _, value = text.partition("=")
+        reward_options[key] = validation.parse_yaml(value, key)
     try:
         limits = server.ServerLimits(max_images, max_bytes)
         server.run_reward_server(
-            name, lambda: placement.load_placed_reward(name, **given), host, port, secret, limits
+            name,
+            lambda: placement.load_placed_reward(name, **reward_options),
+            host,
+            port,
+            secret,
+            limits,
         )
     except ValueError as error:
         raise InputError(str(error)) from None
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #0c1a0c3d
-def _describe_gpus(torch) -> list[tuple[str, str]]:  # torch: the module
-    """Say torch's CUDA and the driver, and each GPU's memory and capability, or why torch sees none."""
+def _describe_gpus(
+    torch,  # the module
+) -> list[tuple[str, str]]:
+    """Return rows with torch's CUDA, the driver, and each GPU's memory and capability, or why torch sees no GPU."""
     from chunk_grpo.core.machine import nvidia_driver, why_no_gpu
 
     rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
     rows.append(("NVIDIA driver", nvidia_driver() or "none found"))
     for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        free = torch.cuda.mem_get_info(i)[0]
-        rows.append(
-            (
-                f"cuda:{i}",
-                f"{p.name}, {p.total_memory / 2**30:.0f} GiB, {free / 2**30:.1f} GiB free, "
-                f"capability {p.major}.{p.minor}",
-            )
+        device = torch.cuda.get_device_properties(i)
+        free_bytes = torch.cuda.mem_get_info(i)[0]
+        text = (
+            f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
+            f"{free_bytes / 2**30:.1f} GiB free, capability {device.major}.{device.minor}"
         )
+        rows.append((f"cuda:{i}", text))
     if torch.cuda.device_count():
         return rows
     return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu(torch.version.cuda)}")]
 
 
-def _reward_note(needs: dict[str, str]) -> str:
-    """What a reward's weights lack in the hub's cache, with the command that brings it; or ready."""
+def _reward_note(
+    needs: dict[str, str],  # hub id: its files, separated by spaces; "or": another way to get them
+) -> str:
+    """Return whether a reward's weights are ready, or the command that fetches the files missing in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
     if not needs:
         return "ready, shipped"
-    gone = {
-        hub: [
-            file for file in files.split() if not isinstance(try_to_load_from_cache(hub, file), str)
+    commands = []
+    for hub_id, file_names in needs.items():
+        if hub_id == "or":
+            continue
+        missing = [
+            file
+            for file in file_names.split()
+            if not isinstance(try_to_load_from_cache(hub_id, file), str)
         ]
-        for hub, files in needs.items()
-        if hub != "or"
-    }
-    commands = " && ".join(
-        f"hf download {hub} {' '.join(files)}" for hub, files in gone.items() if files
-    )
-    return f"missing: {commands}; or {needs['or']}" if commands else "ready, in the hub's cache"
+        if missing:
+            commands.append(f"hf download {hub_id} {' '.join(missing)}")
+    if not commands:
+        return "ready, in the hub's cache"
+    return f"missing: {' && '.join(commands)}; or {needs['or']}"
 
 
 @evaluation_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
@@ -342,12 +385,12 @@ def doctor(
     as_json: JsonOption = False,
 ):
     """Say versions, devices, and what is missing."""
-    if prompts:
+    if prompts:  # only the lists are described, without the imports below
         from chunk_grpo.models.inputs import describe_prompts
 
         names = [text.removeprefix("eval_").removeprefix("prompts=") for text in prompts]
-        read = [(name, describe_prompts(name)) for name in names]
-        return print_json(dict(read)) if as_json else print_rows(read)
+        rows = [(name, describe_prompts(name)) for name in names]
+        return print_json(dict(rows)) if as_json else print_rows(rows)
     import torch  # these here, since they take seconds
 
     import chunk_grpo
@@ -368,14 +411,18 @@ def doctor(
         ("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
         *_describe_gpus(torch),
     ]
+    # The cache's folder may not be there yet; its nearest parent is on the same disk.
     cache = prompt_cache_folder()
-    near = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     places = [
-        ("cache", f"{cache}, {shutil.disk_usage(near).free / 2**30:.1f} GiB free"),
+        ("cache", f"{cache}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free"),
         ("browser", shutil.which("chromium") or "no chromium: browser tests are skipped"),
     ]
+    # These raise if a shipped file is damaged.
     pocket.verify_pocket_files()
     pocket.verify_pocket_files(pocket.POCKET_DIR / "bases")
+
+    # For each reward, prompt list and benchmark: ready, or the command that fetches it.
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
     try:
@@ -384,19 +431,20 @@ def doctor(
         )
     except InputError:
         rewards["hpsv3, backend package"] = "missing its environment: chunk-grpo reward-env hpsv3"
-    prompts = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
-    parts = {"reward": rewards, "prompts": prompts, "benchmark": needs["benchmarks"]}
-    known = [
-        (f"{kind} {name}", text) for kind, notes in parts.items() for name, text in notes.items()
-    ]
-    found = {
+    prompt_lists = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
+    notes = {"reward": rewards, "prompts": prompt_lists, "benchmark": needs["benchmarks"]}
+    requirements = []
+    for kind, texts in notes.items():
+        requirements += [(f"{kind} {name}", text) for name, text in texts.items()]
+
+    tables = {
         "versions": versions,
         "devices": devices,
         "places": places,
-        "rewards and benchmarks": known,
+        "rewards and benchmarks": requirements,
         "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")],
     }
     if as_json:
-        return print_json({part: dict(rows) for part, rows in found.items()})
-    for rows in found.values():
+        return print_json({title: dict(rows) for title, rows in tables.items()})
+    for rows in tables.values():
         print_rows(rows)

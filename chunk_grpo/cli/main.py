@@ -53,12 +53,13 @@ EXIT_CODES = {
 
 
 class _Commands(typer.core.TyperGroup):
-    """Says how a setting is written where somebody writes an option."""
+    """The group of all commands; explains how to write a setting that was written as an option."""
 
-    def invoke(self, ctx):
+    def invoke(self, ctx: typer.Context):
+        """Run the command of `ctx`; raise InputError if an unknown option is the name of a setting."""
         try:
             return super().invoke(ctx)
-        except Exception as error:  # the option parser's, which typer keeps to itself
+        except Exception as error:  # typer does not export the class of its parser's errors
             option = getattr(error, "option_name", None) or ""
             name = option.lstrip("-").replace("-", "_")
             if name in settings.Settings.model_fields:
@@ -81,7 +82,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog="\b\nExit codes:\n"
-    + "\n".join(f"  {code:<4} {words}" for code, words in EXIT_CODES.items()),
+    + "\n".join(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items()),
 )
 SettingsArgument = Annotated[
     str,
@@ -104,25 +105,31 @@ ProcessesOption = Annotated[
 
 # %% ../../nbs/14_cli/02_main.ipynb #5562f827
 class _Lasting(io.FileIO):
-    """Drops what cannot be written."""
+    """A byte stream that drops what cannot be written instead of raising."""
 
     def write(self, data) -> int:
+        """Write the bytes and return how many; after an OSError report all of them as written."""
         with contextlib.suppress(OSError):
             return super().write(data)
         return len(data)
 
 
 class _Screen(io.TextIOWrapper):
-    """Shows control characters as escapes, whichever command prints them."""
+    """A text stream that shows control characters as escapes, whichever command prints them."""
 
     def write(self, text: str) -> int:
-        return super().write(
-            printable(text) if isinstance(text, str) else text
-        )  # click tries bytes
+        """Write the text with its control characters escaped and return how many characters were written."""
+        if isinstance(text, str):
+            text = printable(text)
+        return super().write(text)  # click passes bytes to find out whether a stream takes them
 
 
-def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
-    """The stream with another writer of bytes and of text below it; one without a file stays as it is."""
+def _rewrap(
+    stream,  # such as sys.stdout
+    raw: type = _Lasting,  # class that writes the bytes
+    text: type = _Screen,  # class that writes the text
+):
+    """Return a new text stream on the file of `stream`, or `stream` itself if it has no file."""
     try:
         new = raw(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
@@ -131,7 +138,7 @@ def _rewrap(stream, raw: type = _Lasting, text: type = _Screen):
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and end."""
+    """Print the version and exit, if `--version` was given."""
     if wanted:
         typer.echo(f"chunk-grpo {__version__}")
         raise typer.Exit
@@ -148,22 +155,24 @@ def root_callback(
     ] = False,
 ):
     """Reinforcement learning of flow-matching image models by chunks."""
-    prints = ctx.invoked_subcommand in (
-        "plan",
-        "doctor",
-        "presets",
-        "methods",
-    )  # the others make files
-    ctx.with_resource(
-        contextlib.redirect_stdout(_rewrap(sys.stdout, io.FileIO if prints else _Lasting))
-    )
-    if not prints:
-        ctx.with_resource(
-            contextlib.redirect_stderr(_rewrap(sys.stderr, text=io.TextIOWrapper))
-        )  # it has bars
+    # These commands only print; the others make files, which matter more than their output.
+    only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods")
+    raw = io.FileIO if only_prints else _Lasting
+    ctx.with_resource(contextlib.redirect_stdout(_rewrap(sys.stdout, raw)))
+    if not only_prints:
+        # Progress bars move the cursor with control characters, so stderr is not escaped.
+        stderr = _rewrap(sys.stderr, text=io.TextIOWrapper)
+        ctx.with_resource(contextlib.redirect_stderr(stderr))
     elif threading.current_thread() is threading.main_thread():
+        # With the default handler a closed pipe ends the process quietly.
         before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        ctx.call_on_close(lambda: (sys.stdout.flush(), signal.signal(signal.SIGPIPE, before)))
+
+        def restore() -> None:
+            """Flush the output and put the former handler of SIGPIPE back."""
+            sys.stdout.flush()
+            signal.signal(signal.SIGPIPE, before)
+
+        ctx.call_on_close(restore)
 
 
 app.add_typer(reports_app)
@@ -211,75 +220,86 @@ def plan(
     if run:
         from chunk_grpo.runs import run_folder  # here, since it imports torch
 
-        note = run_folder.read_run_info(run, ("settings", "processes", "machine"))
-        lines = run_folder.read_metrics_lines(run)
-        processes = note["processes"]
+        run_info = run_folder.read_run_info(run, ("settings", "processes", "machine"))
+        metrics = run_folder.read_metrics_lines(run)
+        processes = run_info["processes"]
     s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.methods import call_hook, load_method
 
+    # No folder and no code that the settings of somebody else's run name may be opened.
     origin = "own" if source else run_folder.run_origin(run)
-    if origin != "own":  # no folder and no code that a stranger names is opened
-        strange = [f"it names the code {code}" for code in settings.named_code(s)]
-        if origin == "edited" and strange:
+    if origin != "own":
+        reasons = [f"it names the code {code}" for code in settings.named_code(s)]
+        if origin == "edited" and reasons:
             raise InputError(
                 f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
                 "which is not what the run was trained with"
             )
         if s.model not in (*POCKET_MODELS, *planning.known_model_configs()):
-            strange.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
-        if strange:
+            reasons.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
+        if reasons:
             raise InputError(
-                f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {strange[0]}"
+                f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {reasons[0]}"
             )
-    strange = (
-        run and not source and not run_folder.is_own_run(run)
-    )  # whose lists are counted and not shown
-    if run and not strange:
-        there = ["prompts"] * os.path.isfile(s.prompts) + ["eval_prompts"] * bool(
-            planning.held_out_prompts(s)
-        )
-        run_folder.check_run_inputs(run, s, there)
-    if (
-        processes is None
-    ):  # as many as the preset is for, or as pay on this machine; one on another device
-        processes = planning.preset_processes(source) or (
-            1 if device else planning.processes_here(s)
-        )
-    method = load_method(s)  # which refuses what training would
+
+    # The prompt lists of a foreign run are counted but not printed.
+    is_foreign = run and not source and not run_folder.is_own_run(run)
+    if run and not is_foreign:
+        inputs = []
+        if os.path.isfile(s.prompts):
+            inputs.append("prompts")
+        if planning.held_out_prompts(s):
+            inputs.append("eval_prompts")
+        run_folder.check_run_inputs(run, s, inputs)
+
+    # The preset's number of processes, or what pays on this machine; one for a named device.
+    if processes is None:
+        processes = planning.preset_processes(source)
+        if not processes:
+            processes = 1 if device else planning.processes_here(s)
+
+    method = load_method(s)  # rejects the settings that training rejects
     config = planning.find_model_config(s.model)
     if config is not None:
         method = load_method(planning.fit_update_batch(config, s))
     counts = call_hook(method, "counts")
+
+    # FLOP/s of one process: of the device, as given, or measured if the model's size is known.
     speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
-    known = config is not None
-    words = "estimated, not measured" + (
-        "" if speed or not known else ", but for this machine's matrix rate"
-    )
-    speed = speed or (planning.measure_matmul_rate(s.dtype) if known else 1.0)
-    counted = planning.describe_counts(s, processes, counts, not strange)
-    parts = {
-        "counted": counted,
-        words: planning.describe_estimates(s, speed, processes, counts, device, share),
+    estimated = "estimated, not measured"
+    if not speed and config is not None:
+        estimated += ", but for this machine's matrix rate"
+        speed = planning.measure_matmul_rate(s.dtype)
+    speed = speed or 1.0
+
+    tables = {
+        "counted": planning.describe_counts(s, processes, counts, not is_foreign),
+        estimated: planning.describe_estimates(s, speed, processes, counts, device, share),
     }
     if run:
-        changed = (
-            ", ".join(settings.diff_settings(run_folder.read_run_settings(run), s)) or "nothing"
-        )
-        machine = ", ".join(note["machine"]["gpus"]) or f"{note['machine']['cores']} cores"
-        parts[
-            f"measured by {run} on {machine}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
+        changes = settings.diff_settings(run_folder.read_run_settings(run), s)
+        changed = ", ".join(changes) or "nothing"
+        hardware = ", ".join(run_info["machine"]["gpus"]) or f"{run_info['machine']['cores']} cores"
+        measured = (
+            f"measured by {run} on {hardware}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
             f"its settings differ in {changed}"
-        ] = planning.describe_measured(s, lines, speed, note["processes"], counts)
-    if as_json:
-        rows = {words: {name.strip(): text for name, text in rows} for words, rows in parts.items()}
-        return print_json(
-            {"rows": rows, "numbers": planning.estimate_numbers(s, speed, processes, counts)}
         )
-    for words, rows in parts.items():
-        typer.echo("" if words == "counted" else f"\n{words}", nl=words != "counted")
-        print_rows(rows)
+        tables[measured] = planning.describe_measured(
+            s, metrics, speed, run_info["processes"], counts
+        )
+
+    if as_json:
+        rows = {
+            title: {name.strip(): text for name, text in table} for title, table in tables.items()
+        }
+        numbers = planning.estimate_numbers(s, speed, processes, counts)
+        return print_json({"rows": rows, "numbers": numbers})
+    for title, table in tables.items():
+        if title != "counted":
+            typer.echo(f"\n{title}")
+        print_rows(table)
 
 # %% ../../nbs/14_cli/02_main.ipynb #91944203
 @app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
@@ -298,12 +318,14 @@ def speed(
     ] = None,
 ):
     """Measure the speed and memory of an iteration."""
+    # Check where the numbers go before anything is measured.
     file = None if out is None else output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     from chunk_grpo.measurements import speed as measuring  # here, since it imports torch
 
-    named = {
+    # The options are settings too.
+    options = {
         "prompts_per_iteration": prompts,
         "images_per_prompt": images,
         "steps": steps,
@@ -311,7 +333,7 @@ def speed(
     }
     changes = [
         *(overrides or ()),
-        *(f"{name}={value}" for name, value in named.items() if value is not None),
+        *(f"{name}={value}" for name, value in options.items() if value is not None),
     ]
     workload = measuring.load_workload_settings(model, changes)
     result = measuring.measure_iteration(workload, repeats, lambda line: typer.echo(line, err=True))
@@ -322,12 +344,16 @@ def speed(
 
 # %% ../../nbs/14_cli/02_main.ipynb #0a6d2190
 def _finish_training(run: Path, report: bool) -> None:
-    """Say that a run is finished, evaluate it, and write its report."""
+    """Print how long a finished run trained; if `report` is set, evaluate the run and write its report.
+
+    An evaluation that raises InputError ends the command with exit code 2 and a line on how to resume it.
+    """
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     typer.echo(f"finished: {run_folder.read_run_info(run)['seconds']:.0f} s of training")
     if not report:
         return
+    # A resumed run may have been evaluated already.
     if run_folder.read_evaluation_summary(run) is None:
         try:
             evaluate_with_progress(run)
@@ -381,32 +407,43 @@ def train(
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.runs import launch, run_folder, run_images
 
-    name = (
-        Path(source).stem if Path(source).suffix in (".yaml", ".yml") else source.replace("/", "-")
-    )
-    folder, node_rank = out or run_folder.next_run_folder(name), node_rank if nodes > 1 else 0
+    # Without --out the run folder is named after the preset or the settings file.
+    if Path(source).suffix in (".yaml", ".yml"):
+        name = Path(source).stem
+    else:
+        name = source.replace("/", "-")
+    folder = out or run_folder.next_run_folder(name)
+    if nodes == 1:
+        node_rank = 0  # SLURM sets a rank for a single machine too
+
+    # A resumed run keeps its number of processes, so that its numbers stay the same to the bit.
     if processes is None and nodes == 1:
         launch.check_launcher()
-        had = resume and (folder / "run.json").is_file()
-        processes = (
-            run_images.drawing_processes(folder) if had else planning.processes_here(s, source)
-        )
+        if resume and (folder / "run.json").is_file():
+            processes = run_images.drawing_processes(folder)
+        else:
+            processes = planning.processes_here(s, source)
     processes = 1 if processes is None else processes
-    alone = processes * nodes == 1
+    is_single_process = processes * nodes == 1
 
-    def again() -> str:
+    def resume_command() -> str:
+        """Return the words that tell the user how to resume this run."""
         words = ["chunk-grpo", "train", source, *(overrides or ()), "--out", str(folder)]
-        words += ["--processes", str(processes)] * (not alone)
-        words += ["--nodes", str(nodes), "--rendezvous", rendezvous] * (nodes > 1)
-        return f"go on with: {shlex.join(words + ['--resume'] * (folder / 'run.json').is_file())}"
+        if not is_single_process:
+            words += ["--processes", str(processes)]
+        if nodes > 1:
+            words += ["--nodes", str(nodes), "--rendezvous", rendezvous]
+        if (folder / "run.json").is_file():
+            words.append("--resume")
+        return f"go on with: {shlex.join(words)}"
 
-    with ends_if_interrupted(again):
+    with ends_if_interrupted(resume_command):
         run = launch.train(
             s,
             folder,
             resume,
             processes,
-            [launch.print_progress] if alone else [],
+            [launch.print_progress] if is_single_process else [],
             nodes=nodes,
             node_rank=node_rank,
             rendezvous=rendezvous,
@@ -475,19 +512,16 @@ def study(
     numbers = parse_numbers("--seeds", seeds) or None
     if gone := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(gone[0])!r}")
-    from chunk_grpo.studies import (
-        design,
-        pilot,
-        ray_cluster,
-        study as trials,
-    )  # here, since they import torch
+    # These here, since they import torch.
+    from chunk_grpo.studies import design, pilot, ray_cluster
+    from chunk_grpo.studies import study as trials
 
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
     with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:
             return pilot.tune_study(name, out, processes, rows, typer.echo)
         with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
-            found = trials.run_study(
+            finished = trials.run_study(
                 name,
                 out,
                 processes,
@@ -499,81 +533,83 @@ def study(
                 unplanned=unplanned,
                 peek=peek,
             )
-    folder = out or Path("runs") / "studies" / found[0]["study"]
-    typer.echo(f"finished: {len(found)} trials, in {folder / 'results.jsonl'}")
+    folder = out or Path("runs") / "studies" / finished[0]["study"]
+    typer.echo(f"finished: {len(finished)} trials, in {folder / 'results.jsonl'}")
+
+    # Outcomes are shown only after the last planned trial, so that nobody stops a study by them.
     rows = files.read_json_lines(folder / "results.jsonl")
-    if peek or len(rows) >= len(
-        design.expand_trials(name)
-    ):  # outcomes of a part are nobody's to see
-        from chunk_grpo.reporting.reports import (
-            write_report,
-        )  # these here, since they import matplotlib
+    if peek or len(rows) >= len(design.expand_trials(name)):
+        # These here, since they import matplotlib.
+        from chunk_grpo.reporting.reports import write_report
         from chunk_grpo.studies import analysis
 
-        home = design.find_study_folder(name).resolve()
-        page = folder / "report.html"
-        typer.echo("\n" + analysis.outcome_table(rows, design.load_study(home).reference) + "\n")
-        typer.echo(
-            f"report: {write_report('study', page, home=str(home), folder=str(folder.resolve()))}"
+        study_folder = design.find_study_folder(name).resolve()
+        reference = design.load_study(study_folder).reference
+        typer.echo("\n" + analysis.outcome_table(rows, reference) + "\n")
+        page = write_report(
+            "study",
+            folder / "report.html",
+            home=str(study_folder),
+            folder=str(folder.resolve()),
         )
+        typer.echo(f"report: {page}")
 
 # %% ../../nbs/14_cli/02_main.ipynb #c05f084c
 def describe_error(error: Exception) -> tuple[int, str]:
-    """The exit code that an error ends a command with, and one sentence."""
-    of_paths = {
+    """Return the exit code for an error and one sentence about it.
+
+    The traceback of an unforeseen error is written to a temporary file, which the sentence names.
+    """
+    path_errors = {
         getattr(errno, f"E{name}")
         for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()
     }
+    output_errors = (errno.ENOSPC, errno.EIO, errno.EBADF)
     if isinstance(error, (InputError, machine.TrainingFailed)):
         code = 2 if isinstance(error, InputError) else 1
         text = str(error)
-    elif isinstance(error, OSError) and error.filename and error.errno in of_paths:
+    elif isinstance(error, OSError) and error.filename and error.errno in path_errors:
         code = 2
         text = f"the path {error.filename} cannot be used ({error.strerror})"
-    elif (
-        isinstance(error, OSError)
-        and not error.filename
-        and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF)
-    ):
+    elif isinstance(error, OSError) and not error.filename and error.errno in output_errors:
         code = 1
         text = f"the output cannot be written ({error.strerror})"
     else:
         with tempfile.NamedTemporaryFile(
             "w", prefix="chunk-grpo-", suffix=".log", encoding="utf-8", delete=False
-        ) as f:
-            f.writelines(traceback.format_exception(error))
-        words = " ".join(str(error).split())[:300]
+        ) as log:
+            log.writelines(traceback.format_exception(error))
+        message = " ".join(str(error).split())[:300]
         code = 1
-        text = f"an unforeseen {type(error).__name__}: {words}; the traceback is in {f.name}"
-    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")  # one line
+        text = f"an unforeseen {type(error).__name__}: {message}; the traceback is in {log.name}"
+    # One line of bounded length, whatever the error's text holds.
+    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")
     return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def main():
-    """The command `chunk-grpo`."""
+    """Run the command `chunk-grpo`; exit with a code of `EXIT_CODES` and one sentence after an error."""
+    # A stream that was closed before the start gets the null device. Standard output gets it for
+    # reading only: a command that prints then fails, instead of losing what it prints.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # it was closed before the start
-            os.open(
-                os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR
-            )  # what `plan` prints must not be lost
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "error"
-    )  # its notes on image processors say nothing here
+    # The notes of transformers on image processors do not matter here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # a bar that fills is no line of a log
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars would fill a log file
     warnings.formatwarning = lambda message, *_: f"chunk-grpo: {printable(str(message))}\n"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except Exception as error:  # the last resort
-        code, words = describe_error(error)
-        with contextlib.suppress(OSError):  # nobody may be there to read it
-            typer.echo(f"chunk-grpo: {words}", err=True)
-        if (
-            isinstance(error, OSError) and not error.filename
-        ):  # what is left in the stream cannot be written either
+        code, sentence = describe_error(error)
+        with contextlib.suppress(OSError):  # stderr may be closed
+            typer.echo(f"chunk-grpo: {sentence}", err=True)
+        if isinstance(error, OSError) and not error.filename:
+            # The stream's remaining bytes cannot be written either; drop them at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(code)
 

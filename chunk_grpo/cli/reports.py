@@ -70,18 +70,19 @@ def lab(
     folder: Annotated[Path, typer.Option(help="Where the notebook is to lie.")] = Path(),
 ):
     """Open a run's widgets in JupyterLab."""
-    from chunk_grpo.reporting.widgets import (
-        lab_command,
-        write_lab_notebook,
-    )  # these here, since they import torch
+    # Here, since it imports torch.
+    from chunk_grpo.reporting.widgets import lab_command, write_lab_notebook
 
     file = write_lab_notebook(run, folder)
     typer.echo(f"notebook: {file}")
     raise typer.Exit(subprocess.run(lab_command(file, options or ())).returncode)
 
 # %% ../../nbs/14_cli/01_reports.ipynb #187520a3
-def output_file(option: str, text: str) -> Path:
-    """The file that an option names; InputError where it cannot be written."""
+def output_file(
+    option: str,  # its name without dashes, for the error
+    text: str,  # the file as the user wrote it
+) -> Path:
+    """Return the file that an option names; raise InputError if it cannot be written."""
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
     files.check_outside_runs(Path(text), f"`--{option}`")
@@ -89,8 +90,8 @@ def output_file(option: str, text: str) -> Path:
     return Path(text)
 
 
-def output_page(text: str) -> str:  # beside which the executed notebook lies
-    """The page that `--out` names, as it is; InputError where it or its notebook cannot be written."""
+def output_page(text: str) -> str:
+    """Return the text of `--out` unchanged; raise InputError if the page or the notebook beside it cannot be written."""
     page = output_file("out", text)
     if page.suffix == ".ipynb":
         raise InputError(
@@ -114,12 +115,8 @@ def compare(
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     table = reports.compare_runs(run)
-    print_rows(
-        [
-            (row.label, f"{row.run}, {row.group}")
-            for row in table.drop_duplicates("label").itertuples()
-        ]
-    )
+    labels = table.drop_duplicates("label")
+    print_rows([(row.label, f"{row.run}, {row.group}") for row in labels.itertuples()])
     columns = [
         "label",
         "reward",
@@ -134,7 +131,8 @@ def compare(
     typer.echo(
         f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(run)}"
     )
-    typer.echo(f"report: {reports.write_report('compare', out, runs=[*map(str, run)])}")
+    page = reports.write_report("compare", out, runs=[str(folder) for folder in run])
+    typer.echo(f"report: {page}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #c67e535e
 @reports_app.command(
@@ -211,9 +209,11 @@ def profile(
     """Measure how far the base's latents move in each step."""
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
-    numbers = "" if json is None else str(output_file("json", json))
-    counts = list(dict.fromkeys(parse_numbers("--steps", steps, 2, 10_000)))
-    changes = [*([source] if run and source else []), *(overrides or ())]
+    numbers_file = "" if json is None else str(output_file("json", json))
+    step_counts = list(dict.fromkeys(parse_numbers("--steps", steps, 2, 10_000)))  # each once
+    changes = list(overrides or ())
+    if run and source:  # with --run the first argument is a change too
+        changes.insert(0, source)
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.runs import run_folder, run_images
@@ -232,9 +232,9 @@ def profile(
         overrides=changes,
         prompts=prompts,
         images=images,
-        step_counts=counts,
+        step_counts=step_counts,
         run=str(run or ""),
-        out=numbers,
+        out=numbers_file,
     )
     typer.echo(f"report: {out}")
 
@@ -254,11 +254,13 @@ def verify(
 
     check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
-        found = verifying.verify_run(
-            run, iterations, processes, None if as_json else launch.print_progress, trust
-        )
-    print_json(found) if as_json else typer.echo("\n".join(verifying.verification_lines(found)))
-    raise typer.Exit(int(found["answer"] == "differs"))
+        progress = None if as_json else launch.print_progress
+        result = verifying.verify_run(run, iterations, processes, progress, trust)
+    if as_json:
+        print_json(result)
+    else:
+        typer.echo("\n".join(verifying.verification_lines(result)))
+    raise typer.Exit(int(result["answer"] == "differs"))
 
 # %% ../../nbs/14_cli/01_reports.ipynb #00044e59
 @reports_app.command(
@@ -308,23 +310,27 @@ def sample(
     from chunk_grpo.reporting import publish
     from chunk_grpo.runs import run_folder
 
+    # A model with a small vocabulary, such as the pocket model, skips words without an error.
     texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
-    if strange := inputs.unknown_words(
-        inputs.locate_model(run_folder.read_run_settings(run).model), texts
-    ):
+    model_folder = inputs.locate_model(run_folder.read_run_settings(run).model)
+    unknown = inputs.unknown_words(model_folder, texts)
+    if unknown:
         typer.echo(
-            f"warning: the model knows no word {', '.join(strange)}; it draws the rest of the prompt",
+            f"warning: the model knows no word {', '.join(unknown)}; it draws the rest of the prompt",
             err=True,
         )
-    names = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
-    out = out or next(place for place in names if not place.exists())
-    given = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
-    changes = {field: value for field, value in given.items() if value is not None}
+
+    # Without --out: the first number that no folder has yet.
+    numbered = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
+    out = out or next(folder for folder in numbered if not folder.exists())
+
+    options = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
+    changes = {field: value for field, value in options.items() if value is not None}
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
-        made = publish.sample_run(
+        images = publish.sample_run(
             run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust
         )
-    typer.echo(f"images: {len(made)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
+    typer.echo(f"images: {len(images)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de
 @reports_app.command(epilog=examples("export runs/one my-model"))
@@ -337,11 +343,10 @@ def export(
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
     check_trust(run, trust, doing="exporting", rewards_too=False)
-    made = export_run(run, folder, trust)
+    exported = export_run(run, folder, trust)
+    upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
     typer.echo(
-        f"card: {made / 'README.md'}\n"
-        "to share it, after reading the base's licence: "
-        + shlex.join(["hf", "upload", f"NAME/{made.name}", str(made)])
+        f"card: {exported / 'README.md'}\nto share it, after reading the base's licence: {upload}"
     )
 
 # %% ../../nbs/14_cli/01_reports.ipynb #06dfe718
@@ -357,28 +362,28 @@ def presets(
     as_json: JsonOption = False,
 ):
     """List the shipped settings, or what one of them sets."""
+    # One preset: every setting as a line of YAML, with its meaning as a comment.
     if source:
         s = settings.load_settings(source)
         values = s.model_dump(mode="json")
         if as_json:
             return print_json(values)
         for row in settings.settings_table(s):
-            text = validation.dump_yaml(
-                {row["name"]: values[row["name"]]}, 10**6, flow=True
-            ).strip()[1:-1]
-            typer.echo(
-                f"{text:30}  # {row['meaning']}" + f" Unit: {row['unit']}." * bool(row["unit"])
-            )
+            setting = {row["name"]: values[row["name"]]}
+            text = validation.dump_yaml(setting, 10**6, flow=True).strip()[1:-1]  # without braces
+            unit = f" Unit: {row['unit']}." if row["unit"] else ""
+            typer.echo(f"{text:30}  # {row['meaning']}{unit}")
         return None
-    found = {}
-    for name in settings.list_presets():  # the first sentence of the file's comment
+
+    # All presets: the first sentence of the comment at the top of each file.
+    summaries = {}
+    for name in settings.list_presets():
         lines = itertools.takewhile(
             lambda line: line.startswith("#"), settings.find_settings_file(name).open()
         )
-        found[name] = re.split(
-            r"(?<=[.!?])\s", " ".join(line.lstrip("# ").strip() for line in lines) + " "
-        )[0]
-    return print_json(found) if as_json else print_rows(list(found.items()))
+        comment = " ".join(line.lstrip("# ").strip() for line in lines)
+        summaries[name] = re.split(r"(?<=[.!?])\s", comment + " ")[0]
+    return print_json(summaries) if as_json else print_rows(list(summaries.items()))
 
 
 @reports_app.command(epilog=examples("methods", "methods pocket/demo", "methods --json"))
@@ -395,6 +400,7 @@ def methods(
     if as_json:
         return print_json(rows)
     for row in rows:
+        # The cost keys are taken out as well; what remains are the axes of the method.
         name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
         cost = ", ".join(
             f"{key} {row.pop(key):g}" for key in ("rollout", "trained", "extra", "scored")

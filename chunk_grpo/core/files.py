@@ -37,7 +37,10 @@ from .validation import validation_message
 
 # %% ../../nbs/02_core/01_files.ipynb #3b747db1
 def sync_to_disk(path: Path) -> None:
-    "Write a file, or the names in a folder, to the disk now; file systems that cannot sync a folder are tolerated."
+    """Write a file, or the names in a folder, to the disk now.
+
+    Does nothing for folders that cannot be read or that the file system cannot sync.
+    """
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # a folder that may be written to but not read
@@ -52,44 +55,64 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    "Sync a file, or a folder with all files in it."
-    for one in [one for one in path.rglob("*") if not one.is_symlink()] if path.is_dir() else []:
-        with contextlib.suppress(FileNotFoundError):  # another machine has just given it its final name
-            sync_to_disk(one)
+    """Sync a file, or a folder with all files in it."""
+    entries = []
+    if path.is_dir():
+        entries = [entry for entry in path.rglob("*") if not entry.is_symlink()]
+    for entry in entries:
+        # Another machine may have given a temporary file its final name just now.
+        with contextlib.suppress(FileNotFoundError):
+            sync_to_disk(entry)
     sync_to_disk(path)
 
 
 def make_folders(folder: Path) -> None:
-    "Make a folder and those above it, on the disk."
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    """Create a folder and its missing parents, and sync their names to the disk."""
+    missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        sync_to_disk(one.parent)
+    for ancestor in missing:
+        sync_to_disk(ancestor.parent)
 
 # %% ../../nbs/02_core/01_files.ipynb #e7ccb81d
-def temporary_path(path: Path, old: bool = False) -> Path:  # beside it, with the id of this process
-    "Where a file or folder is written before it gets its name; with `old`, where the one it replaces waits."
-    return path.with_name(f".{path.name}{'.old' * old}.{os.getpid()}.part")
+def temporary_path(
+    path: Path,  # the final path of a file or folder
+    old: bool = False,  # the path for what it replaces instead
+) -> Path:  # in the same folder, with the id of this process
+    """Return where a file or folder is written before it gets its name, or where the one it replaces is kept meanwhile."""
+    suffix = ".old" if old else ""
+    return path.with_name(f".{path.name}{suffix}.{os.getpid()}.part")
 
 
 def _writer_is_gone(temporary: Path) -> bool:
+    """Return True if the process that wrote a temporary file has ended."""
     try:
         process = psutil.Process(int(temporary.name.split(".")[-2]))
-        return process.status() == psutil.STATUS_ZOMBIE or process.create_time() > temporary.lstat().st_mtime + 5
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return True
+        # A process that started after the last write has been given the id of one that ended.
+        return process.create_time() > temporary.lstat().st_mtime + 5
     except (psutil.NoSuchProcess, FileNotFoundError):
         return True
 
 
-def remove_abandoned(folder: Path, name: str = "") -> None:  # of the file or folder that was being written; empty: any
-    "Remove the temporary files of processes that have ended."
-    wanted = re.compile(rf"\.{re.escape(name) if name else '.+'}(\.old)?\.\d+\.part")
-    for one in list(Path(folder).iterdir()) if Path(folder).is_dir() else []:
-        if wanted.fullmatch(one.name) and _writer_is_gone(one):
-            shutil.rmtree(one, ignore_errors=True) if one.is_dir() else one.unlink(missing_ok=True)
+def remove_abandoned(
+    folder: Path,  # that holds the temporary files
+    name: str = "",  # of the file or folder that was being written; empty: any
+) -> None:
+    """Remove the temporary files of processes that have ended."""
+    stem = re.escape(name) if name else ".+"
+    pattern = re.compile(rf"\.{stem}(\.old)?\.\d+\.part")
+    entries = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    for entry in entries:
+        if pattern.fullmatch(entry.name) and _writer_is_gone(entry):
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
 
-def try_lock(handle: IO) -> bool:  # until it is closed here and in children; an open file
-    "Lock an open file; False where another process holds it."
+def try_lock(handle: IO) -> bool:  # held until the file is closed, here and in child processes
+    """Lock an open file; return False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,43 +121,61 @@ def try_lock(handle: IO) -> bool:  # until it is closed here and in children; an
 
 
 @contextlib.contextmanager
-def temporary_folder(name: str, patience: float = 60.0) -> Iterator[Path]:  # seconds for a new one to be locked
-    "A folder for the time being; those of the same name whose processes were killed are removed."
+def temporary_folder(
+    name: str,  # part of the folder's name: what it is for
+    patience: float = 60.0,  # seconds within which a new folder is locked, so that none is removed
+) -> Iterator[Path]:
+    """Yield a temporary folder, after removing those of the same name whose processes were killed."""
     for old in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
-        with contextlib.suppress(FileNotFoundError):  # it is removed just now
-            about = old.lstat()
-            if about.st_uid == os.getuid() and stat.S_ISDIR(about.st_mode) and time.time() - about.st_mtime > patience:
+        with contextlib.suppress(FileNotFoundError):  # another process is removing it
+            status = old.lstat()
+            is_our_folder = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
+            if is_our_folder and time.time() - status.st_mtime > patience:
                 with open(old / "lock", "ab") as handle:
                     if try_lock(handle):
                         shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"chunk-grpo-{name}-") as folder, open(Path(folder) / "lock", "ab") as lock:
+    with (
+        tempfile.TemporaryDirectory(prefix=f"chunk-grpo-{name}-") as folder,
+        open(Path(folder) / "lock", "ab") as lock,
+    ):
         try_lock(lock)
         yield Path(folder)
 
 
 def clean_run_folder(run: Path) -> None:
-    "Remove abandoned temporary files everywhere in a run folder."
-    for place in (run, run / "checkpoints", *run.glob("samples/*")):
-        remove_abandoned(place)
+    """Remove abandoned temporary files everywhere in a run folder."""
+    for folder in (run, run / "checkpoints", *run.glob("samples/*")):
+        remove_abandoned(folder)
 
 # %% ../../nbs/02_core/01_files.ipynb #af201e27
-_REFUSED = {getattr(errno, f"E{name}") for name in "DQUOT ACCES PERM ROFS NAMETOOLONG NOTDIR LOOP EXIST".split()}
+_REFUSED = {
+    getattr(errno, f"E{name}")
+    for name in "DQUOT ACCES PERM ROFS NAMETOOLONG NOTDIR LOOP EXIST".split()
+}
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the path to write to
-    # path: the final one; replace: whether the caller owns a folder of that name and replaces it
-    "Write a file or folder whole or not at all; InputError where it cannot be written."
+def atomic_write(
+    path: Path,  # the final path
+    replace: bool = False,  # the caller owns a folder of that name, which may be replaced
+) -> Iterator[Path]:  # the path to write to
+    """Write a file or folder completely or not at all.
+
+    Yields a temporary path, which is synced and renamed when the block ends. Raises InputError if the disk is full, if
+    the path cannot be written to, or if it is a folder that may not be replaced.
+    """
     path = Path(path)
-    temporary, old = temporary_path(path), temporary_path(path, old=True)
+    temporary = temporary_path(path)
+    old = temporary_path(path, old=True)
     try:
         make_folders(path.parent)
         yield temporary
         sync_tree(temporary)
-        taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
-        if taken and not (replace and temporary.is_dir()):
+        # A folder with files in it cannot be renamed over: it is moved away first, if it may be replaced.
+        is_taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
+        if is_taken and not (replace and temporary.is_dir()):
             raise InputError(f"`out` must be a new name; {path} is a folder that is there already")
-        if taken:
+        if is_taken:
             os.rename(path, old)
         os.replace(temporary, path)
         sync_to_disk(path.parent)
@@ -144,58 +185,82 @@ def atomic_write(path: Path, replace: bool = False) -> Iterator[Path]:  # the pa
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             free = shutil.disk_usage(path.parent).free / 1e6
-            raise InputError(f"`out` has no disk space for {path} ({free:.0f} MB free); free some and resume the "
-                             "run") from None
+            raise InputError(
+                f"`out` has no disk space for {path} ({free:.0f} MB free); free some and resume the run"
+            ) from None
         if isinstance(error, OSError) and error.errno in _REFUSED:
-            raise InputError(f"`out` must be a place that can be written to; {path}: {error.strerror}") from None
+            raise InputError(
+                f"`out` must be a place that can be written to; {path}: {error.strerror}"
+            ) from None
         raise
     finally:
-        with contextlib.suppress(OSError):  # it has moved, or its name was never possible
-            shutil.rmtree(temporary) if os.path.isdir(temporary) else os.unlink(temporary)
+        with contextlib.suppress(OSError):  # it was renamed, or its name is not possible
+            if os.path.isdir(temporary):
+                shutil.rmtree(temporary)
+            else:
+                os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
-_MADE_ANEW = ("evaluation", "evaluation.begun", "samples")  # folders of a run, which a command replaces
+_MADE_ANEW = (
+    "evaluation",
+    "evaluation.begun",
+    "samples",
+)  # folders of a run, which a command replaces
 
 
 def check_outside_runs(
-    path: Path,  # of what is to be
-    name: str = "`out`",  # what the sentence calls it
+    path: Path,  # of a file or folder to be written
+    name: str = "`out`",  # of the option, for the error message
 ) -> None:
-    "Raise InputError where the next evaluation or training of a run would replace or delete what lies there."
-    real = Path(os.path.realpath(Path(path).absolute()))
-    for part in (real, *real.parents):
-        if part.name in _MADE_ANEW and (part.parent / "run.json").is_file():
-            raise InputError(f"{name} must lie outside of {part}, which belongs to a run and is made anew; got {path}")
+    """Raise InputError if the path lies in a folder that the next evaluation or training of a run would replace."""
+    real_path = Path(os.path.realpath(Path(path).absolute()))
+    for folder in (real_path, *real_path.parents):
+        if folder.name in _MADE_ANEW and (folder.parent / "run.json").is_file():
+            raise InputError(
+                f"{name} must lie outside of {folder}, which belongs to a run and is made anew; got {path}"
+            )
 
 
 def refuse_special_file(path: str | Path) -> None:
-    "Raise InputError where there is a pipe, a socket or a device, from which a reader would wait for ever."
+    """Raise InputError if the path is a pipe, a socket or a device, which a reader might wait on forever."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # whoever opens it says what is wrong
+    except (OSError, ValueError):  # opening it raises the error
         return
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise InputError(f"run: {path} must be a regular file; it is a pipe, a socket or a device")
 
 
-def check_place(path: Path, name: str = "`out`", file: bool = False) -> None:  # path: of what is to be, or a folder
-    # name: what the sentence calls it; file: whether it is to be a file
-    "InputError where nothing could be written; makes nothing."
-    whole = Path(path).absolute()
-    real = Path(os.path.realpath(whole))
-    for part in real.parents if file else (real, *real.parents):
-        if part.name in ("checkpoints", "final") and (part.parent / "run.json").is_file():
-            raise InputError(f"{name} must lie outside of {part}, which belongs to a run; got {path}")
-    if file and os.path.isdir(whole):
+def check_place(
+    path: Path,  # of a file or folder to be written
+    name: str = "`out`",  # of the option, for the error message
+    file: bool = False,  # a file is to be written, not a folder
+) -> None:
+    """Raise InputError if nothing could be written at the path; create nothing."""
+    absolute = Path(path).absolute()
+    real_path = Path(os.path.realpath(absolute))
+    folders = real_path.parents if file else (real_path, *real_path.parents)
+    for folder in folders:
+        if folder.name in ("checkpoints", "final") and (folder.parent / "run.json").is_file():
+            raise InputError(
+                f"{name} must lie outside of {folder}, which belongs to a run; got {path}"
+            )
+    if file and os.path.isdir(absolute):
         raise InputError(f"{name} must be a file; {path} is a folder")
-    there = whole if os.path.isdir(whole) else next(one for one in whole.parents if os.path.lexists(one))
+    if os.path.isdir(absolute):
+        existing = absolute
+    else:
+        existing = next(parent for parent in absolute.parents if os.path.lexists(parent))
     try:
-        for part in whole.relative_to(there).parts:  # too long, or a link to itself
+        # Fails for a name that is too long and for a link to itself.
+        for name_in_path in absolute.relative_to(existing).parts:
             with contextlib.suppress(FileNotFoundError):
-                os.stat(there / part)
-        tempfile.TemporaryFile(dir=there).close()
+                os.stat(existing / name_in_path)
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise InputError(f"{name} must be a place that can be written to; {path}: {error.strerror}") from None
+        raise InputError(
+            f"{name} must be a place that can be written to; {path}: {error.strerror}"
+        ) from None
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -203,20 +268,23 @@ _Amount = Annotated[float, Field(ge=0)]
 
 
 class _RunMachine(TypedDict):
+    """The hardware of a run."""
+
     gpus: list[str]
     cores: Count
 
 
 class RunInfo(TypedDict, total=False):
-    "run.json: what was asked for, on what machine, and what became of it."
+    """run.json: the settings of a run, the machine it ran on, and its outcome."""
+
     settings: dict
     status: Literal["created", "running", "finished", "failed", "interrupted"]
     error: str | None
-    run_id: str  # of this run alone
+    run_id: str  # unique to this run
     model_sha256: str
     prompts_sha256: str
-    code: dict[str, dict[str, str]]  # files of code that the settings name, of `user_code.find_code`
-    inputs: dict[str, str]  # what tells cheaply whether model and prompts have changed
+    code: dict[str, dict[str, str]]  # code files that the settings name, of `user_code.find_code`
+    inputs: dict[str, str]  # cheap fingerprints of model and prompts, to see whether they changed
     processes: Annotated[int, Field(ge=1)]
     seconds: _Amount | None
     started: float | None
@@ -225,11 +293,12 @@ class RunInfo(TypedDict, total=False):
     nodes: Annotated[int, Field(ge=1)]
     threads: Count | None
     final_sha256: dict[str, str]  # file in final/ -> its hash
-    made_folder: bool  # whether the run made its folder
+    made_folder: bool  # the run created its folder
 
 
 class MetricsLine(TypedDict, total=False):
-    "A line of metrics.jsonl."
+    """A line of metrics.jsonl: one iteration."""
+
     iteration: Required[Count]
     reward_mean: float | None
     reward_se: float | None
@@ -246,7 +315,8 @@ class MetricsLine(TypedDict, total=False):
 
 
 class RunProfile(TypedDict, total=False):
-    "profile.json: how far each transition moves the base's latents."
+    """profile.json: how far each transition moves the base model's latents."""
+
     chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]  # sizes
     mean: Required[list[float]]
     eta: float
@@ -254,7 +324,8 @@ class RunProfile(TypedDict, total=False):
 
 
 class CheckpointState(TypedDict):
-    "state.json of a checkpoint."
+    """state.json of a checkpoint."""
+
     iteration: Count
     seconds: _Amount
     seconds_cpu: _Amount
@@ -262,14 +333,16 @@ class CheckpointState(TypedDict):
 
 # %% ../../nbs/02_core/01_files.ipynb #4e42dbd2
 class _ScoreInterval(TypedDict, total=False):
-    "A mean with its interval; None where one prompt gives none."
+    """A mean with its interval; None if there is only one prompt."""
+
     mean: Required[float]
     lo: Required[float | None]
     hi: Required[float | None]
 
 
 class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
-    "One reward of an evaluation: an interval for each arm and difference, and details beside them."
+    """One reward of an evaluation: an interval for each arm and difference, and details."""
+
     base: Required[_ScoreInterval]
     plain: _ScoreInterval
     categories: dict[str, dict[str, float]] | None
@@ -278,9 +351,10 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
 
 
 class EvaluationSummary(TypedDict, total=False):
-    "evaluation/summary.json."
+    """evaluation/summary.json."""
+
     n_prompts: Required[Count]  # different ones
-    n_listed: Count  # entries of the list, where some stand again
+    n_listed: Count  # entries of the list, which may repeat prompts
     images_per_prompt: Required[Count]
     steps: Required[Count]
     split: Required[Count]
@@ -289,51 +363,68 @@ class EvaluationSummary(TypedDict, total=False):
 
 
 class ImageScores(TypedDict, total=False):
-    "A line of evaluation/scores.jsonl: one image."
+    """A line of evaluation/scores.jsonl: one image."""
+
     arm: Required[str]
     prompt_index: Required[Count]
     image_index: Required[Count]
     prompt: Required[str]
-    file: Required[str]  # in evaluation/
+    file: Required[str]  # path in evaluation/
     scores: Required[dict[str, float]]
     category: dict[str, str | None]
     objects: dict[str, list[int]]
 
 
 class EvaluationPart(TypedDict):
-    "A line of parts-*.jsonl: consecutive images of an arm."
+    """A line of parts-*.jsonl: consecutive images of an arm."""
+
     part: Annotated[list[str | int], Field(min_length=3, max_length=3)]
     records: list[ImageScores]
 
 # %% ../../nbs/02_core/01_files.ipynb #968be008
 @functools.cache
-def _adapter(schema: Any) -> TypeAdapter:  # of a union, since that of a TypedDict alone takes no configuration
-    return TypeAdapter(schema | None, config=ConfigDict(extra="allow", strict=True, allow_inf_nan=False))
+def _adapter(schema: Any) -> TypeAdapter:
+    """Return the validator of a schema, which is strict about types and allows further fields."""
+    # A TypedDict alone takes no configuration, a union with None does.
+    config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    return TypeAdapter(schema | None, config=config)
 
 
 def _parse_json(
-    where: str | Path,
-    text: bytes,
-    schema: Any,
+    where: str | Path,  # the file, or the line of it, for error messages
+    text: bytes,  # the JSON
+    schema: Any,  # a TypedDict such as RunInfo
     needed: tuple[str, ...] = (),  # fields that must be there
-    constant: Callable[[str], Any] = float,  # makes a value of NaN and Infinity, which JSON does not have
+    constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which JSON does not have
 ) -> Any:
+    """Parse a JSON object and check it against a schema; raise InputError if it does not match."""
     try:
         content = json.loads(text.decode(), parse_constant=constant)
-    except (ValueError, RecursionError) as error:  # bad text and bad JSON are ValueErrors
-        raise InputError(f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed") from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # wrong text encoding and wrong JSON are ValueErrors
+        raise InputError(
+            f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed"
+        ) from None
     if not isinstance(content, dict):
         raise InputError(f"run: {where} must be a JSON object; got {text.decode()[:40]!r}")
-    for name in [name for name in needed if content.get(name, {}) == {}]:
-        raise InputError(f"run: {where} is damaged: `{name}` is missing; a whole run folder is needed")
+    for name in needed:
+        if content.get(name, {}) == {}:
+            raise InputError(
+                f"run: {where} is damaged: `{name}` is missing; a whole run folder is needed"
+            )
     try:
         return _adapter(schema).validate_python(content)
     except ValidationError as error:
         raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
 
 
-def schema_problem(content: dict, schema: Any) -> str:  # schema: a TypedDict such as MetricsLine
-    "Say what a reader of this content would reject, once it is written; empty for nothing."
+def schema_problem(
+    content: dict,  # what is to be written
+    schema: Any,  # a TypedDict such as MetricsLine
+) -> str:
+    """Return why a reader would reject this content once it is written; empty if it would not."""
     try:
         _adapter(schema).validate_python(_finite(content))
     except ValidationError as error:
@@ -342,7 +433,7 @@ def schema_problem(content: dict, schema: Any) -> str:  # schema: a TypedDict su
 
 
 def _finite(content: Any) -> Any:
-    "Replace every float that is not finite by None, at any depth, since JSON has no such number."
+    """Replace every float that is not finite by None, at any depth, since JSON has no such number."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, dict):
@@ -352,46 +443,68 @@ def _finite(content: Any) -> Any:
     return content
 
 
-def write_json(path: Path, content: Any) -> None:
-    "A JSON file, whole or not at all; floats that are not finite become null."
+def write_json(
+    path: Path,  # of the JSON file
+    content: Any,  # floats that are not finite become null, unknown types become text
+) -> None:
+    """Write a JSON file completely or not at all."""
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.write_text(
+            json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8"
+        )
 
 
-def read_json(path: Path, schema: Any = dict, needed: tuple[str, ...] = ()) -> Any:  # as the schema says
-    # schema: a TypedDict such as RunInfo; needed: fields that this reader cannot do without
-    "The content of a JSON file; InputError where it is missing, damaged or not what the schema says."
+def read_json(
+    path: Path,  # of the JSON file
+    schema: Any = dict,  # a TypedDict such as RunInfo
+    needed: tuple[str, ...] = (),  # fields that this reader cannot do without
+) -> Any:  # of the schema's type
+    """Read a JSON file and check it against a schema.
+
+    Raises InputError if the file is missing or damaged, or if its content does not match the schema.
+    """
     refuse_special_file(path)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise InputError(f"run: {path} cannot be read ({error.strerror}); a whole file is needed") from None
+        raise InputError(
+            f"run: {path} cannot be read ({error.strerror}); a whole file is needed"
+        ) from None
     return _parse_json(path, text, schema, needed)
 
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
-def append_json_line(path: Path, content: Any) -> None:
-    "Append one line of JSON; floats that are not finite become null."
+def append_json_line(
+    path: Path,  # of the log
+    content: Any,  # one record; floats that are not finite become null
+) -> None:
+    """Append one record to a log as a line of JSON."""
     line = json.dumps(_finite(content))
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")
 
 
-def read_json_lines(path: Path, schema: Any = dict) -> list[Any]:  # schema: a TypedDict such as MetricsLine
-    "The whole lines of a JSON-lines file, none without a file; InputError where one is not what the schema says."
+def read_json_lines(
+    path: Path,  # of the log
+    schema: Any = dict,  # a TypedDict such as MetricsLine
+) -> list[Any]:  # records of the schema's type; empty if there is no file
+    """Read the complete lines of a log and check each against a schema; raise InputError if one does not match."""
     refuse_special_file(path)
     try:
-        whole = Path(path).read_bytes().rpartition(b"\n")[0]
+        complete = Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise InputError(f"run: {path} cannot be read ({error.strerror})") from None
-    # Lines of earlier versions may hold NaN within a list; it says what null says.
-    return [_parse_json(f"line {number} of {path}", line, schema, constant=lambda name: None)
-            for number, line in enumerate(whole.split(b"\n") if whole else [], 1)]
+    lines = complete.split(b"\n") if complete else []
+    # Lines of earlier versions may hold NaN within a list; it means the same as null.
+    return [
+        _parse_json(f"line {number} of {path}", line, schema, constant=lambda name: None)
+        for number, line in enumerate(lines, 1)
+    ]
 
 
 def drop_partial_line(path: Path) -> None:
-    "Cut off a last line that was not finished."
+    """Cut off a last line that was not finished."""
     if Path(path).is_file():
         with open(path, "rb+") as handle:
             handle.truncate(handle.read().rfind(b"\n") + 1)
@@ -401,34 +514,43 @@ LOCK_PATIENCE = 5.0  # seconds that a killed process has to release its files
 
 
 def lock_log(
-    log: Path, new: bool = False,  # the log of a run, and whether the run is being created
+    log: Path,  # the log of a run
+    new: bool = False,  # the run is being created; for the error message
 ) -> BinaryIO:  # open to append; closing it releases the lock, unless a child has inherited it
-    "The log, open and locked; InputError where another process holds it for LOCK_PATIENCE seconds."
+    """Open the log and lock it; raise InputError if another process holds it for LOCK_PATIENCE seconds."""
     end = time.monotonic() + LOCK_PATIENCE
+    # Neither follow a link nor wait for the reader of a pipe.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         while True:
-            how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is refused at once
-            handle = os.fdopen(os.open(log, how, 0o666), "ab")
+            handle = os.fdopen(os.open(log, flags, 0o666), "ab")
+            # Without a link left, the log was removed while we waited: open the new one.
             if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
                 return handle
             handle.close()
             if time.monotonic() > end:
-                begun = f"`out` must be a new folder; another program has just begun a run in {log.parent}"
-                trained = f"the run {log.parent} is being trained by another process; wait until it has ended"
-                raise InputError(begun if new else trained)
+                if new:
+                    raise InputError(
+                        f"`out` must be a new folder; another program has just begun a run in {log.parent}"
+                    )
+                raise InputError(
+                    f"the run {log.parent} is being trained by another process; wait until it has ended"
+                )
             time.sleep(0.05)
     except OSError as error:
-        raise InputError(f"`out` must be a folder that can be written to; {log}: {error.strerror}") from None
+        raise InputError(
+            f"`out` must be a folder that can be written to; {log}: {error.strerror}"
+        ) from None
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
-    "The sha256 of a file; InputError where it is none, but a pipe for example."
+    """Return the sha256 of a file; raise InputError if it is not a regular file, such as a pipe."""
     refuse_special_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def hash_files(folder: Path) -> dict[str, str]:  # path in the folder -> sha256
-    "The sha256 of every file in a folder, which may be missing."
+    """Return the sha256 of every file in a folder; empty if there is no folder."""
     files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files}

@@ -51,16 +51,12 @@ def transition_statistic(
     return std * centred if kind in ("scaled", "guard") else centred
 
 # %% ../../nbs/00_method/09_surrogates.ipynb #31ccd504
-def step_weights_by_name(
+def _raw_step_weights(
     name: str,  # one of STEP_WEIGHTS
-    sampler: Sampler,  # of the rollout
+    sampler: Sampler,
     places: Tensor,  # (n,) long, the steps that are trained
-) -> Tensor:  # (T,) float32, mean 1 over the places, 0 elsewhere
-    """The weight of every trained transition. InputError on an unknown name."""
-    if name not in STEP_WEIGHTS:
-        raise InputError(
-            f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or sizes of chunks; got {name!r}"
-        )
+) -> Tensor:  # (n,) float64
+    """Compute the weights of some steps before they are normalised."""
     levels = sampler.sigmas.double()
     t = levels[places]
     h = -levels.diff()[places]
@@ -71,13 +67,32 @@ def step_weights_by_name(
             "one, interval, inverse-interval, or sizes of chunks"
         )
     s = std / h.sqrt()
-    raw = {
+    return {
         "noise": std,
         "interval": h,
         "inverse-interval": 1 / h,
         "flash": 1 / (h.sqrt() / s + s * h.sqrt() * (1 - t) / (2 * t)),
     }[name]
-    return torch.zeros(len(sampler)).index_put((places,), (raw / raw.mean()).float())
+
+
+def step_weights_by_name(
+    name: str,  # one of STEP_WEIGHTS
+    sampler: Sampler,  # of the rollout
+    places: Tensor,  # (n,) long, the steps that are trained
+    whole: Sampler | None = None,  # its stochastic steps have mean 1; None: those at `places` have
+) -> Tensor:  # (T,) float32, 0 elsewhere
+    """Compute the weight of every trained step.
+
+    A method that trains a window in each iteration passes the sampler without a window as `whole`: within itself a window of
+    one step would weigh 1 wherever it lies. Raises InputError for an unknown name.
+    """
+    if name not in STEP_WEIGHTS:
+        raise InputError(
+            f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or sizes of chunks; got {name!r}"
+        )
+    raw = _raw_step_weights(name, sampler, places)
+    reference = raw if whole is None else _raw_step_weights(name, whole, whole.stochastic)
+    return torch.zeros(len(sampler)).index_put((places,), (raw / reference.mean()).float())
 
 # %% ../../nbs/00_method/09_surrogates.ipynb #f28fb9bc
 @dataclass(frozen=True)

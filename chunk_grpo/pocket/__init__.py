@@ -29,7 +29,10 @@ POCKET_MODELS = {  # the setting `model` -> folder under POCKET_DIR
 def pocket_model_path(
     model: str = "pocket",  # one of POCKET_MODELS
 ) -> str:
-    """Return the folder of a shipped base, a FluxPipeline that diffusers alone can load; InputError for other names."""
+    """Return the folder of a shipped base, a FluxPipeline that diffusers alone can load.
+
+    Raises InputError for other names.
+    """
     if model not in POCKET_MODELS:
         raise InputError(
             f"`model` must be one of the shipped bases {', '.join(POCKET_MODELS)}; got {model!r}"
@@ -43,22 +46,24 @@ PROMPT_FILES = {
 }
 
 
-def read_pocket_prompts(split: str = "train") -> list[str]:  # split: one of PROMPT_FILES
-    """The shipped prompts of a list; raises InputError for any other name."""
+def read_pocket_prompts(
+    split: str = "train",  # one of PROMPT_FILES
+) -> list[str]:
+    """Return the prompts of a shipped list; raise InputError for any other name."""
     if split not in PROMPT_FILES:
         raise InputError(f"`split` must be train, validation, test or test192; got {split!r}")
     return PROMPT_FILES[split].read_text().splitlines()
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538
 def read_pocket_manifest() -> dict:
-    """What the weights were trained with, what they score, and the hash of every shipped file."""
+    """Return the manifest: how the weights were trained, what they score, and the hash of every shipped file."""
     return json.loads((POCKET_DIR / "manifest.json").read_text())
 
 
 def verify_pocket_files(
-    folder: Path | None = None,  # that holds manifest.json and what it names; the shipped one
+    folder: Path | None = None,  # with manifest.json and the files it lists; None: the shipped one
 ) -> int:  # number of files, all as they were shipped
-    """Compare every shipped file with the manifest; raises InputError naming the first that differs.
+    """Compare every shipped file with the manifest; raise InputError naming the first that differs.
 
     The other bases have a manifest of their own, in `POCKET_DIR / "bases"`.
     """

@@ -21,48 +21,56 @@ from .geneval import images_to_numpy
 
 
 def tokenize_captions(
-    tokenize: PreTrainedTokenizerFast, captions: list[str]
+    tokenize: PreTrainedTokenizerFast,  # of CLIP or of T5
+    captions: list[str],  # B captions
 ) -> torch.Tensor:  # (B, MAX_TOKENS)
-    """Token numbers, padded to full length."""
+    """Return the token ids of captions, padded to full length."""
     kwargs = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
     return torch.tensor(tokenize(captions, **kwargs)["input_ids"])
 
 
 def numpy_to_vae_input(
-    array: np.ndarray,
-) -> torch.Tensor:  # (B, H, W, 3) uint8 -> (B, 3, H, W) in [-1, 1]
-    """Bytes to the range a diffusers VAE works in."""
+    array: np.ndarray,  # (B, H, W, 3), uint8
+) -> torch.Tensor:  # (B, 3, H, W), in [-1, 1]
+    """Convert bytes to the range that a diffusers VAE works in."""
     return torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def embed_text(
-    model: CLIPModel, ids: torch.Tensor
-) -> torch.Tensor:  # (B, MAX_TOKENS) -> (B, 64), unit length
-    """Directions of captions."""
-    return F.normalize(model.text_projection(model.text_model(input_ids=ids).pooler_output), dim=-1)
+    model: CLIPModel,  # whose text tower is used
+    ids: torch.Tensor,  # (B, MAX_TOKENS), of `tokenize_captions`
+) -> torch.Tensor:  # (B, 64), unit length
+    """Return the embeddings of captions, normalised."""
+    features = model.text_model(input_ids=ids).pooler_output
+    return F.normalize(model.text_projection(features), dim=-1)
 
 
 def embed_image(
-    model: CLIPModel, x: torch.Tensor
-) -> torch.Tensor:  # (B, 3, 64, 64) -> (B, 64), unit length
-    """Directions of images with values in [-1, 1]."""
-    return F.normalize(
-        model.visual_projection(model.vision_model(pixel_values=x).pooler_output), dim=-1
-    )
+    model: CLIPModel,  # whose image tower is used
+    x: torch.Tensor,  # (B, 3, 64, 64), in [-1, 1]
+) -> torch.Tensor:  # (B, 64), unit length
+    """Return the embeddings of images, normalised."""
+    features = model.vision_model(pixel_values=x).pooler_output
+    return F.normalize(model.visual_projection(features), dim=-1)
 
 # %% ../../nbs/01_pocket/03_clip.ipynb #7ff69475
 class PocketCLIP:
     """The CLIP as a reward: the cosine between image and prompt."""
 
-    def __init__(self, folder: Path = POCKET_DIR / "clip"):  # with the model and its tokenizer
+    def __init__(
+        self,
+        folder: Path = POCKET_DIR / "clip",  # with the model and its tokenizer
+    ):
+        """Load the model and its tokenizer."""
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     @torch.no_grad()
     def embed(
-        self, images: Sequence[Image.Image] | torch.Tensor
-    ) -> torch.Tensor:  # as below -> (B, 64), unit length
-        """Directions of images of any size."""
+        self,
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
+    ) -> torch.Tensor:  # (B, 64), unit length
+        """Return the embeddings of images of any size, normalised; a tensor holds floats in [0, 1] or uint8."""
         x = numpy_to_vae_input(images_to_numpy(images))
         if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
             x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
@@ -71,17 +79,21 @@ class PocketCLIP:
     @torch.no_grad()
     def __call__(
         self,
-        # PIL, or (B, 3, H, W) float in [0, 1] or uint8
-        images: Sequence[Image.Image] | torch.Tensor,
-        prompts: Sequence[str],  # one an image
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
+        prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
-        """Cosines; raises InputError where the numbers of images and prompts differ."""
+        """Return the cosine of each image with its prompt.
+
+        A tensor of images holds floats in [0, 1] or uint8. Raises InputError unless there is one prompt per image.
+        """
         if len(images) != len(prompts):
             raise InputError(
                 f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
             )
         if not len(prompts):
             return torch.zeros(0)
+        # Each different prompt is encoded once.
         unique = list(dict.fromkeys(prompts))
         text = embed_text(self.model, tokenize_captions(self.tokenizer, unique))
-        return (self.embed(images) * text[torch.tensor([unique.index(p) for p in prompts])]).sum(-1)
+        prompt_index = torch.tensor([unique.index(prompt) for prompt in prompts])
+        return (self.embed(images) * text[prompt_index]).sum(-1)

@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 from .. import InputError
 from . import IMAGE_SIZE, MAX_TOKENS
 
-POCKET_COLOURS = {
+POCKET_COLOURS = {  # name -> RGB
     "red": (222, 40, 40),
     "yellow": (240, 205, 30),
     "green": (40, 165, 60),
@@ -40,67 +40,67 @@ COUNT_WORDS = {"two": 2, "three": 3, "four": 4}
 RELATIONS = ("left of", "right of", "above", "below")
 CAPTION_PREFIXES = (
     "",
-    *(
-        f"{article} of "
-        for article in (
-            "a photo",
-            "a picture",
-            "a drawing",
-            "an image",
-            "a painting",
-            "a sketch",
-            "a print",
-        )
-    ),
+    "a photo of ",
+    "a picture of ",
+    "a drawing of ",
+    "an image of ",
+    "a painting of ",
+    "a sketch of ",
+    "a print of ",
 )
 POCKET_CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-_S = "|".join(SHAPES)
-_P = "|".join(SHAPE_PLURALS.values())
-_C = "|".join(POCKET_COLOURS)
+
+# The grammar: alternatives for each kind of word, and one pattern per category.
+_SHAPE = "|".join(SHAPES)
+_PLURAL = "|".join(SHAPE_PLURALS.values())
+_COLOUR = "|".join(POCKET_COLOURS)
+_COUNT = "|".join(COUNT_WORDS)
+_RELATION = "|".join(RELATIONS)
 _SHAPE_OF = {plural: shape for shape, plural in SHAPE_PLURALS.items()}
 _CAPTION_PATTERNS = {
-    "single_object": re.compile(f"a ({_S})"),
-    "two_object": re.compile(f"a ({_S}) and a ({_S})"),
-    "counting": re.compile(f"({'|'.join(COUNT_WORDS)}) ({_P})"),
-    "colors": re.compile(f"a ({_C}) ({_S})"),
-    "position": re.compile(f"a ({_S}) ({'|'.join(RELATIONS)}) a ({_S})"),
-    "color_attr": re.compile(f"a ({_C}) ({_S}) and a ({_C}) ({_S})"),
+    "single_object": re.compile(f"a ({_SHAPE})"),
+    "two_object": re.compile(f"a ({_SHAPE}) and a ({_SHAPE})"),
+    "counting": re.compile(f"({_COUNT}) ({_PLURAL})"),
+    "colors": re.compile(f"a ({_COLOUR}) ({_SHAPE})"),
+    "position": re.compile(f"a ({_SHAPE}) ({_RELATION}) a ({_SHAPE})"),
+    "color_attr": re.compile(f"a ({_COLOUR}) ({_SHAPE}) and a ({_COLOUR}) ({_SHAPE})"),
 }
-PROMPT_WORDS = MAX_TOKENS - 2  # that fit beside the marks at both ends
+PROMPT_WORDS = MAX_TOKENS - 2  # one token per word, besides the begin and end marks
 _PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
 @dataclass(frozen=True)
 class CaptionSpec:
-    """What a caption says: the objects as (shape, colour or None), how they lie, and which GenEval category it is."""
+    """The meaning of a caption: its objects, their relation, and its GenEval category."""
 
-    category: str
-    objects: tuple[tuple[str, str | None], ...]
-    relation: str | None = None
+    category: str  # one of POCKET_CATEGORIES
+    objects: tuple[tuple[str, str | None], ...]  # (shape, colour), colour None for any
+    relation: str | None = None  # of the first object to the second, one of RELATIONS
 
 
 def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the grammar
-    """The meaning of a caption; raises InputError for one outside the grammar."""
+    """Parse a caption; raise InputError if it is outside the grammar or too long for the model."""
     if len(caption.split()) > PROMPT_WORDS:
         raise InputError(
             f"`caption` must have at most {PROMPT_WORDS} words, all that the model reads; got {caption!r}"
         )
     body = caption[_PREFIX.match(caption).end() :]
     for category, pattern in _CAPTION_PATTERNS.items():
-        found = pattern.fullmatch(body)
-        if not found:
+        match = pattern.fullmatch(body)
+        if not match:
             continue
-        w = found.groups()
+        words = match.groups()
         if category == "single_object":
-            return CaptionSpec(category, ((w[0], None),))
+            return CaptionSpec(category, ((words[0], None),))
         if category == "counting":
-            return CaptionSpec(category, ((_SHAPE_OF[w[1]], None),) * COUNT_WORDS[w[0]])
+            thing = (_SHAPE_OF[words[1]], None)
+            return CaptionSpec(category, (thing,) * COUNT_WORDS[words[0]])
         if category == "colors":
-            return CaptionSpec(category, ((w[1], w[0]),))
+            return CaptionSpec(category, ((words[1], words[0]),))
         if category == "color_attr":
-            return CaptionSpec(category, ((w[1], w[0]), (w[3], w[2])))
-        relation = w[1] if category == "position" else None
-        return CaptionSpec(category, ((w[0], None), (w[-1], None)), relation)
+            return CaptionSpec(category, ((words[1], words[0]), (words[3], words[2])))
+        relation = words[1] if category == "position" else None
+        return CaptionSpec(category, ((words[0], None), (words[-1], None)), relation)
     raise InputError(
         f"`caption` must follow the grammar of the pocket world, as 'two stars' does; got {caption!r}"
     )
@@ -108,32 +108,32 @@ def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the gr
 # %% ../../nbs/01_pocket/01_world.ipynb #db304bab
 @dataclass(frozen=True)
 class SceneObject:
-    """One drawn object: centre and radius (half its side) in pixels."""
+    """One drawn object."""
 
-    shape: str
-    colour: str
-    x: float
-    y: float
-    radius: float
+    shape: str  # one of SHAPES
+    colour: str  # one of POCKET_COLOURS
+    x: float  # centre from the left, pixels
+    y: float  # centre from the top, pixels
+    radius: float  # half the side of its box, pixels
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture before it is painted: its caption, its objects, and the grey of its background at top and bottom."""
+    """A picture before it is painted."""
 
-    caption: str
-    things: tuple[SceneObject, ...]
-    background: tuple[int, int] = (228, 228)
+    caption: str  # true of the scene when it is drawn; may be ""
+    things: tuple[SceneObject, ...]  # the objects
+    background: tuple[int, int] = (228, 228)  # grey at top and bottom, 0 to 255
 
 
-def _outline(shape: str) -> np.ndarray:  # corners (N, 2) in the square [-1, 1]^2, which they fill
-    """Corners of a polygon of radius 1: square, triangle, star or cross."""
+def _outline(shape: str) -> np.ndarray:  # (N, 2), in the square [-1, 1]^2, which they fill
+    """Return the corners of a polygon of radius 1: square, triangle, cross or, for any other name, star."""
     if shape == "square":
         return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], float)
     if shape == "triangle":
         return np.array([(0, -1), (1, 1), (-1, 1)], float)
     if shape == "cross":
-        a = 0.34
+        a = 0.34  # half the width of a beam
         return np.array(
             [
                 (a, -1),
@@ -151,46 +151,46 @@ def _outline(shape: str) -> np.ndarray:  # corners (N, 2) in the square [-1, 1]^
             ],
             float,
         )
+    # A star: ten corners, every second one closer to the centre, scaled to fill the square.
     angle = np.arange(10) * np.pi / 5 - np.pi / 2
-    corners = (
-        np.stack([np.cos(angle), np.sin(angle)], 1)
-        * np.where(np.arange(10) % 2, 0.42, 1.0)[:, None]
-    )
+    radius = np.where(np.arange(10) % 2, 0.42, 1.0)
+    corners = np.stack([np.cos(angle), np.sin(angle)], 1) * radius[:, None]
     low = corners.min(0)
     high = corners.max(0)
     return (corners - low) / (high - low) * 2 - 1
 
 
 def render_scene(
-    scene: Scene,
+    scene: Scene,  # what to paint
     size: int = IMAGE_SIZE,  # pixels, both sides
-    finer: int = 4,  # drawn this many times larger, then averaged
+    finer: int = 4,  # painted this many times larger, then averaged
 ) -> Image.Image:  # RGB
-    """The picture of a scene, antialiased."""
+    """Paint a scene, antialiased."""
     scale = size / IMAGE_SIZE * finer
     ramp = np.linspace(*scene.background, size * finer).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
     pen = ImageDraw.Draw(image)
     for thing in scene.things:
         centre = np.array([thing.x, thing.y]) * scale
-        r = thing.radius * scale
+        radius = thing.radius * scale
         fill = POCKET_COLOURS[thing.colour]
-        box = (*(centre - r), *(centre + r))
+        box = (*(centre - radius), *(centre + radius))
         if thing.shape == "circle":
             pen.ellipse(box, fill=fill)
         elif thing.shape == "ring":
-            pen.ellipse(box, outline=fill, width=round(0.5 * r))
+            pen.ellipse(box, outline=fill, width=round(0.5 * radius))
         else:
-            pen.polygon([tuple(p) for p in _outline(thing.shape) * r + centre], fill=fill)
+            corners = _outline(thing.shape) * radius + centre
+            pen.polygon([tuple(corner) for corner in corners], fill=fill)
     return image.reduce(finer)
 
 # %% ../../nbs/01_pocket/01_world.ipynb #60ac4609
 def spatial_relations(
-    a: SceneObject,
-    b: SceneObject,  # in the order in which a caption names them
+    a: SceneObject,  # the object that a caption names first
+    b: SceneObject,  # the object that it names second
     margin: float = 0.1,  # share of the two objects' widths that does not count
-) -> set[str]:  # which of the four relations hold
-    """Relations of `a` to `b`, by GenEval's rule on the offset of the centres."""
+) -> set[str]:  # of RELATIONS
+    """Return the relations of `a` to `b` that hold, by GenEval's rule on the offset of the centres."""
     offset = np.array([a.x - b.x, a.y - b.y])
     shrunk = np.sign(offset) * np.maximum(np.abs(offset) - margin * 2 * (a.radius + b.radius), 0)
     dx, dy = shrunk / max(np.linalg.norm(offset), 1e-6)
@@ -199,9 +199,10 @@ def spatial_relations(
 
 
 def matches_caption(
-    spec: CaptionSpec, things: Sequence[SceneObject | None]
-) -> bool:  # what an image shows
-    """Does the image show what the caption says, no more and no less?"""
+    spec: CaptionSpec,  # the meaning of the caption
+    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
+) -> bool:
+    """Return True if the image shows what the caption says, no more and no less."""
     if len(things) != len(spec.objects) or None in things:
         return False
     if spec.category == "counting":
@@ -210,68 +211,84 @@ def matches_caption(
     for shape, colour in spec.objects:
         if shape not in by_shape or colour not in (None, by_shape[shape].colour):
             return False
-    return spec.relation is None or spec.relation in spatial_relations(
-        *(by_shape[shape] for shape, _ in spec.objects)
-    )
+    if spec.relation is None:
+        return True
+    named_things = [by_shape[shape] for shape, _ in spec.objects]
+    return spec.relation in spatial_relations(*named_things)
 
 # %% ../../nbs/01_pocket/01_world.ipynb #a73ca4f9
 _RADIUS = 13.0  # pixels
-_PLACES = (16.0, 48.0)  # centres, pixels
+_PLACES = (16.0, 48.0)  # coordinates of the grid's centres, pixels
+# Number of objects -> smallest and largest radius in a free layout, pixels.
 _FREE_RADII = {
     1: (11.0, 20.0),
     2: (8.5, 12.5),
     3: (7.5, 10.0),
     4: (7.0, 9.0),
-}  # least and largest, of free layouts
+}
 _GAP = 4.0  # pixels left free between the objects' boxes
 
 
 def _apart(things: Sequence[SceneObject]) -> bool:
-    return all(
-        max(abs(a.x - b.x), abs(a.y - b.y)) >= a.radius + b.radius + _GAP
-        for i, a in enumerate(things)
-        for b in things[:i]
-    )
+    """Return True if the boxes of all pairs of objects are at least _GAP pixels apart."""
+    for i, a in enumerate(things):
+        for b in things[:i]:
+            distance = max(abs(a.x - b.x), abs(a.y - b.y))
+            if distance < a.radius + b.radius + _GAP:
+                return False
+    return True
 
 
-def _spread(count: int, free: bool, rng: np.random.Generator) -> list[tuple[float, float, float]]:
-    """Centre and radius of some objects; free ones may still overlap."""
+def _sample_layout(
+    count: int,  # number of objects
+    free: bool,  # any position and size, which may overlap; otherwise on the grid
+    rng: np.random.Generator,  # advanced
+) -> list[tuple[float, float, float]]:  # x, y and radius of each object, pixels
+    """Sample centres and radii of some objects."""
     if free:
         low, high = _FREE_RADII[count]
         base = rng.uniform(low, high)
         radii = [float(np.clip(base * rng.uniform(0.9, 1.1), low, high)) for _ in range(count)]
-        return [(*(float(c) for c in rng.uniform(r + 2, IMAGE_SIZE - r - 2, 2)), r) for r in radii]
+        layout = []
+        for radius in radii:
+            x, y = rng.uniform(radius + 2, IMAGE_SIZE - radius - 2, 2)
+            layout.append((float(x), float(y), radius))
+        return layout
     layouts = list(permutations(product(_PLACES, _PLACES), count))
-    return [(*place, _RADIUS) for place in layouts[rng.integers(len(layouts))]]
+    return [(x, y, _RADIUS) for x, y in layouts[rng.integers(len(layouts))]]
 
 
 def sample_scene(
-    caption: str,
-    rng: np.random.Generator,
-    free: bool = False,  # objects anywhere and of any size, background with a ramp
+    caption: str,  # of the grammar
+    rng: np.random.Generator,  # advanced
+    free: bool = False,  # objects of any position and size, background with a ramp
 ) -> Scene:
-    """A random layout that makes a caption true; colours that it leaves open are drawn, one for a counted group."""
+    """Sample a scene of which the caption is true.
+
+    Colours that the caption leaves open are sampled; counted objects share one.
+    """
     spec = parse_caption(caption)
     names = list(POCKET_COLOURS)
     shared = names[rng.integers(len(names))] if spec.category == "counting" else None
     while True:
-        things = [
-            SceneObject(shape, colour or shared or names[rng.integers(len(names))], *place)
-            for (shape, colour), place in zip(
-                spec.objects, _spread(len(spec.objects), free, rng), strict=True
-            )
-        ]
-        # a clear relation: it holds, and alone
+        layout = _sample_layout(len(spec.objects), free, rng)
+        things = []
+        for (shape, named_colour), (x, y, radius) in zip(spec.objects, layout, strict=True):
+            colour = named_colour or shared or names[rng.integers(len(names))]
+            things.append(SceneObject(shape, colour, x, y, radius))
+        # The relation must be clear: it holds, and no other does.
         if _apart(things) and (
             spec.relation is None or spatial_relations(*things) == {spec.relation}
         ):
             grey = int(rng.integers(212, 240))
             ramp = rng.integers(-8, 9, 2) if free else (0, 0)
-            return Scene(caption, tuple(things), tuple(int(grey + g) for g in ramp))
+            return Scene(caption, tuple(things), tuple(int(grey + change) for change in ramp))
 
 
 def sample_scene_image(
-    caption: str, rng: np.random.Generator, free: bool = False
+    caption: str,  # of the grammar
+    rng: np.random.Generator,  # advanced
+    free: bool = False,  # as in `sample_scene`
 ) -> Image.Image:  # RGB, 64 x 64
-    """A random picture of which a caption is true; `free` as in `sample_scene`."""
+    """Sample a picture of which the caption is true."""
     return render_scene(sample_scene(caption, rng, free))

@@ -41,12 +41,12 @@ from ..training.rollout import derive_seed
 # %% ../../nbs/12_reporting/04_publish.ipynb #af9703b6
 def choose_arms(
     s: setting.Settings,  # of the evaluation
-    names: Sequence[str] = (),  # of arms; none: those that are drawn along the ODE
+    names: Sequence[str] = (),  # of arms; none: those that are sampled along the ODE
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
-    """The arms of these names; InputError for one that there is not."""
+    """Return the arms of these names; raise InputError for a name that is no arm."""
     known = evaluating.ode_arms(s) | run_images.AS_TRAINED_ARMS
-    named = ["plain" if name == "trained" else name for name in names]
-    for name in named:
+    requested = ["plain" if name == "trained" else name for name in names]
+    for name in requested:
         if name == "hybrid" and name not in known:
             raise InputError(
                 f"`hybrid_split` must be from 1 to {s.eval_steps - 1}, below the {s.eval_steps} steps, "
@@ -54,64 +54,71 @@ def choose_arms(
             )
         if name not in known:
             raise InputError(f"an arm must be one of {', '.join(known)}; got {name!r}")
-    return {name: known[name] for name in named} or evaluating.ode_arms(s)
+    return {name: known[name] for name in requested} or evaluating.ode_arms(s)
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #43eba675
 def draw_samples(
-    model: Policy,  # of `load_trained_policy`
+    model: Policy,  # as `load_trained_policy` returns it
     s: setting.Settings,  # of the evaluation
-    prompts: Sequence[str],  # one image per arm each
-    arms: Mapping[str, int | None],  # of `choose_arms`
-    seeds: Sequence[int],
-) -> Iterator[dict]:  # an image each: prompt, number, arm, split, seed, generator_seed, image
-    """Images of every prompt, arm and seed."""
+    prompts: Sequence[str],  # one image per arm and seed each
+    arms: Mapping[str, int | None],  # as `choose_arms` returns them
+    seeds: Sequence[int],  # one image per prompt and arm each
+) -> Iterator[dict]:  # per image: prompt, number, arm, split, seed, generator_seed, image
+    """Yield an image of every prompt, arm and seed."""
     model.encode(list(dict.fromkeys(prompts)))
     held_out = held_out_prompts(s)
     for number, prompt in enumerate(prompts):
-        place = held_out.index(prompt) if prompt in held_out else 0
+        # A held-out prompt keeps its index in the list, and with it the noise of the evaluation.
+        index = held_out.index(prompt) if prompt in held_out else 0
         for arm, split in arms.items():
             for seed in seeds:
-                asked = s.model_copy(update={"eval_seed": seed})
-                whole = {place: prompt}
-                drawn = run_images.sample_arm_images(model, asked, whole, [(place, 0)], arm, split)[
-                    0
-                ]
-                image = VaeImageProcessor.numpy_to_pil(drawn.permute(1, 2, 0).numpy())[0]
+                sampled = run_images.sample_arm_images(
+                    model,
+                    s.model_copy(update={"eval_seed": seed}),
+                    {index: prompt},
+                    [(index, 0)],
+                    arm,
+                    split,
+                )
+                pixels = sampled[0].permute(1, 2, 0).numpy()
                 yield {
                     "prompt": prompt,
                     "number": number,
                     "arm": arm,
                     "split": split,
                     "seed": seed,
-                    "generator_seed": derive_seed(seed, -1, place, 0),
-                    "image": image,
+                    "generator_seed": derive_seed(seed, -1, index, 0),
+                    "image": VaeImageProcessor.numpy_to_pil(pixels)[0],
                 }
 
 
-def _contact_sheet(images: Sequence[Mapping]) -> bytes:  # of `draw_samples` -> a PNG file
-    """Prompts in rows, arms and seeds in columns."""
+def _contact_sheet(images: Sequence[Mapping]) -> bytes:  # images: as `draw_samples` yields them
+    """Return a PNG file with prompts in rows, and arms and seeds in columns."""
     cells = {(x["number"], x["arm"], x["seed"]): x for x in images}
     columns = list(dict.fromkeys((x["arm"], x["seed"]) for x in images))
-    rows = [
-        [cells[n, *column] for column in columns] for n in sorted({x["number"] for x in images})
-    ]
+    numbers = sorted({x["number"] for x in images})
+    rows = [[cells[number, *column] for column in columns] for number in numbers]
     figure = plot_image_grid(
-        [[x["image"] for x in row] for row in rows],
-        [row[0]["prompt"] for row in rows],
-        [f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns],
+        images=[[x["image"] for x in row] for row in rows],
+        prompts=[row[0]["prompt"] for row in rows],
+        columns=[f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns],
     )
-    return figure_to_png(
-        figure, dpi=min(180, int(60_000 / max(figure.get_size_inches())))
-    )  # a PNG has at most 65,535
+    # A PNG has at most 65,535 pixels per side.
+    return figure_to_png(figure, dpi=min(180, int(60_000 / max(figure.get_size_inches()))))
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b9497d63
-def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | None) -> None:
-    """InputError where there is nothing to draw, a seed is no whole number, or something lies in the folder."""
-    if (
-        isinstance(prompts, str)
-        or not prompts
-        or not all(isinstance(p, str) and p.strip() for p in prompts)
-    ):
+def _check_samples(
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    out: Path | None,  # the folder of the images
+) -> None:
+    """Raise InputError if there is no prompt, a seed is no whole number, or the folder is not empty."""
+    is_valid = (
+        not isinstance(prompts, str)
+        and prompts
+        and all(isinstance(p, str) and p.strip() for p in prompts)
+    )
+    if not is_valid:
         raise InputError(
             f"`prompts` must be a list of texts, at least one and none empty; got {prompts!r:.80}"
         )
@@ -126,6 +133,30 @@ def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | Non
         run_folder.check_new_folder(out)
 
 
+def _write_samples(
+    folder: Path,
+    images: Sequence[Mapping],  # as `draw_samples` yields them, with the name of each file
+    run: Path,
+    weights: Path,  # as `find_newest_weights` returns it
+    s: setting.Settings,  # of the evaluation
+) -> None:
+    """Write samples.json and the contact sheet of sampled images into their folder."""
+    records = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
+    if weights.name == "final":
+        weights_name = "final"
+    else:
+        weights_name = f"the checkpoint after iteration {int(weights.name)}"
+    content = {
+        "run": run.name,
+        "weights": weights_name,
+        "steps": s.eval_steps,
+        "resolution": s.eval_resolution,
+        "images": records,
+    }
+    write_json(folder / "samples.json", content)
+    (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
+
+
 @checked(
     run=path(),
     prompts=texts(1),
@@ -135,33 +166,40 @@ def _check_samples(prompts: Sequence[str], seeds: Sequence[int], out: Path | Non
 )
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompts: Sequence[str],
-    arms: Sequence[str] = (),  # names of `choose_arms`; empty: the first three
+    prompts: Sequence[str],  # at least one
+    arms: Sequence[str] = (),  # names of `choose_arms`; empty: those of the ODE
     seeds: Sequence[int] = (),  # none: that of the run's evaluation
     out: Path | str | None = None,  # a new folder for images and a sheet; None: no files
     changes: Mapping | Sequence[str] = (),  # of settings, like {"eval_steps": 20}
-    say: Callable[[str], None] = lambda text: None,  # told of the progress
+    say: Callable[[str], None] = lambda text: None,  # receives lines on the progress
     trust: bool = False,  # load and run what a run from elsewhere names
-    # an image each: prompt, arm, seed, generator_seed, image, and file where there are files
-) -> list[dict]:
-    """Sample a run's newest weights; InputError for bad input, before any weight is loaded."""
-    run, s, out = (
-        Path(run),
-        evaluating.evaluation_settings(run, changes),
-        None if out is None else Path(out),
-    )
+) -> list[dict]:  # one per image
+    """Sample a run's newest weights.
+
+    The dictionary of an image holds what `draw_samples` yields, and `file` if files are written.
+    Raises InputError for bad input, before any weight is loaded.
+    """
+    run = Path(run)
+    s = evaluating.evaluation_settings(run, changes)
+    out = None if out is None else Path(out)
     run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
-    chosen, seeds = choose_arms(s, arms), list(seeds) or [s.eval_seed]
+    chosen = choose_arms(s, arms)
+    seeds = list(seeds) or [s.eval_seed]
     _check_samples(prompts, seeds, out)
     weights = run_images.find_newest_weights(run)
-    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * bool(held_out_prompts(s))])
-    each = len(prompts) * len(seeds)
+    inputs_used = ["model"]
+    if held_out_prompts(s):
+        inputs_used.append("eval_prompts")
+    run_folder.check_run_inputs(run, s, inputs_used)
+
+    # The time left is estimated from the cost of each arm's images.
+    images_per_arm = len(prompts) * len(seeds)
+    total = images_per_arm * len(chosen)
+    total_cost = sum(images_per_arm * run_images.image_cost(s, arm) for arm in chosen)
+    cost = 0
+    began = time.monotonic()
+    last_report = began
     images = []
-    whole, spent, began, said = (
-        sum(each * run_images.image_cost(s, arm) for arm in chosen),
-        0,
-        *[time.monotonic()] * 2,
-    )
     with atomic_write(out) if out else nullcontext() as folder:
         if folder:
             folder.mkdir()
@@ -171,34 +209,16 @@ def sample_run(
                 x["file"] = f"{x['number']:05d}-{x['arm']}-{x['seed']}.png"
                 x["image"].save(folder / x["file"])
             images.append(x)
-            done, total, spent = (
-                len(images),
-                each * len(chosen),
-                spent + run_images.image_cost(s, x["arm"]),
-            )
-            if (now := time.monotonic()) - said >= 10 or done == total:
-                say(
-                    f"samples: {run_images.progress_text(done, total, now - began, spent, whole - spent)}"
+            cost += run_images.image_cost(s, x["arm"])
+            now = time.monotonic()
+            if now - last_report >= 10 or len(images) == total:
+                progress = run_images.progress_text(
+                    len(images), total, now - began, cost, total_cost - cost
                 )
-                said = now
+                say(f"samples: {progress}")
+                last_report = now
         if folder:
-            told = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
-            which = (
-                "final"
-                if weights.name == "final"
-                else f"the checkpoint after iteration {int(weights.name)}"
-            )
-            write_json(
-                folder / "samples.json",
-                {
-                    "run": run.name,
-                    "weights": which,
-                    "steps": s.eval_steps,
-                    "resolution": s.eval_resolution,
-                    "images": told,
-                },
-            )
-            (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
+            _write_samples(folder, images, run=run, weights=weights, s=s)
     return images
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #ff1c5e50
@@ -207,16 +227,17 @@ def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "",  # to begin with; empty: the first held-out prompt
     arms: Sequence[str] = (),  # as for `sample_run`
-    changes: Mapping | Sequence[str] = (),  # of the settings
+    changes: Mapping | Sequence[str] = (),  # of settings
     trust: bool = False,  # load and run what a run from elsewhere names
 ) -> SnapshotBox:  # its value is the list of images that are shown, as `sample_run` gives them
-    """A field for a prompt and one for a seed, and what base, trained and hybrid weights draw for them."""
+    """Return a widget with a field for a prompt and one for a seed, and the images of each arm for them."""
     s = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
     chosen = choose_arms(s, arms)
     weights = run_images.find_newest_weights(run)
     run_folder.check_run_inputs(run, s)
     model = run_images.load_trained_policy(Path(run), s, folder=weights)
+
     first = prompt or inputs.read_prompts(s.eval_prompts)[0]
     text = W.Text(first, description="prompt", layout={"width": "480px"})
     seed = W.BoundedIntText(
@@ -226,20 +247,21 @@ def sample_widget(
     button = W.Button(description="draw", layout={"width": "100px"})
 
     def draw(_=None):
+        """Sample the prompt in the field with the seed in its field, and show the images."""
         if text.value.strip():
-            out.value = list(draw_samples(model, s, [text.value], chosen, [seed.value]))
-            pixels = [np.asarray(x["image"]) for x in out.value]
-            names = [ARM_LABELS[x["arm"]] for x in out.value]
+            box.value = list(draw_samples(model, s, [text.value], chosen, [seed.value]))
+            pixels = [np.asarray(x["image"]) for x in box.value]
+            names = [ARM_LABELS[x["arm"]] for x in box.value]
             view.value = gallery_html([(text.value, pixels)], names, 192)
 
-    out = SnapshotBox([W.HBox([text, seed, button]), view], lambda: view.value)
+    box = SnapshotBox([W.HBox([text, seed, button]), view], lambda: view.value)
     button.on_click(draw)
     draw()
-    return out
+    return box
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #65a9450d
 def _is_hub_id(model: str) -> bool:
-    """Whether a model is named as on the hub, and is no folder here."""
+    """Return True if a model is named as on the hub, and is no folder here."""
     return (
         bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model))
         and model not in POCKET_MODELS
@@ -247,52 +269,62 @@ def _is_hub_id(model: str) -> bool:
     )
 
 
-def pipeline_options(s: setting.Settings, pipeline: str) -> dict:  # its class in diffusers
-    """What a pipeline's own call is told, beside prompt and noise, to sample as an evaluation does."""
-    side, scale = s.eval_resolution, s.true_cfg_scale
-    told = {
+def pipeline_options(
+    s: setting.Settings,
+    pipeline: str,  # its class in diffusers
+) -> dict:
+    """Return the arguments with which a pipeline of diffusers samples as an evaluation does.
+
+    Prompt and noise are not among them.
+    """
+    scale = s.true_cfg_scale
+    options = {
         "num_inference_steps": s.eval_steps,
-        "height": side,
-        "width": side,
+        "height": s.eval_resolution,
+        "width": s.eval_resolution,
         "max_sequence_length": s.max_tokens,
     }
-    own = {
+    guidance_scales = {
         "StableDiffusion3Pipeline": scale,
         "Flux2KleinPipeline": scale,
         "ZImagePipeline": scale - 1,
         "FluxPipeline": s.guidance,
     }
-    told |= {"guidance_scale": own[pipeline]} if pipeline in own else {}
-    negative = pipeline in ("FluxPipeline", "QwenImagePipeline") and scale > 1
-    return told | ({"true_cfg_scale": scale, "negative_prompt": ""} if negative else {})
+    if pipeline in guidance_scales:
+        options["guidance_scale"] = guidance_scales[pipeline]
+    if pipeline in ("FluxPipeline", "QwenImagePipeline") and scale > 1:
+        options |= {"true_cfg_scale": scale, "negative_prompt": ""}
+    return options
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #fc02ecb0
-def _markdown_table(rows: Sequence[Mapping]) -> str:  # a mapping a row: column -> anything
-    """Rows as a table of markdown, every cell as text."""
+def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: column -> anything
+    """Return rows as a table of markdown, every cell as text."""
 
-    def cell(x) -> str:
-        text = " ".join((", ".join(map(str, x)) if isinstance(x, tuple) else str(x)).split())
+    def cell(value: object) -> str:
+        """Return a value as one line of escaped text, shortened to 200 characters."""
+        text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        text = " ".join(text.split())
         text = re.sub(r"([\\`*{}\[\]<>|$])", r"\\\1", text)
         return text if len(text) <= 200 else f"{text[:200]} ..."
 
-    lines = [
-        list(rows[0]),
-        ["---"] * len(rows[0]),
-        *([cell(x) for x in row.values()] for row in rows),
-    ]
+    lines = [list(rows[0]), ["---"] * len(rows[0])]
+    lines += [[cell(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #97d26d43
 def card_data(s: setting.Settings) -> ModelCardData:
-    """What the hub reads of a card."""
+    """Return the header of a card, which the hub reads."""
     base = s.model if _is_hub_id(s.model) else None
-    licence: dict[str, Any] = (
-        {"license": "apache-2.0"}
-        if s.model in POCKET_MODELS
-        else {"license": "other", "license_name": "that-of-the-base-model"}
-    )
-    licence |= {"license_link": f"https://huggingface.co/{base}"} if base else {}
-    tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching", *["lora"] * bool(s.lora_rank)]
+    licence: dict[str, Any]
+    if s.model in POCKET_MODELS:
+        licence = {"license": "apache-2.0"}
+    else:
+        licence = {"license": "other", "license_name": "that-of-the-base-model"}
+    if base:
+        licence["license_link"] = f"https://huggingface.co/{base}"
+    tags = ["text-to-image", "chunk-grpo", "grpo", "flow-matching"]
+    if s.lora_rank:
+        tags.append("lora")
     return ModelCardData(
         base_model=base,
         library_name="diffusers",
@@ -305,102 +337,113 @@ def card_data(s: setting.Settings) -> ModelCardData:
 def model_card(
     run: Path,  # its folder
     s: setting.Settings,  # of the run
-    weights: Path,  # of `find_newest_weights`
+    weights: Path,  # as `find_newest_weights` returns it
     name: str,  # of the folder that is exported
     trust: bool = False,  # quote a file that a run from elsewhere names
 ) -> str:  # README.md
-    """The card of a run's weights."""
-    quoted = s.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
-    hub = _is_hub_id(s.model)
-    final = weights.name == "final"
-    summary = run_folder.read_evaluation_summary(run) if final else None
-    rows = [
-        {"setting": row["name"], "value": row["value"]}
-        for row in setting.settings_table(s)
-        if row["value"] != row["default"]
-        and row["name"] not in ("model", "prompts", "eval_prompts")
-    ]
-    named = {
+    """Return the model card of a run's weights."""
+    is_final = weights.name == "final"
+    is_hub_base = _is_hub_id(s.model)
+    # The scores are those of the final weights, so a card of a checkpoint has none.
+    summary = run_folder.read_evaluation_summary(run) if is_final else None
+
+    # Settings that differ from their defaults, without paths of this machine.
+    rows = []
+    for row in setting.settings_table(s):
+        is_path = row["name"] in ("model", "prompts", "eval_prompts")
+        if row["value"] != row["default"] and not is_path:
+            rows.append({"setting": row["name"], "value": row["value"]})
+    described = {
         "settings": _markdown_table(rows or [{"setting": "none", "value": ""}]),
         "method": s.method,
         "rewards": " and ".join(setting.reward_weights(s)),
     }
-    named = {
-        key: re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text) for key, text in named.items()
-    }  # no folders here
-    return (
-        tables.render_template(
-            "card.j2",
-            **named,
-            data=card_data(s).to_yaml(),
-            name=name,
-            s=s,
-            version=chunk_grpo.__version__,
-            summary=summary,
-            hub=hub,
-            pocket=s.model in POCKET_MODELS,
-            base=s.model if hub else Path(s.model).resolve().name,
-            done=s.iterations if final else int(weights.name),
-            hybrid="hybrid" in evaluating.ode_arms(s),
-            options=pipeline_options(s, inputs.check_pipeline_folder(inputs.locate_model(s.model))),
-            prompt=next(iter(held_out_prompts(s) if quoted else ()), "a photo"),
-            seed=derive_seed(s.eval_seed, -1, 0, 0),
-            scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
-            as_trained=tables.as_trained_note(summary) if summary else "",
-        )
-        + "\n"
+    # Of files of code only the name is shown.
+    for key, text in described.items():
+        described[key] = re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text)
+
+    may_quote = s.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
+    pipeline = inputs.check_pipeline_folder(inputs.locate_model(s.model))
+    prompts = held_out_prompts(s) if may_quote else ()
+    card = tables.render_template(
+        "card.j2",
+        **described,
+        data=card_data(s).to_yaml(),
+        name=name,
+        s=s,
+        version=chunk_grpo.__version__,
+        summary=summary,
+        hub=is_hub_base,
+        pocket=s.model in POCKET_MODELS,
+        base=s.model if is_hub_base else Path(s.model).resolve().name,
+        done=s.iterations if is_final else int(weights.name),
+        hybrid="hybrid" in evaluating.ode_arms(s),
+        options=pipeline_options(s, pipeline),
+        prompt=next(iter(prompts), "a photo"),
+        seed=derive_seed(s.eval_seed, -1, 0, 0),
+        scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
+        as_trained=tables.as_trained_note(summary) if summary else "",
     )
+    return card + "\n"
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #b77461c3
+def _copy_pipeline(
+    base: Path,  # folder of the base model
+    folder: Path,  # to copy into
+) -> None:
+    """Copy a pipeline of diffusers without its transformer."""
+    shutil.copyfile(base / "model_index.json", folder / "model_index.json")
+    for name, classes in inputs.read_model_json(base, "model_index.json").items():
+        # The index also holds options, and modules that this pipeline does without.
+        is_module = isinstance(classes, list) and classes[1:] and classes[1]
+        if is_module and name != "transformer" and (base / name).is_dir():
+            ignored = shutil.ignore_patterns(*inputs.OTHER_FILES)
+            shutil.copytree(base / name, folder / name, ignore=ignored)
+
+
 @checked(run=path(), folder=path())
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # to be made
     trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
 ) -> Path:  # the folder
-    """Export a run's newest weights for diffusers, with a model card; InputError for bad input."""
-    run, out = run_folder.find_run(run), Path(os.path.abspath(folder))
+    """Export a run's newest weights for diffusers, with a model card; raise InputError for bad input."""
+    run = run_folder.find_run(run)
+    out = Path(os.path.abspath(folder))
     s = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
-    if not (
-        s.lora_rank
-        or s.model in POCKET_MODELS
-        or _is_hub_id(s.model)
-        or trust
-        or run_folder.is_own_run(run)
-    ):
+    copies_known_files = s.lora_rank or s.model in POCKET_MODELS or _is_hub_id(s.model)
+    if not (copies_known_files or trust or run_folder.is_own_run(run)):
         raise InputError(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
             f"{s.model!r}; look at it, then add --trust"
         )
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
-    quoted = (trust or run_folder.is_own_run(run)) and bool(held_out_prompts(s))
-    run_folder.check_run_inputs(run, s, ["model", *["eval_prompts"] * quoted])
+    inputs_used = ["model"]
+    if (trust or run_folder.is_own_run(run)) and held_out_prompts(s):
+        inputs_used.append("eval_prompts")
+    run_folder.check_run_inputs(run, s, inputs_used)
     if weights.name == "final":
-        read_saved_weights(
-            weights
-        )  # refuses what is cut or not finite, also where run.json has no hashes
-    card = model_card(run, s, weights, out.name, trust)
+        # Raises InputError for weights that are cut or not finite, even if run.json has no hashes.
+        read_saved_weights(weights)
+
+    card = model_card(run, s, weights, name=out.name, trust=trust)
     base = inputs.locate_model(s.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
-        if not s.lora_rank:  # the pipeline without its transformer
-            shutil.copyfile(base / "model_index.json", temporary / "model_index.json")
-            parts = inputs.read_model_json(base, "model_index.json").items()
-            for part in [
-                part for part, what in parts if isinstance(what, list) and what[1:] and what[1]
-            ]:
-                if part != "transformer" and (base / part).is_dir():
-                    others = shutil.ignore_patterns(*inputs.OTHER_FILES)
-                    shutil.copytree(base / part, temporary / part, ignore=others)
-        inside = temporary if s.lora_rank else temporary / "transformer"
+        if s.lora_rank:
+            weights_folder = temporary
+        else:
+            _copy_pipeline(base, temporary)
+            weights_folder = temporary / "transformer"
         if weights.name == "final":
-            inside.mkdir(exist_ok=True)
+            weights_folder.mkdir(exist_ok=True)
             for file in weights.iterdir():
                 if file.suffix in (".safetensors", ".json"):
-                    shutil.copyfile(file, inside / file.name)
+                    shutil.copyfile(file, weights_folder / file.name)
         else:
-            save_trained_weights(run_images.load_trained_policy(run, s, folder=weights), inside)
+            policy = run_images.load_trained_policy(run, s, folder=weights)
+            save_trained_weights(policy, weights_folder)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import ipywidgets as W
@@ -37,46 +38,61 @@ def move_boundary(
     index: int,  # of the boundary between chunks index + 1 and index + 2, from 0
     to: int,  # the transition that it moves to, index + 1 ... n - K + 1 + index
 ) -> Chunks:
-    """The chunks after a boundary was moved, which pushes others along where it meets them."""
-    ends = [0]
-    for j, part in enumerate(chunks.slices[1:]):
-        ends.append(to if j == index else (min if j < index else max)(part.start, to + j - index))
-    return Chunks(tuple(b - a for a, b in zip(ends, [*ends[1:], chunks.transitions], strict=True)))
+    """Return the chunks after a boundary was moved; it pushes along the boundaries that it meets."""
+    starts = [0]
+    for j, chunk in enumerate(chunks.slices[1:]):
+        # A boundary keeps its place unless that would leave a chunk on the way to `to` without a transition.
+        pushed = to + j - index
+        if j < index:
+            starts.append(min(chunk.start, pushed))
+        elif j == index:
+            starts.append(to)
+        else:
+            starts.append(max(chunk.start, pushed))
+    ends = [*starts[1:], chunks.transitions]
+    return Chunks(tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #7da2080f
 def chunk_weight_rows(
     chunks: Chunks,  # K chunks of n transitions
-    profile: Tensor,  # mean distance of each of them, (n,)
-) -> list[dict[str, str]]:  # a row a chunk
-    """Both weights of every chunk, as rows of a table."""
-    drawn = chunk_weights(profile[None], chunks)[0].tolist()
-    return [
-        {
-            "chunk": str(k + 1),
-            "transitions": f"{s.start} to {s.stop - 1}" if s.stop > s.start + 1 else f"{s.start}",
-            "weight of each, T/(K cs)": tables.format_number(step_weights(chunks)[s.start].item()),
-            "sampling weight (16)": tables.format_number(drawn[k]),
-            "uniform sampling": tables.format_number(1 / len(chunks)),
-        }
-        for k, s in enumerate(chunks.slices)
-    ]
+    profile: Tensor,  # (n,), mean distance of each transition
+) -> list[dict[str, str]]:  # one per chunk
+    """Return the objective's weight and the sampling weight of every chunk, as rows of a table."""
+    weights = step_weights(chunks)
+    sampling_weights = chunk_weights(profile[None], chunks)[0].tolist()
+    rows = []
+    for k, chunk in enumerate(chunks.slices):
+        transitions = f"{chunk.start}"
+        if chunk.stop > chunk.start + 1:
+            transitions += f" to {chunk.stop - 1}"
+        rows.append(
+            {
+                "chunk": str(k + 1),
+                "transitions": transitions,
+                "weight of each, T/(K cs)": tables.format_number(weights[chunk.start].item()),
+                "sampling weight (16)": tables.format_number(sampling_weights[k]),
+                "uniform sampling": tables.format_number(1 / len(chunks)),
+            }
+        )
+    return rows
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #89e7ad4b
 class SnapshotBox(W.VBox):
-    """Widgets in a column, what was chosen in them, and a static page for where there is no kernel."""
+    """Widgets in a column, with the value chosen in them, and a static page for notebooks without a kernel."""
 
     value = traitlets.Any()  # what was chosen; `observe` it to follow
 
     def __init__(
         self,
         children: Sequence[W.Widget],  # from top to bottom
-        page: Callable[[], str],  # HTML of the widget as it stands
+        page: Callable[[], str],  # returns HTML of the widget in its present state
     ):
+        """Stack the widgets, and keep the function that writes the page."""
         super().__init__(children)
         self.page = page
 
     def _repr_mimebundle_(self, **options) -> dict[str, object]:  # MIME type -> data
-        """The view, and the page beside it."""
+        """Return the view, and the page beside it."""
         return {**super()._repr_mimebundle_(**options), "text/html": self.page()}
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #b8dbf78d
@@ -84,10 +100,14 @@ _FIGURE_WIDTH = 770  # of a figure, pixels of the page
 
 
 def _png_html(
-    data: bytes, words: str, width: int, crisp: bool = False
-) -> str:  # words for who cannot see it
-    """A PNG as an image that needs no file; `crisp`: enlarged without smoothing."""
-    style = f"width: {width}px; max-width: 100%; margin: 0; {'image-rendering: pixelated;' if crisp else ''}"
+    data: bytes,  # a PNG file
+    words: str,  # alternative text for readers who cannot see it
+    width: int,  # pixels of the page
+    crisp: bool = False,  # enlarge without smoothing
+) -> str:
+    """Return a PNG as an HTML image that needs no file."""
+    rendering = "image-rendering: pixelated;" if crisp else ""
+    style = f"width: {width}px; max-width: 100%; margin: 0; {rendering}"
     return (
         f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(words)}" '
         f'style="{style}" decoding="sync">'
@@ -99,17 +119,19 @@ def gallery_html(
     columns: Sequence[str],  # words above the images
     width: int,  # of an image, pixels of the page
 ) -> str:  # HTML
-    """Images in rows and columns."""
+    """Return images in rows and columns."""
 
     def picture(pixels: np.ndarray, words: str) -> str:
-        Image.fromarray(pixels).save(buffer := io.BytesIO(), "PNG")
+        """Return one image as HTML, without smoothing if it is enlarged."""
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
         return _png_html(buffer.getvalue(), words, width, crisp=pixels.shape[0] < width)
 
-    pictured = [
-        (words, [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)])
-        for words, images in rows
-    ]
-    return tables.render_template("gallery.html.j2", columns=columns, rows=pictured)
+    pictures = []
+    for words, images in rows:
+        row = [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)]
+        pictures.append((words, row))
+    return tables.render_template("gallery.html.j2", columns=columns, rows=pictures)
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #588d9dd1
 _MAX_SLIDER_CHUNKS = 8  # chunks whose boundaries have sliders
@@ -117,162 +139,173 @@ _KNOB_RADIUS = 8  # pixels; the track of a slider is shorter by them at each end
 
 
 def _boundary_sliders(
-    chunks: Chunks, moved: Callable[[int, int], None], edges: Sequence[float]
+    chunks: Chunks,
+    moved: Callable[[int, int], None],  # called with a boundary's number and its new place
+    edges: Sequence[float],  # where transitions 0 and n begin, as shares of the figure's width
 ) -> list[W.HBox]:
-    """A slider for every boundary, each knob under the edge that it moves: `edges` are where in the figure's width
-    transitions 0 and n begin, and `moved` is called with a boundary's number and its new place."""
-    # how far each boundary can go
-    out = []
-    free = chunks.transitions - len(chunks)
+    """Return a slider for every boundary, each knob under the boundary that it moves.
+
+    The list is empty if no boundary can move, or there are more chunks than have sliders.
+    """
+    sliders = []
+    free = chunks.transitions - len(chunks)  # how far each boundary can go
     if not free or len(chunks) > _MAX_SLIDER_CHUNKS:
-        return out
-    unit = 100 * (edges[1] - edges[0]) / chunks.transitions
+        return sliders
+    unit = 100 * (edges[1] - edges[0]) / chunks.transitions  # of a transition, % of the width
     fixed = {"margin": "0", "flex": "0 0 auto"}
-    for j, part in enumerate(chunks.slices[1:]):
+    for j, chunk in enumerate(chunks.slices[1:]):
         left = f"calc({100 * edges[0] + unit * (j + 1):.2f}% - {_KNOB_RADIUS}px)"
-        wide = f"calc({unit * free:.2f}% + {2 * _KNOB_RADIUS}px)"
+        width = f"calc({unit * free:.2f}% + {2 * _KNOB_RADIUS}px)"
+        label = W.Label(f"chunk {j + 2}", layout=fixed | {"width": left})
         slider = W.IntSlider(
-            part.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": wide}
+            chunk.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": width}
         )
         slider.observe(lambda change, j=j: moved(j, change.new), "value")
-        out.append(
-            W.HBox(
-                [W.Label(f"chunk {j + 2}", layout=fixed | {"width": left}), slider],
-                layout={"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"},
-            )
-        )
-    return out
+        row_layout = {"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"}
+        sliders.append(W.HBox([label, slider], layout=row_layout))
+    return sliders
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
-    # mean and std (T,) of every transition's relative distance, and kind: a run's profile.json
-    measured: Mapping,
+    measured: Mapping,  # a run's profile.json: mean, std (T,) of the distances, and kind
     chunks: str = "2,3,4,7",  # the setting to begin with
     transitions: int | None = None,  # how many are trained, n; None: all but the last
 ) -> SnapshotBox:  # its value is the Chunks that are shown
-    """Chunks typed or moved over a profile; InputError where the first ones or the profile cannot be used."""
+    """Return a widget in which chunks are typed or moved over a profile.
+
+    Raises InputError if the first chunks or the profile cannot be used.
+    """
     mean = torch.tensor(measured["mean"], dtype=torch.float64)
     profile = mean[: len(mean) - 1 if transitions is None else transitions]
-    own = chunks_from_profile(profile)
-    chunks_from_setting(chunks, len(profile), own)  # InputError where they cannot be used
+    profile_chunks = chunks_from_profile(profile)
+    chunks_from_setting(chunks, len(profile), profile_chunks)  # raises InputError for bad chunks
     field = W.Text(
         chunks,
         description="chunks",
         tooltip="sizes, or steps, whole, equal:SIZE, profile",
         layout={"width": "340px", "flex": "0 0 auto"},
     )
-    words = W.HTML(layout={"min_width": "0"})
+    message = W.HTML(layout={"min_width": "0"})
     figure = W.HTML()
-    handles = W.VBox()
-    below = W.HTML().add_class("jp-RenderedHTMLCommon")
+    sliders = W.VBox()
+    table = W.HTML().add_class("jp-RenderedHTMLCommon")
 
-    def moved(j, place):
-        if (
-            place != out.value.slices[j + 1].start
-        ):  # moved by the reader, and not to where the text has put it
-            field.value = str(move_boundary(out.value, j, place))
+    def move(j: int, transition: int) -> None:
+        """Write the chunks into the field after a slider was moved."""
+        # The text also moves the sliders, which must not write it again.
+        if transition != box.value.slices[j + 1].start:
+            field.value = str(move_boundary(box.value, j, transition))
 
-    def read(change=None):
-        words.value = ""
+    def read(change=None) -> None:
+        """Show the chunks in the field, or a message if they are not valid."""
+        message.value = ""
         try:
-            found = out.value = chunks_from_setting(field.value, len(profile), own)
+            current = chunks_from_setting(field.value, len(profile), profile_chunks)
         except InputError as error:  # the last valid chunks stay
-            words.value = f'<span style="color: var(--jp-error-color1, #a33c00)">{markup.escape(str(error))}</span>'
+            message.value = f'<span style="color: var(--jp-error-color1, #a33c00)">{markup.escape(str(error))}</span>'
             return
-        drawn = figures.plot_profile({**measured, "chunks": str(found)})
-        alt = f"Relative distance of every transition, cut into chunks {found}"
-        figure.value = _png_html(figures.figure_to_png(drawn), alt, _FIGURE_WIDTH)
-        left, right = drawn.axes[0].get_position().intervalx
-        rows = chunk_weight_rows(found, profile)
-        below.value = (
+        box.value = current
+
+        plot = figures.plot_profile({**measured, "chunks": str(current)})
+        alt = f"Relative distance of every transition, cut into chunks {current}"
+        figure.value = _png_html(figures.figure_to_png(plot), alt, _FIGURE_WIDTH)
+        rows = chunk_weight_rows(current, profile)
+        table.value = (
             f'<p>Line for the settings file: <code style="user-select: all">chunks: '
             f'{field.value.replace(" ", "")}</code></p><div style="display: inline-block; max-width: 100%">'
             f"{tables.rows_to_html(rows, list(rows[0])[2:])}</div>"
         )
-        if len(handles.children) != len(found) - 1:
-            edges = left, left + (right - left) * found.transitions / len(mean)
-            handles.children = _boundary_sliders(found, moved, edges)
-        for row, part in zip(handles.children, found.slices[1:], strict=False):
-            row.children[1].value = part.start
 
-    row = W.HBox([field, words], layout={"align_items": "center", "min_height": "56px"})
-    out = SnapshotBox([row, figure, handles, below], lambda: figure.value + below.value)
+        # The sliders are made anew if their number changes, and set to the boundaries.
+        if len(sliders.children) != len(current) - 1:
+            left, right = plot.axes[0].get_position().intervalx
+            edges = left, left + (right - left) * current.transitions / len(mean)
+            sliders.children = _boundary_sliders(current, move, edges)
+        for row, chunk in zip(sliders.children, current.slices[1:], strict=False):
+            row.children[1].value = chunk.start
+
+    row = W.HBox([field, message], layout={"align_items": "center", "min_height": "56px"})
+    box = SnapshotBox([row, figure, sliders, table], lambda: figure.value + table.value)
     read()
     field.observe(read, "value")
-    return out
+    return box
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #eae25de7
 TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v, decoded")
 
 
 def _strips_html(
-    made, names: Sequence[str], count: int = 6, most: int = 2
-) -> str:  # places, prompts -> HTML
-    """A few places of the first prompts' trajectories side by side."""
-    places = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
-    columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in places]
-    parts = [
-        f"<p>Transitions done and noise level \u03c3 above; {len(made.prompts[:most])} of "
+    made: Any,  # as for `trajectory_scrubber`
+    names: Sequence[str],  # of the arms
+    count: int = 6,  # steps shown per trajectory
+    most: int = 2,  # prompts
+) -> str:
+    """Return HTML with a few steps of the first prompts' trajectories side by side."""
+    steps = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
+    columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in steps]
+    prompts = made.prompts[:most]
+    html = [
+        f"<p>Transitions done and noise level \u03c3 above; {len(prompts)} of "
         f"{len(made.prompts)} prompts.</p>"
     ]
-    for p, prompt in enumerate(made.prompts[:most]):
-        rows = [
-            (f"{name}: {view}", made.images[a, v, p, places])
-            for v, view in enumerate(TRAJECTORY_VIEWS)
-            for a, name in enumerate(names)
-        ]
-        parts.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 96)}")
-    return "".join(parts)
+    for p, prompt in enumerate(prompts):
+        rows = []
+        for v, view in enumerate(TRAJECTORY_VIEWS):
+            for a, name in enumerate(names):
+                rows.append((f"{name}: {view}", made.images[a, v, p, steps]))
+        html.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 96)}")
+    return "".join(html)
 
 
 def trajectory_scrubber(
-    made,  # `profiles.TrajectoryFrames`; its module would load the models
+    made: Any,  # `profiles.TrajectoryFrames`; its module would load the models
     names: Sequence[str] = ("base", "trained"),  # of the two arms
 ) -> SnapshotBox:  # its value is (prompt's number from 0, transitions done)
-    """Trajectories to go along, base beside trained from the same noise."""
+    """Return a widget that moves along trajectories, base beside trained from the same noise."""
     last = len(made.sigmas) - 1
-    wide = {
-        "style": {"description_width": "9em"},
-        "layout": {"width": "620px", "max_width": "100%"},
-    }
+    style = {"description_width": "9em"}
     prompt = W.Dropdown(
-        options=[(text, p) for p, text in enumerate(made.prompts)], description="prompt", **wide
+        options=[(text, p) for p, text in enumerate(made.prompts)],
+        description="prompt",
+        style=style,
+        layout={"width": "620px", "max_width": "100%"},
     )
-    place = W.BoundedIntText(
-        last // 2, 0, last, description="transitions done", style=wide["style"]
-    )
+    # A slider has no name for a screen reader, so its number also has a field, which has one.
+    step = W.BoundedIntText(last // 2, 0, last, description="transitions done", style=style)
     slider = W.IntSlider(last // 2, 0, last, readout=False)
-    words = W.HTML()
+    W.link((step, "value"), (slider, "value"))
+    caption = W.HTML()
     images = W.HTML()
-    W.link((place, "value"), (slider, "value"))
 
-    def show(change=None):
-        p, i = out.value = prompt.value, place.value
-        left = (
+    def show(change=None) -> None:
+        """Show the images of the chosen prompt after the chosen number of transitions."""
+        p, i = prompt.value, step.value
+        box.value = p, i
+        progress = (
             f"after {i} of {last} transitions"
             if i < last
             else f"after all {last} transitions: the image"
         )
-        words.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {left}"
+        caption.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {progress}"
         rows = [(view, made.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
         images.value = gallery_html(rows, names, 192)
 
-    row = W.HBox(
-        [place, slider]
-    )  # a slider has no name for a screen reader, so the number has a field that has one
-    out = SnapshotBox([prompt, row, words, images], lambda: _strips_html(made, names))
+    box = SnapshotBox(
+        [prompt, W.HBox([step, slider]), caption, images], lambda: _strips_html(made, names)
+    )
     show()
     prompt.observe(show, "value")
-    place.observe(show, "value")
-    return out
+    step.observe(show, "value")
+    return box
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #f99e0af4
 def write_lab_notebook(
     run: Path | str,  # a run's folder
     folder: Path | str = ".",  # where the notebook is to lie
 ) -> Path:  # FOLDER/NAME.ipynb
-    """A notebook with the widgets of a run, written if it is not there; InputError where it cannot lie there."""
-    run, folder = run_folder.find_run(Path(run)), Path(folder)
+    """Write a notebook with the widgets of a run, unless it exists; raise InputError if it cannot lie there."""
+    run = run_folder.find_run(Path(run))
+    folder = Path(folder)
     file = folder / f"{run.resolve().name}.ipynb"
     if not folder.is_dir():
         raise InputError(f"`--folder` must be a folder that is there; got {folder}")
@@ -280,29 +313,26 @@ def write_lab_notebook(
         raise InputError(
             f"`--folder` must lie outside the run's folder, which is data; got {folder}"
         )
-    if not file.exists():
-        check_place(file, "`--folder`")
-        kinds = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-        filled = tables.render_template("lab.j2", name=run.name, path=repr(str(run.resolve())))
-        texts = re.split(r"\n*# %%.*\n", filled)[1:]  # text and code in turn
-        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        with atomic_write(file) as temporary:
-            nbformat.write(
-                nbformat.v4.new_notebook(
-                    cells=[kinds[i % 2](text) for i, text in enumerate(texts)],
-                    metadata={"kernelspec": kernel},
-                ),
-                temporary,
-            )
+    if file.exists():
+        return file
+
+    check_place(file, "`--folder`")
+    script = tables.render_template("lab.j2", name=run.name, path=repr(str(run.resolve())))
+    sources = re.split(r"\n*# %%.*\n", script)[1:]
+    new_cell = (nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell)  # in turn
+    cells = [new_cell[i % 2](source) for i, source in enumerate(sources)]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    book = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    with atomic_write(file) as temporary:
+        nbformat.write(book, temporary)
     return file
 
 
 def lab_command(
-    file: Path, options: Sequence[str] = ()
-) -> list[str]:  # options: JupyterLab's own, as --no-browser
-    """The command that opens JupyterLab on a notebook, and imports nothing from the working folder to start."""
-    place = [
-        f"--ServerApp.root_dir={file.resolve().parent}",
-        f"--LabApp.default_url=/lab/tree/{quote(file.name)}",
-    ]
-    return [sys.executable, "-P", "-m", "jupyterlab", *place, *options]
+    file: Path,  # a notebook
+    options: Sequence[str] = (),  # JupyterLab's own, such as --no-browser
+) -> list[str]:
+    """Return the command that opens JupyterLab on a notebook, and imports nothing from the working folder."""
+    root = f"--ServerApp.root_dir={file.resolve().parent}"
+    url = f"--LabApp.default_url=/lab/tree/{quote(file.name)}"
+    return [sys.executable, "-P", "-m", "jupyterlab", root, url, *options]

@@ -8,15 +8,17 @@ __all__ = ['declare_torchvision_ops', 'HPSv3PackageReward', 'load_hpsv3_package'
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #d283e0d3
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from PIL import Image
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #667be350
-def declare_torchvision_ops() -> (
-    torch.library.Library | None
-):  # to be kept: the operators live as long as it does
-    """Declare what torchvision's wheel wants of a torch without CUDA."""
+def declare_torchvision_ops() -> torch.library.Library | None:
+    """Declare the operators that torchvision's wheel expects, if this torch has no CUDA.
+
+    Keep the returned library: the operators exist as long as it does. Returns None if nothing had to be declared.
+    """
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return None
     library = torch.library.Library("torchvision", "DEF")
@@ -29,46 +31,59 @@ class HPSv3PackageReward:
     """The package's scorer, called like any other reward."""
 
     def __init__(
-        self, scorer, batch: int = 8
-    ):  # hpsv3.HPSv3RewardInferencer; images scored at once
-        self.scorer, self.batch, self.device = scorer, batch, scorer.device
+        self,
+        scorer: Any,  # a hpsv3.HPSv3RewardInferencer
+        batch: int = 8,  # images per call of the scorer
+    ) -> None:
+        """Wrap a loaded scorer."""
+        self.scorer = scorer
+        self.batch = batch
+        self.device = scorer.device
 
     def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError for a prompt with a mark in it."""
+        """Raise ValueError for a prompt that contains one of HPSv3's marks."""
         if "<|" in prompt:
             raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
 
     def __call__(
-        self, images: torch.Tensor | Sequence[Image.Image], prompts: Sequence[str]
-    ) -> torch.Tensor:
-        """The means (B,) of images (B, 3, H, W) in [0, 1] or of PIL; ValueError for a prompt with a mark in it."""
+        self,
+        images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
+        prompts: Sequence[str],  # one per image
+    ) -> torch.Tensor:  # (B,), float32, on the CPU
+        """Return the scores mu; raise ValueError for a prompt that contains one of HPSv3's marks."""
         for prompt in prompts:
             self.check_prompt(prompt)
         if isinstance(images, torch.Tensor):
-            rows = (
-                (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+            pixels = (images.float().clamp(0, 1) * 255).round().byte()
+            arrays = pixels.permute(0, 2, 3, 1).cpu().numpy()
+            images = [Image.fromarray(x) for x in arrays]
+        scores = []
+        for low in range(0, len(prompts), self.batch):
+            batch = slice(low, low + self.batch)
+            # The order of the two arguments differs between versions of the package.
+            results = self.scorer.reward(
+                image_paths=list(images[batch]), prompts=list(prompts[batch])
             )
-            images = [Image.fromarray(x) for x in rows]
-        parts = [slice(low, low + self.batch) for low in range(0, len(prompts), self.batch)]
-        scores = [
-            self.scorer.reward(image_paths=list(images[p]), prompts=list(prompts[p]))[:, 0]
-            for p in parts
-        ]
+            scores.append(results[:, 0])
         return torch.cat(scores).float().cpu()
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #d29d0776
 def load_hpsv3_package(
     checkpoint: str | None = None,  # HPSv3.safetensors; None: from the hub
     config: str | None = None,  # the package's YAML; None: its own, which names the base model
-    device: str = "auto",  # this process' GPU where there is one
-    dtype: str = "auto",  # float32 on a CPU, else its own
-    batch: int = 8,  # images scored at once
-) -> HPSv3PackageReward:
-    """The package as a reward; needs the environment `hpsv3`."""
+    device: str = "auto",  # auto: this process's GPU if there is one
+    dtype: str = "auto",  # auto: float32 on a CPU, else the package's own
+    batch: int = 8,  # images per call of the scorer
+) -> HPSv3PackageReward:  # (images, prompts) -> scores
+    """Load the package as a reward; works only in the environment `hpsv3`.
+
+    Raises ValueError for an unknown precision.
+    """
     if dtype not in ("auto", "bfloat16", "float32"):
         raise ValueError(f"dtype: got {dtype!r}, allowed are auto, bfloat16 and float32")
     if device == "auto":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    # The operators exist as long as the library, so the function keeps it.
     load_hpsv3_package.kept = declare_torchvision_ops()
     from hpsv3 import HPSv3RewardInferencer  # only its environment has it
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -38,62 +39,66 @@ from ..rewards.images import Images
 ENVIRONMENTS_DIR = Path(client.__file__).parent  # lists of packages, and the server's file
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
-def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:
-    """A child that serves, and its address; TransientError where it died or took too long, InputError where it said why."""
-    own = {k: v for k, v in os.environ.items() if not server.python or not k.startswith("PYTHON")}
-    if not server.python:
-        own |= {
-            "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path),
-            "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        }  # the same sums in the same order
-    ready, told = os.pipe()
-    gpu = (
-        torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    )  # that `cuda` means there
-    words = json.dumps([server.loader, server.options, server.name, os.getpid(), told, gpu])
-    order = [server.python or sys.executable, ENVIRONMENTS_DIR / "server.py", words]
+def _launch(server: "LocalServer") -> tuple[subprocess.Popen, str]:  # the process, its address
+    """Start a child process that serves, and wait until it reports its port.
+
+    Raises TransientError if the child died or took too long, and InputError if it reported why it cannot load the reward.
+    """
+    if server.python:
+        # Another interpreter has other libraries, so this one's PYTHON... variables stay away.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    else:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        # With as many threads, sums run in the same order.
+        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    environment["CHUNK_GRPO_REWARD_TOKEN"] = server.token
+
+    # In the child `cuda` means the same GPU as here.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    read_fd, write_fd = os.pipe()
+    arguments = json.dumps([server.loader, server.options, server.name, os.getpid(), write_fd, gpu])
     child = subprocess.Popen(
-        order,
+        [server.python or sys.executable, ENVIRONMENTS_DIR / "server.py", arguments],
         stdin=subprocess.DEVNULL,
         stdout=2,
-        pass_fds=[told],
-        env=own | {"CHUNK_GRPO_REWARD_TOKEN": server.token},
+        pass_fds=[write_fd],
+        env=environment,
         start_new_session=True,
     )
-    os.close(told)
+    os.close(write_fd)
     try:
-        with os.fdopen(ready, "rb") as pipe:
-            came = select.select([pipe], [], [], server.how.start_timeout)[0]
-            line = pipe.readline() if came else b""
+        with os.fdopen(read_fd, "rb") as pipe:
+            is_readable = select.select([pipe], [], [], server.how.start_timeout)[0]
+            line = pipe.readline() if is_readable else b""
         if not line:
-            raise client.TransientError(
-                _end_of(child) if came else f"no answer within {server.how.start_timeout:g} s"
-            )
-        if "failed" in (said := json.loads(line)):
+            if is_readable:
+                raise client.TransientError(_end_of(child))
+            raise client.TransientError(f"no answer within {server.how.start_timeout:g} s")
+        report = json.loads(line)
+        if "failed" in report:
             raise InputError(
-                f"reward: the worker of {server.name} cannot load it: {said['failed']}"
+                f"reward: the worker of {server.name} cannot load it: {report['failed']}"
             )
-        return child, f"http://127.0.0.1:{said['port']}"
+        return child, f"http://127.0.0.1:{report['port']}"
     except BaseException:
         terminate_process_group(child, 0)
         raise
 
 
 def _end_of(child: subprocess.Popen) -> str:
-    """What became of a child that closed its connection."""
+    """Describe how a child ended that closed its connection."""
     try:
         code = child.wait(5)
     except subprocess.TimeoutExpired:
         return "it closed its connection"
-    return (
-        f"it was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"it exited with status {code}"
-    )
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return f"it exited with status {code}"
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #d3879c83
 class LocalPatience(client.Patience):
-    """How a reward in a child is asked."""
+    """Time limits and retries of a reward in a child process."""
 
     start_timeout: float = Field(1800.0, gt=0, le=7 * 24 * 3600)  # seconds until it has loaded
     retries: int = Field(3, ge=0, le=1000)  # tries after the first
@@ -104,207 +109,252 @@ class LocalServer:
 
     def __init__(
         self,
-        name: str,  # of the reward
+        name: str,  # the reward's name
         loader: str,  # module:function or file.py:function, called with the options in the child
-        options: Mapping | None = None,  # as JSON holds them
+        options: Mapping | None = None,  # for the loader, in types that JSON has
         python: str | Path | None = None,  # interpreter of another environment; None: this one
-        **how,  # fields of `LocalPatience`
-    ):
+        **how: Any,  # fields of `LocalPatience`
+    ) -> None:
+        """Keep the options; the first call starts the child.
+
+        Raises InputError if `python` is not a program, or for a wrong field of `LocalPatience`.
+        """
         if python and not os.access(python, os.X_OK):
             raise InputError(
                 f"`python` must be the interpreter of an environment; {str(python)!r} is no program"
             )
-        self.name, self.loader, self.options, self.python = (
-            name,
-            loader,
-            dict(options or {}),
-            python,
-        )
-        self.how, self.lock, self.token = (
-            LocalPatience.of(**how),
-            threading.Lock(),
-            secrets.token_hex(16),
-        )
-        self.child, self.url, self.about = (
-            None,
-            "",
-            {},
-        )  # the process, its address, what it said of itself
+        self.name = name
+        self.loader = loader
+        self.options = dict(options or {})
+        self.python = python
+        self.how = LocalPatience.of(**how)
+        self.lock = threading.Lock()
+        self.token = secrets.token_hex(16)
+        self.child = None  # the process
+        self.url = ""  # its address
+        self.about = {}  # its answer to /health
 
-    def __call__(self, images: Images, prompts: Sequence[str]) -> Tensor:  # (B,)
-        """Scores of the images; InputError for what the child says, RewardUnavailable where it stays away."""
-        return client.request_scores(self._with_child, self.name, images, prompts, self.how.pixels)
+    def __call__(
+        self,
+        images: Images,  # B images
+        prompts: Sequence[str],  # one per image
+    ) -> Tensor:  # (B,)
+        """Score the images in the child.
+
+        Raises InputError for an error that the child reports, RewardUnavailable if it fails in every try.
+        """
+        return client.request_scores(
+            ask=self._with_child,
+            what=self.name,
+            images=images,
+            prompts=prompts,
+            pixels=self.how.pixels,
+        )
 
     def first_rejected(self, prompts: Sequence[str]) -> tuple[int, str] | None:
-        """Ask the child which prompt its reward rejects."""
+        """Ask the child which prompt its reward rejects first; return its index and the reason, or None."""
         return client.request_checks(self._with_child, prompts)
 
     def start(self) -> "LocalServer":
-        """Start the child unless there is one; InputError where it cannot load the reward."""
+        """Start the child unless it runs already; raise InputError if it cannot load the reward."""
         self.about = self._with_child("/health", None)
         return self
 
     def close(self) -> None:
-        """End the child and what it started; a later call would start another."""
+        """End the child and everything it started; a later call would start another child."""
         child, self.child = self.child, None
         if child is not None:
             terminate_process_group(child, 0)
 
-    def _with_child(self, path: str, body: bytes | None) -> dict:
+    def _with_child(
+        self,
+        path: str,  # of the server: /health, /score or /check
+        body: bytes | None,  # of the request; None: get
+    ) -> dict:
+        """Send a request to the child, with retries, and return its answer."""
         with self.lock:
             try:
                 return client.call_with_retries(
-                    lambda: self._ask(path, body),
-                    f"the worker of {self.name}",
-                    self.how.retries,
-                    self.how.pause,
+                    ask=lambda: self._ask(path, body),
+                    what=f"the worker of {self.name}",
+                    retries=self.how.retries,
+                    pause=self.how.pause,
                 )
             except client.RewardUnavailable:
                 raise
             except InputError as error:
-                said = re.sub(r"^reward: the server \S+ refused \(422\): ", "", str(error))
-                ours = said.startswith("reward: ")
-                raise InputError(
-                    said if ours else f"reward: {self.name} failed in its worker: {said}"
-                ) from None
+                # The reward's own message is passed on, without the words about a server.
+                message = re.sub(r"^reward: the server \S+ refused \(422\): ", "", str(error))
+                if not message.startswith("reward: "):
+                    message = f"reward: {self.name} failed in its worker: {message}"
+                raise InputError(message) from None
 
-    def _ask(self, path: str, body: bytes | None) -> dict:
+    def _ask(
+        self,
+        path: str,  # of the server: /health, /score or /check
+        body: bytes | None,  # of the request; None: get
+    ) -> dict:
+        """Send one request to the child, which is started if there is none; end the child if it fails."""
         try:
             if self.child is None:
                 self.child, self.url = _launch(self)
-            return client.exchange(self.url, path, self.how.timeout, self.token, body)
-        except InputError:  # the child said it, and may be asked again
+            return client.exchange(
+                url=self.url,
+                path=path,
+                timeout=self.how.timeout,
+                token=self.token,
+                body=body,
+            )
+        except InputError:  # the child answered with an error, and can be asked again
             raise
         except BaseException as error:
-            lost = (
+            # A lost connection is described by the end of the process, which says more.
+            is_lost = (
                 isinstance(error, client.TransientError)
                 and self.child
                 and "no answer within" not in str(error)
             )
-            said = client.TransientError(_end_of(self.child)) if lost else error
+            reported = client.TransientError(_end_of(self.child)) if is_lost else error
             self.close()
-            raise said from None
+            raise reported from None
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #90d7fbb2
-def _read_requirements(name: str, folder: Path) -> tuple[list[str], list[str]]:
-    """What pip installs, and what it installs without its dependencies; InputError where there is no list."""
+def _read_requirements(
+    name: str,  # of the environment
+    folder: Path,  # of the lists
+) -> tuple[list[str], list[str]]:  # packages with their dependencies, and packages without
+    """Read the packages that pip installs; raise InputError if there is no list of that name."""
     known = sorted(path.stem for path in folder.glob("*.txt"))
     if name not in known:
         raise InputError(
             f"`environment` must be one of {', '.join(known)}, or an environment's folder; got {name!r}"
         )
-    parts = (folder / f"{name}.txt").read_text(encoding="utf-8").partition("# no-deps")
-    whole, alone = (
-        [line for line in part.splitlines() if line and line[0] not in "#:"] for part in parts[::2]
-    )
-    return whole, alone
+    text = (folder / f"{name}.txt").read_text(encoding="utf-8")
+    with_dependencies, _, without_dependencies = text.partition("# no-deps")
+
+    def packages(section: str) -> list[str]:
+        """Return the lines that name packages; comments and blank lines are left out."""
+        return [line for line in section.splitlines() if line and line[0] not in "#:"]
+
+    return packages(with_dependencies), packages(without_dependencies)
 
 
-def environment_dir(name: str, folder: Path = ENVIRONMENTS_DIR) -> Path:  # folder: of the lists
-    """Where an environment lies, or will."""
+def environment_dir(
+    name: str,  # of the environment
+    folder: Path = ENVIRONMENTS_DIR,  # of the lists
+) -> Path:
+    """Return the folder of an environment, which need not exist yet.
+
+    Its name contains a hash of the packages and of Python's version.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = json.dumps([*_read_requirements(name, folder), sys.version_info[:2]])
     return cache / "chunk-grpo" / "envs" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def environment_python(
-    environment: str, folder: Path = ENVIRONMENTS_DIR
-) -> Path:  # folder: of the lists
-    """The interpreter of an environment, by its name or its path; InputError where it has not been made."""
-    place = Path(environment).expanduser()
-    if os.sep in environment and (place / "bin/python").is_file():
-        return place / "bin/python"
-    place = environment_dir(environment, folder)
-    if not (place / "ready.json").is_file():
+    environment: str,  # name of an environment, or its folder
+    folder: Path = ENVIRONMENTS_DIR,  # of the lists
+) -> Path:
+    """Return the interpreter of an environment; raise InputError if the environment was not created."""
+    path = Path(environment).expanduser()
+    if os.sep in environment and (path / "bin/python").is_file():
+        return path / "bin/python"
+    path = environment_dir(environment, folder)
+    if not (path / "ready.json").is_file():
         raise InputError(
             f"`environment` must have been made: `chunk-grpo reward-env {environment}` makes it"
         )
-    return place / "bin/python"
+    return path / "bin/python"
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
 def create_environment(
-    name: str, say: Callable[[str], None] = print, folder: Path = ENVIRONMENTS_DIR
+    name: str,  # of the environment
+    say: Callable[[str], None] = print,  # receives the lines of progress
+    folder: Path = ENVIRONMENTS_DIR,  # of the lists
 ) -> Path:
-    """Make an environment unless it is there; its folder. InputError with pip's last words where it cannot be made."""
-    place = environment_dir(name, folder)
-    lists = _read_requirements(name, folder)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    log = Path(f"{place}.log")
-    began = time.time()
+    """Create an environment unless it exists, and return its folder.
 
-    def run(*command) -> None:
-        with open(log, "ab") as handle:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
-        if done.returncode:
-            plain = re.sub(
-                r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")
-            )  # pip writes in colours
-            said = [line.strip() for line in plain.splitlines() if line.strip()] or ["nothing"]
-            last = next((line for line in reversed(said) if line.startswith("ERROR")), said[-1])
-            raise InputError(
-                f"environment: it could not be made; the last words were {last!r}, the log is {log}."
-            )
-
-    with FileLock(f"{place}.lock"):
-        if (place / "ready.json").is_file():
-            say(f"{name} is ready in {place}")
-            return place
-        shutil.rmtree(place, ignore_errors=True)  # what was left half-made
+    Raises InputError with pip's last error if it cannot be created.
+    """
+    path = environment_dir(name, folder)
+    requirements = _read_requirements(name, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = Path(f"{path}.log")
+    start = time.time()
+    with FileLock(f"{path}.lock"):
+        if (path / "ready.json").is_file():
+            say(f"{name} is ready in {path}")
+            return path
+        shutil.rmtree(path, ignore_errors=True)  # of a process that was interrupted
         log.unlink(missing_ok=True)
-        say(f"making {place} with Python {sys.version.split()[0]}")
-        run(sys.executable, "-m", "venv", place)
-        for packages, words in zip(lists, ([], ["--no-deps"]), strict=True):
+        say(f"making {path} with Python {sys.version.split()[0]}")
+        _run_logged(log, sys.executable, "-m", "venv", path)
+        for packages, options in zip(requirements, ([], ["--no-deps"]), strict=True):
             if packages:
                 say(
                     f"installing {', '.join(packages[:3])} … ({len(packages)} in all); pip's log is {log}"
                 )
-                run(
-                    place / "bin/python",
-                    "-m",
-                    "pip",
-                    "install",
-                    "--no-input",
-                    "--no-compile",
-                    "--disable-pip-version-check",
-                    *words,
-                    *packages,
-                )
+                pip = [path / "bin/python", "-m", "pip", "install", "--no-input", "--no-compile"]
+                _run_logged(log, *pip, "--disable-pip-version-check", *options, *packages)
         note = {
-            "seconds": round(time.time() - began),
-            "bytes": sum(p.lstat().st_size for p in place.rglob("*")),
+            "seconds": round(time.time() - start),
+            "bytes": sum(p.lstat().st_size for p in path.rglob("*")),
             "python": sys.version,
-            "packages": sum(lists, []),
+            "packages": sum(requirements, []),
         }
-        (place / "ready.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        # The last file: an environment without it is incomplete.
+        (path / "ready.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     say(f"ready after {note['seconds']} s, {note['bytes'] / 1e9:.1f} GB")
-    return place
+    return path
+
+
+def _run_logged(
+    log: Path,  # receives stdout and stderr
+    *command: str | Path,  # program and arguments
+) -> None:
+    """Run a command with its output in a log; raise InputError with its last error if it fails."""
+    with open(log, "ab") as handle:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
+    if done.returncode:
+        # pip writes in colours
+        text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+        lines = [line.strip() for line in text.splitlines() if line.strip()] or ["nothing"]
+        last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
+        raise InputError(
+            f"environment: it could not be made; the last words were {last!r}, the log is {log}."
+        )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
 @checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
-    # what `rewards.load_reward` knows; in another environment module:function or file.py:function
-    name: str,
-    # whether code in the working folder counts, see `core.settings.import_callable`
-    here: bool = True,
+    name: str,  # as for `rewards.load_reward`; in another environment module: or file.py:function
+    here: bool = True,  # whether code in the working folder counts, see `import_callable`
     /,  # so that an option may be called name or here
-    **options,  # of the reward, and of the place it runs at
+    **options: Any,  # of the reward, and of the place it runs at
 ) -> Callable:  # (images, prompts) -> scores
-    """A reward by its name, loaded where its options say; InputError where they are wrong."""
+    """Load a reward by its name, at the place that its options name; raise InputError if they are wrong."""
     backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
     places = {key: options.pop(key, None) for key in REWARD_PLACES}
-    named = [key for key in REWARD_PLACES if places[key]] + ["backend"] * (backend == "package")
+    named = [key for key in REWARD_PLACES if places[key]]
+    if backend == "package":
+        named.append("backend")
     if len(named) > 1:
         raise InputError(
             f"`reward_options` must name one place to run at; got {' and '.join(named)}"
         )
     if not named:
         return rewards.load_reward_with_options(name, here, options)
-    if name in rewards.REWARD_LOADERS:  # they round images to bytes themselves
+
+    # The shipped rewards round images to bytes themselves, so bytes lose nothing.
+    if name in rewards.REWARD_LOADERS:
         options.setdefault("pixels", "bytes")
     if places["url"]:
         return client.load_remote_reward(places["url"], **{"reward": name} | options)
+
+    # Every other place is a child process, with this Python or another.
     how = {key: options.pop(key) for key in LocalPatience.model_fields if key in options}
     loader, environment = name, places["environment"]
     if backend == "package":
@@ -313,6 +363,5 @@ def load_placed_reward(
     elif not environment:
         loader = "chunk_grpo.rewards.rewards:load_reward_with_options"
         options = {"name": name, "here": here, "options": options}
-    return LocalServer(
-        name, loader, options, environment_python(environment) if environment else None, **how
-    ).start()
+    python = environment_python(environment) if environment else None
+    return LocalServer(name, loader, options, python, **how).start()

@@ -36,107 +36,127 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from starlette.requests import ClientDisconnect
 
-PROTOCOL_VERSION = 2  # of bodies and answers; both ends must have the same
-_MAX_TEXT = 1_000_000  # bytes of the head
-# bytes of the prompts as JSON: of 256, each of 10,000 characters, twelve times over
+PROTOCOL_VERSION = 2  # of bodies and answers; client and server must have the same
+_MAX_TEXT = 1_000_000  # bytes of the safetensors header
+# bytes of the prompts as JSON: 256 prompts of 10,000 characters fit twelve times and more
 _MAX_PROMPTS = 100_000_000
 _PROMPTS = TypeAdapter(list[str])
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
-def pack_request(images: np.ndarray | Sequence[np.ndarray], prompts: Sequence[str]) -> bytes:
-    """The body of a request: images (B, 3, H, W) float32 or uint8, or B pictures (H, W, 3) uint8, with a prompt each."""
-    named = (
-        {"images": images}
-        if isinstance(images, np.ndarray)
-        else {f"{i:06}": x for i, x in enumerate(images)}
-    )
-    return save({"prompts": np.frombuffer(json.dumps(list(prompts)).encode(), np.uint8), **named})
+def pack_request(
+    images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8; or (H, W, 3) uint8
+    prompts: Sequence[str],  # one per image
+) -> bytes:
+    """Return the body of a request with images and prompts."""
+    if isinstance(images, np.ndarray):
+        tensors = {"images": images}
+    else:
+        tensors = {f"{i:06}": x for i, x in enumerate(images)}
+    return save({"prompts": np.frombuffer(json.dumps(list(prompts)).encode(), np.uint8), **tensors})
 
 
 def unpack_request(
-    body: bytes, max_images: int = 256
+    body: bytes,  # as `pack_request` makes it, but not trusted
+    max_images: int = 256,  # largest number of images in a body
 ) -> tuple[np.ndarray | list[np.ndarray], list[str]]:
-    """Images and prompts of a body as they were packed; ValueError in one sentence where it is no request."""
+    """Return the images and prompts of a body as they were packed.
+
+    Raises ValueError with a one-sentence message if the body is not a valid request.
+    """
     if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_TEXT:
         raise ValueError("body must be a safetensors file with a short head; it is none")
     try:
-        named = load(body)
-        text = named.pop("prompts")
-        fits = text.dtype == np.uint8 and len(text) <= _MAX_PROMPTS
-        prompts = _PROMPTS.validate_json(text.tobytes() if fits else b"")
-        "".join(prompts).encode()
+        tensors = load(body)
+        text = tensors.pop("prompts")
+        is_valid_text = text.dtype == np.uint8 and len(text) <= _MAX_PROMPTS
+        prompts = _PROMPTS.validate_json(text.tobytes() if is_valid_text else b"")
+        "".join(prompts).encode()  # raises ValueError for text that UTF-8 cannot hold
     except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"body must be a safetensors file with images and prompts; it is none ({type(error).__name__})"
         ) from None
-    together = named.get("images")
-    images = [named[name] for name in sorted(named)] if together is None else together
+    batch = tensors.get("images")
+    if batch is None:
+        images = [tensors[name] for name in sorted(tensors)]
+    else:
+        images = batch
     if not 0 < len(prompts) == len(images) or len(prompts) > max_images:
         raise ValueError(
             f"images must be 1 to {max_images}, with a prompt each; got {len(images)} with {len(prompts)}"
         )
-    whole = (
-        together is not None and together.ndim == 4 and together.shape[1] == 3 and len(named) == 1
+
+    # The images are either one batch under the name `images`, or one picture per tensor.
+    is_batch = (
+        batch is not None
+        and batch.ndim == 4
+        and batch.shape[1] == 3
+        and len(tensors) == 1
+        and batch.dtype in (np.float32, np.uint8)
     )
-    single = together is None and all(
+    is_pictures = batch is None and all(
         x.ndim == 3 and x.shape[2] == 3 and x.dtype == np.uint8 for x in images
     )
-    if not (whole and together.dtype in (np.float32, np.uint8) or single) or not all(
-        x.size for x in images
-    ):
+    if not (is_batch or is_pictures) or not all(x.size for x in images):
         raise ValueError(
             "images must be (B, 3, H, W) of float32 or bytes, or pictures (H, W, 3) of bytes; got "
             f"{images[0].dtype} of shape {images[0].shape}"
         )
-    if (
-        whole
-        and together.dtype == np.float32
-        and not (together.min() >= -0.01 and together.max() <= 1.01)
-    ):
+    is_float = is_batch and batch.dtype == np.float32
+    # NaN compares as False, so this condition rejects it too.
+    if is_float and not (batch.min() >= -0.01 and batch.max() <= 1.01):
         raise ValueError(
             "images must be finite numbers from 0 to 1 where they are floats; got "
-            f"{together.min():.3g} to {together.max():.3g}"
+            f"{batch.min():.3g} to {batch.max():.3g}"
         )
     return images, prompts
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #2b18178a
 def import_loader(path: str) -> Callable:
-    """What package.module:function or folder/file.py:function names; ValueError where the function is missing."""
+    """Import the function that a path names: package.module:function or folder/file.py:function.
+
+    Raises ValueError if the function is missing.
+    """
     module, _, name = path.rpartition(":")
-    found = (
-        runpy.run_path(module) if module.endswith(".py") else vars(importlib.import_module(module))
-    )
-    if not callable(found.get(name)):
+    if module.endswith(".py"):
+        namespace = runpy.run_path(module)
+    else:
+        namespace = vars(importlib.import_module(module))
+    if not callable(namespace.get(name)):
         raise ValueError(
             f"{path!r} names no function; allowed are module:function and file.py:function"
         )
-    return found[name]
+    return namespace[name]
 
 
 def format_error(error: Exception) -> str:
-    """An error in one line."""
-    said = " ".join(str(error).split())
-    plain = type(error).__name__ == "InputError" or said.startswith("reward: ")
-    return said if plain else f"{type(error).__name__}: {said}"
+    """Return an error in one line, with its type unless its message is clear without it."""
+    message = " ".join(str(error).split())
+    is_clear = type(error).__name__ == "InputError" or message.startswith("reward: ")
+    return message if is_clear else f"{type(error).__name__}: {message}"
 
 
 def call_reward(
-    name: str,  # of the reward, for errors
+    name: str,  # the reward's name, for error messages
     reward: Callable,  # (images, prompts) -> scores
-    images: np.ndarray | list[np.ndarray],  # of `unpack_request`
-    prompts: list[str],  # of `unpack_request`
-) -> list[float]:
-    """One finite score an image; ValueError where the reward gives others."""
+    images: np.ndarray | list[np.ndarray],  # as `unpack_request` returns them
+    prompts: list[str],  # one per image
+) -> list[float]:  # one score per image
+    """Call a reward and return its scores.
+
+    An array of images becomes a torch tensor, bytes scaled to [0, 1]; a list becomes PIL images. Raises ValueError if
+    the reward does not return one finite number per image.
+    """
     torch = sys.modules.get("torch")
     if isinstance(images, np.ndarray):
         import torch  # only a reward on tensors needs it
 
-        given = torch.from_numpy(images.copy())
-        given = given.float().div_(255) if given.dtype == torch.uint8 else given
+        reward_images = torch.from_numpy(images.copy())
+        if reward_images.dtype == torch.uint8:
+            reward_images = reward_images.float().div_(255)
     else:
-        given = [Image.fromarray(x) for x in images]
+        reward_images = [Image.fromarray(x) for x in images]
     with torch.inference_mode() if torch else contextlib.nullcontext():
-        scores = reward(given, list(prompts))
+        scores = reward(reward_images, list(prompts))
     scores = scores.tolist() if hasattr(scores, "tolist") else list(scores)
     if (
         not isinstance(scores, list)
@@ -156,52 +176,57 @@ def call_reward(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #6a6f71ef
 def find_rejected(
-    reward: Callable, prompts: list[str]
-) -> list | None:  # place of the prompt, and why
-    """Find the first prompt that a reward rejects, in its `check_prompt` or `category`; None where it takes all."""
-    for check in [
-        getattr(reward, name) for name in ("check_prompt", "category") if hasattr(reward, name)
-    ]:
+    reward: Callable,  # may have `check_prompt` or `category`, which raise for a prompt
+    prompts: list[str],  # to be checked
+) -> list | None:  # index of the prompt, and the reason
+    """Find the first prompt that a reward rejects; return None if it accepts all."""
+    method_names = ("check_prompt", "category")
+    checks = [getattr(reward, name) for name in method_names if hasattr(reward, name)]
+    for check in checks:
         for number, text in enumerate(prompts):
             try:
                 check(text)
-            except Exception as error:  # whatever a reward raises is said to the client
+            except Exception as error:  # the client gets whatever a reward raises
                 return [number, format_error(error)]
     return None
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #3ddfa9ed
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server lets in; four bodies of the largest size may wait at once."""
+    """Limits on the requests of a server; bodies of four times `bytes` may wait at once."""
 
-    images: int = 256  # in a request
-    bytes: int = 512_000_000  # of a request's body
-    waiting: int = 64  # requests beside the one that is scored
-    body_seconds: float = 60.0  # in which a body must have come
+    images: int = 256  # largest number in a request
+    bytes: int = 512_000_000  # largest size of a request's body
+    waiting: int = 64  # requests in the queue, without the one that is scored
+    body_seconds: float = 60.0  # time in which a body must arrive
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Raise ValueError for a limit that is too small or too large."""
         for name, least in {"images": 1, "bytes": 1, "waiting": 0, "body_seconds": 1e-3}.items():
             if not least <= getattr(self, name) <= 1e12:
                 raise ValueError(f"max_{name} must be at least {least}; got {getattr(self, name)}")
 
 
 def scorer_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that decide a score."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the libraries that influence a score."""
+    versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "pillow", "chunk_grpo", "hpsv3"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #b9c2e89a
 def create_scoring_app(
-    name: str,  # of the reward, for errors
+    name: str,  # the reward's name, for /health and error messages
     reward: Callable,  # (images, prompts) -> scores
-    token: str | None = None,  # token that clients must send
-    limits: ServerLimits = ServerLimits(),  # None: any
+    token: str | None = None,  # that clients must send; None: no token is needed
+    limits: ServerLimits = ServerLimits(),  # on requests
 ) -> FastAPI:
-    """The application that scores."""
-    inside: list[int] = []  # bytes of each request that waits or is scored
+    """Return the web application that scores images with a reward.
+
+    Its paths are /health, /score and /check, see the table at the top of the page.
+    """
+    request_bytes: list[int] = []  # size of each request that waits or is scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
     about = {
         "name": name,
@@ -213,8 +238,9 @@ def create_scoring_app(
     }
 
     async def check_token(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        """Answer 401 unless the request has the token; compare in constant time."""
+        header = request.headers.get("authorization", "").encode()
+        if token and not hmac.compare_digest(header, f"Bearer {token}".encode()):
             raise HTTPException(
                 401, "token: it is missing or wrong; allowed is the one that the server was given"
             )
@@ -225,28 +251,32 @@ def create_scoring_app(
     scorer = ThreadPoolExecutor(1)
 
     @contextlib.contextmanager
-    def place(size: int) -> Iterator[None]:
-        if len(inside) > limits.waiting or sum(inside) + size > 4 * limits.bytes:
+    def reserve(size: int) -> Iterator[None]:
+        """Hold a place in the queue for a body of `size` bytes; answer 503 if the queue is full."""
+        too_many = len(request_bytes) > limits.waiting
+        if too_many or sum(request_bytes) + size > 4 * limits.bytes:
             raise HTTPException(
-                503, f"server: {len(inside)} requests wait already; ask again later"
+                503, f"server: {len(request_bytes)} requests wait already; ask again later"
             )
-        inside.append(size)
+        request_bytes.append(size)
         try:
             yield
         finally:
-            inside.remove(size)
+            request_bytes.remove(size)
 
-    def answer(body: bytes) -> dict:
+    def score_body(body: bytes) -> dict:
+        """Score the images of a body; answer 400 for a bad body, 422 if the reward fails."""
         try:
             images, prompts = unpack_request(body, limits.images)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         try:
             return {"scores": call_reward(name, reward, images, prompts)}
-        except Exception as error:  # whatever a reward raises is said to the client
+        except Exception as error:  # the client gets whatever a reward raises
             raise HTTPException(422, format_error(error)) from None
 
-    def check(body: bytes) -> dict:
+    def check_body(body: bytes) -> dict:
+        """Find the first prompt of a body that the reward rejects; answer 400 for a bad body."""
         try:
             return {"rejected": find_rejected(reward, _PROMPTS.validate_json(body))}
         except ValidationError:
@@ -254,9 +284,12 @@ def create_scoring_app(
 
     @app.get("/health")
     async def health() -> dict:
-        return about | {"waiting": max(0, len(inside) - 1)}
+        """Return what the server is, and how many requests wait."""
+        return about | {"waiting": max(0, len(request_bytes) - 1)}
 
-    async def receive(request: Request, answer_to: Callable[[bytes], dict]) -> dict | Response:
+    async def receive(request: Request, answer: Callable[[bytes], dict]) -> dict | Response:
+        """Receive a body within the limits, and call `answer` with it in the scoring thread."""
+        # The length in the header decides before a byte of the body is read.
         size = request.headers.get("content-length", "")
         if not (size.isascii() and size.isdigit()):
             raise HTTPException(411, "body: its length must be said in the head of the request")
@@ -264,7 +297,7 @@ def create_scoring_app(
             raise HTTPException(
                 413, f"body: it must have at most {limits.bytes} bytes; send fewer images at once"
             )
-        with place(int(size)):
+        with reserve(int(size)):
             try:
                 async with asyncio.timeout(limits.body_seconds):
                     body = await request.body()
@@ -272,55 +305,59 @@ def create_scoring_app(
                 raise HTTPException(
                     408, f"body: it did not come within {limits.body_seconds:g} s"
                 ) from None
-            except ClientDisconnect:  # nobody is there to be answered
+            except ClientDisconnect:  # nobody is left to receive an answer
                 return Response(status_code=499)
-            return await asyncio.get_running_loop().run_in_executor(scorer, answer_to, body)
+            return await asyncio.get_running_loop().run_in_executor(scorer, answer, body)
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:
-        return await receive(request, answer)
+        """Answer with the scores of a body's images."""
+        return await receive(request, score_body)
 
     @app.post("/check", response_model=None)
     async def check_prompts(request: Request) -> dict | Response:
-        return await receive(request, check)
+        """Answer with the first prompt that the reward rejects."""
+        return await receive(request, check_body)
 
     return app
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #58419651
 def run_reward_server(
-    name: str,  # of the reward
+    name: str,  # the reward's name
     load: Callable[[], Callable],  # loads the reward
     host: str = "127.0.0.1",  # address to listen at
     port: int = 8000,  # to listen at
     token: str | None = None,  # that clients must send
-    limits: ServerLimits = ServerLimits(),  # on a request
+    limits: ServerLimits = ServerLimits(),  # on requests
 ) -> None:
-    """Load a reward and serve it until the process is stopped; ValueError for an address that cannot be served at."""
+    """Load a reward and serve it until the process is stopped.
+
+    Raises ValueError if the address is not free, or if other machines can reach it and there is no token.
+    """
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")
+    # Loading may take minutes, so the address is tried before.
     try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
-            0
-        ]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, number, _, address = addresses[0]
         if not token and not ipaddress.ip_address(address[0]).is_loopback:
             raise ValueError(
                 f"`token` must be given for a server at {host}, since other machines can reach it"
             )
-        with socket.socket(family, kind, number) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            line.bind(address)
+        with socket.socket(family, kind, number) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no name"
+        reason = getattr(error, "strerror", None) or "it is no name"
         raise ValueError(
-            f"`host` and `port` must be free here; got {host!r} and {port} ({why})"
+            f"`host` and `port` must be free here; got {host!r} and {port} ({reason})"
         ) from None
-    uvicorn.Server(
-        uvicorn.Config(create_scoring_app(name, load(), token, limits), host, port)
-    ).run()
+    app = create_scoring_app(name, load(), token, limits)
+    uvicorn.Server(uvicorn.Config(app, host, port)).run()
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #56b1cedc
-def _exit_with_parent(parent: int) -> None:
-    """End this process, and what it started, soon after its parent has gone."""
+def _exit_with_parent(parent: int) -> None:  # process id
+    """Wait until the parent process has gone, then end this process and everything it started."""
     while os.getppid() == parent:
         time.sleep(0.5)
     if os.getpgrp() == os.getpid():
@@ -329,16 +366,19 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def main() -> int:  # exit status
-    """Load the reward that the process above asks for, say to it where the reward is served, and serve."""
-    loader, options, name, parent, ready, gpu = json.loads(
-        sys.argv[1]
-    )  # ready: open file that learns the port
+    """Load the reward that the parent process asks for, report its port to the parent, and serve.
+
+    The arguments are JSON in `sys.argv[1]`; the token is in the environment. The report is one line of JSON, with the
+    key `port` or `failed`.
+    """
+    # report_fd: the open file that receives the report
+    loader, options, name, parent, report_fd, gpu = json.loads(sys.argv[1])
     token = os.environ.pop("CHUNK_GRPO_REWARD_TOKEN")
-    os.set_inheritable(ready, False)
+    os.set_inheritable(report_fd, False)
     threading.Thread(target=_exit_with_parent, args=[parent], daemon=True).start()
-    sys.path[:] = [
-        place for place in sys.path if place != os.path.dirname(os.path.abspath(__file__))
-    ]
+    # Python puts this file's folder on the path, where its neighbours would hide other modules.
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if folder != own_folder]
     status = 0
     try:
         if gpu is not None and importlib.util.find_spec("torch"):
@@ -346,21 +386,18 @@ def main() -> int:  # exit status
 
             if torch.cuda.is_available():
                 torch.cuda.set_device(gpu)
-        app = create_scoring_app(
-            name,
-            import_loader(loader)(**options),
-            token,
-            ServerLimits(10**9, 10**12, body_seconds=3600),
-        )  # the parent is trusted
-        line = socket.create_server(("127.0.0.1", 0))
-        said = {"port": line.getsockname()[1]}
-    except Exception as error:  # whatever a loader raises is said to the parent
-        said = {"failed": format_error(error)}
+        # The parent is trusted, so its limits are wide.
+        limits = ServerLimits(images=10**9, bytes=10**12, body_seconds=3600)
+        app = create_scoring_app(name, import_loader(loader)(**options), token, limits)
+        listener = socket.create_server(("127.0.0.1", 0))
+        report = {"port": listener.getsockname()[1]}
+    except Exception as error:  # the parent gets whatever a loader raises
+        report = {"failed": format_error(error)}
         status = 1
-    with os.fdopen(ready, "w") as pipe:
-        pipe.write(json.dumps(said) + "\n")
+    with os.fdopen(report_fd, "w") as pipe:
+        pipe.write(json.dumps(report) + "\n")
     if not status:
-        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[line])
+        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
     return status
 
 

@@ -33,121 +33,138 @@ _PICKSCORE_PROCESSOR_ID = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
 class _CLIPScorer(ModelScorer):
-    """A CLIP with its tokenizer and transform: scaled cosines."""
+    """A CLIP with its tokenizer and transform; its scores are scaled cosines."""
 
-    model: Any  # a CLIPModel, of whose configuration and results transformers' types say too little
-    transform: ImageTransform
-    scale: float  # what the cosine is multiplied with
+    model: Any  # a CLIPModel; transformers' types lack its configuration and outputs
+    transform: ImageTransform  # resize, crop and normalisation of the pictures
+    scale: float  # a, the factor of the cosine
 
     @torch.inference_mode()
     def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
-        """The projected states of images."""
-        parts = [images[i : i + self.batch_size] for i in range(0, len(images), self.batch_size)]
-        return torch.cat([self._embed_batch(part).cpu() for part in parts])
+        """Return the projected image embeddings, computed in batches."""
+        embeddings = []
+        for start in range(0, len(images), self.batch_size):
+            batch = images[start : start + self.batch_size]
+            embeddings.append(self._embed_batch(batch).cpu())
+        return torch.cat(embeddings)
 
     def _embed_batch(self, images: Images) -> Tensor:  # (b, E) float32
+        """Return the projected image embeddings of one batch."""
         x = transform_images(images, self.transform, self.device).to(self.dtype)
         return self.model.get_image_features(pixel_values=x).pooler_output.float()
 
-    def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
-        """Scores of one batch; a prompt is read once, and cut off beyond the model's positions (77 tokens)."""
+    def score_batch(
+        self,
+        images: Images,  # one batch
+        prompts: list[str],  # one per image
+    ) -> Tensor:  # (b,)
+        """Score one batch; a prompt is cut off beyond the model's positions (77 tokens)."""
+        # The images of a group share their prompt, so each distinct prompt is encoded once.
         unique = list(dict.fromkeys(prompts))
         length = self.model.config.text_config.max_position_embeddings
-        words = self.tokenizer(
+        tokens = self.tokenizer(
             unique, padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
-        words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
-        text = self.model.get_text_features(**words).pooler_output.float()
-        rows = [unique.index(prompt) for prompt in prompts]
-        return self.scale * F.cosine_similarity(self._embed_batch(images), text[rows])
+        tokens = {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        text = self.model.get_text_features(**tokens).pooler_output.float()
+        prompt_index = [unique.index(prompt) for prompt in prompts]
+        return self.scale * F.cosine_similarity(self._embed_batch(images), text[prompt_index])
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
 def transform_from_config(
-    config: dict, side: int
-) -> ImageTransform:  # side: pixels that the model's positions are for
-    """What preprocessor_config.json says; InputError where it is not a shorter side and a middle square."""
+    config: dict,  # content of preprocessor_config.json
+    side: int,  # side of the picture that the model's positions are for, pixels
+) -> ImageTransform:
+    """Read the transform of a CLIP from its preprocessor_config.json.
+
+    Raises InputError if it is not a bicubic resize of the shorter side and a middle square of `side` pixels.
+    """
     size = config.get("size", side)
-    cut = config.get("crop_size", side)
-    short = size.get("shortest_edge") if isinstance(size, dict) else size
-    square = cut if isinstance(cut, int) else cut.get("height")
-    usual = (
+    crop_size = config.get("crop_size", side)
+    shortest_edge = size.get("shortest_edge") if isinstance(size, dict) else size
+    square = crop_size if isinstance(crop_size, int) else crop_size.get("height")
+    is_supported = (
         config.get("do_resize", True)
         and config.get("do_center_crop", True)
-        and config.get("resample", 3) == 3
+        and config.get("resample", 3) == 3  # bicubic
     )
-    if short is None or square != side or short < square or not usual:
+    if shortest_edge is None or square != side or shortest_edge < square or not is_supported:
         raise InputError(
-            f"processor: preprocessor_config.json has size {size}, crop_size {cut} and resample "
+            f"processor: preprocessor_config.json has size {size}, crop_size {crop_size} and resample "
             f"{config.get('resample', 3)}; allowed are a bicubic resize of the shorter side and a middle "
             f"square of {side} pixels."
         )
     return ImageTransform(
-        short,
-        square,
-        tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
-        tuple(config.get("image_std", OPENAI_CLIP_STD)),
+        shortest_edge=shortest_edge,
+        crop_size=square,
+        mean=tuple(config.get("image_mean", OPENAI_CLIP_MEAN)),
+        std=tuple(config.get("image_std", OPENAI_CLIP_STD)),
     )
 
 
 def _load_clip(
-    weights: str,
-    processor: str,
-    model_id: str,
-    processor_id: str,
-    scale: float | None,
-    device: str,
-    dtype: str,
-    batch_size: int,
+    weights: str,  # a folder or hub id
+    processor: str,  # a folder or hub id with tokenizer and transform
+    model_id: str,  # a hub id that has such weights, for the error message
+    processor_id: str,  # a hub id that has such a processor, for the error message
+    scale: float | None,  # factor of the cosine; None: the model's own `logit_scale`
+    device: str,  # see `resolve_device`
+    dtype: str,  # see `resolve_device`
+    batch_size: int,  # images per forward pass
 ) -> _CLIPScorer:
-    # model_id, processor_id: hub ids that have such files, for the error's sentence; scale: None: the model's own
-    where, kind = resolve_device(device, dtype, batch_size)
+    """Load a CLIP with its tokenizer and transform; raise InputError if files or options are wrong."""
+    scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
     tokenizer = load_tokenizer("processor", processor, processor_id)
     for name in ("config.json", "model.safetensors"):
         locate_hub_file("weights", weights, name, model_id)
-    family: Any = CLIPModel
-    model, report = family.from_pretrained(weights, dtype=kind, output_loading_info=True)
-    lost = sorted(report["missing_keys"])
-    if lost:
+    model_class: Any = CLIPModel
+    model, report = model_class.from_pretrained(
+        weights, dtype=scorer_dtype, output_loading_info=True
+    )
+    # transformers fills missing weights with random numbers and only warns.
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise InputError(
-            f"weights: the file in {weights} lacks {len(lost)} weights of a CLIP model ({lost[0]}, ...); "
+            f"weights: the file in {weights} lacks {len(missing)} weights of a CLIP model ({missing[0]}, ...); "
             f"allowed are weights as the hub's {model_id} has them."
         )
     transform = transform_from_config(
         json.loads(preprocessor.read_text()), model.config.vision_config.image_size
     )
-    scale = model.logit_scale.exp().item() if scale is None else scale
+    if scale is None:
+        scale = model.logit_scale.exp().item()
     return _CLIPScorer(
-        tokenizer,
-        where,
-        kind,
-        batch_size,
-        model.eval().requires_grad_(False).to(where),
-        transform,
-        scale,
+        tokenizer=tokenizer,
+        device=scorer_device,
+        dtype=scorer_dtype,
+        batch_size=batch_size,
+        model=model.eval().requires_grad_(False).to(scorer_device),
+        transform=transform,
+        scale=scale,
     )
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7c0f7734
 def load_clip_score(
     weights: str = _CLIP_ID,  # a folder or hub id of a CLIP in transformers' layout
-    scale: float = 1.0,  # what the cosine is multiplied with
-    processor: str | None = None,  # folder or hub id of tokenizer and transform; None: the weights'
+    scale: float = 1.0,  # factor of the cosine
+    processor: str | None = None,  # folder or hub id of tokenizer and transform; None: `weights`
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
-) -> _CLIPScorer:
-    """CLIP's cosine between picture and prompt; InputError where files or options are wrong."""
+    batch_size: int = 32,  # images per forward pass
+) -> _CLIPScorer:  # (images, prompts) -> scores
+    """Load CLIP's cosine between picture and prompt; raise InputError if files or options are wrong."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0:
         raise InputError(f"scale: got {scale!r}, allowed is a number above 0.")
     return _load_clip(
-        str(weights),
-        str(processor or weights),
-        _CLIP_ID,
-        _CLIP_ID,
-        scale,
-        device,
-        dtype,
-        batch_size,
+        weights=str(weights),
+        processor=str(processor or weights),
+        model_id=_CLIP_ID,
+        processor_id=_CLIP_ID,
+        scale=scale,
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
     )
 
 
@@ -156,19 +173,18 @@ def load_pickscore(
     processor: str | None = None,  # folder or hub id; None: the weights' folder, or the CLIP's
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
-) -> _CLIPScorer:
-    """PickScore on its raw scale; InputError where files or options are wrong."""
-    beside = (
-        weights if (Path(weights) / "tokenizer_config.json").is_file() else _PICKSCORE_PROCESSOR_ID
-    )
+    batch_size: int = 32,  # images per forward pass
+) -> _CLIPScorer:  # (images, prompts) -> scores
+    """Load PickScore on its raw scale; raise InputError if files or options are wrong."""
+    has_tokenizer = (Path(weights) / "tokenizer_config.json").is_file()
+    default_processor = weights if has_tokenizer else _PICKSCORE_PROCESSOR_ID
     return _load_clip(
-        str(weights),
-        str(processor or beside),
-        _PICKSCORE_ID,
-        _PICKSCORE_PROCESSOR_ID,
-        None,
-        device,
-        dtype,
-        batch_size,
+        weights=str(weights),
+        processor=str(processor or default_processor),
+        model_id=_PICKSCORE_ID,
+        processor_id=_PICKSCORE_PROCESSOR_ID,
+        scale=None,
+        device=device,
+        dtype=dtype,
+        batch_size=batch_size,
     )

@@ -26,21 +26,22 @@ from .images import Images, images_to_tensor, normalize_images, resize_like_pill
 from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 _HPSV3_ID, _HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
-IMAGE_FACTOR, TARGET_PIXELS = 28, 256 * 28 * 28  # pixels of a token's side; pixels of a picture
+IMAGE_FACTOR = 28  # side of the square that one token stands for, pixels
+TARGET_PIXELS = 256 * 28 * 28  # pixels of a picture after the resize, approximately
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #14660448
 INSTRUCTION = (
     (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
 )
-# the token that is scored; one for the whole picture
-REWARD_TOKEN = "<|Reward|>"
-IMAGE_TOKEN = "<|image_pad|>"
+REWARD_TOKEN = "<|Reward|>"  # the token whose state is scored
+IMAGE_TOKEN = "<|image_pad|>"  # one for the whole picture
 
 
-def format_hpsv3_chat(
-    prompt: str,
-) -> str:  # with one `IMAGE_TOKEN` for the whole picture and one `REWARD_TOKEN`
-    """The chat that HPSv3 gets, in the template of Qwen2-VL."""
+def format_hpsv3_chat(prompt: str) -> str:
+    """Return the chat that HPSv3 gets, in the template of Qwen2-VL.
+
+    It contains one `IMAGE_TOKEN` for the whole picture and one `REWARD_TOKEN`.
+    """
     return (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
         f"{IMAGE_TOKEN}<|vision_end|>{INSTRUCTION.replace('{text_prompt}', prompt)}<|im_end|>\n"
@@ -48,9 +49,14 @@ def format_hpsv3_chat(
     )
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #f2719b4c
-def patchify_image(image: Images, device: str | torch.device = "cpu") -> tuple[Tensor, list[int]]:
-    # image: one, (1, 3, H, W) or in a list; returns (patches, 3 * 2 * 14 * 14), and the grid: 1, rows, columns
-    """A picture, resized and normalised, as rows of patches in the order of the vision tower."""
+def patchify_image(
+    image: Images,  # one image: (1, 3, H, W), or a list with one PIL image
+    device: str | torch.device = "cpu",  # where the patches lie
+) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14), and the grid: 1, rows, columns
+    """Resize and normalise a picture and cut it into patches, in the order of the vision tower.
+
+    Raises InputError if one side is more than 200 times the other.
+    """
     x = images_to_tensor(image, device)
     try:
         size = smart_resize(*x.shape[-2:], IMAGE_FACTOR, TARGET_PIXELS, TARGET_PIXELS)
@@ -62,49 +68,58 @@ def patchify_image(image: Images, device: str | torch.device = "cpu") -> tuple[T
     x = normalize_images(resize_like_pillow(x, size))[0]
     rows = x.shape[-2] // IMAGE_FACTOR
     columns = x.shape[-1] // IMAGE_FACTOR
-    cut = x.reshape(3, rows, 2, 14, columns, 2, 14)
-    cut = cut.permute(
-        1, 4, 2, 5, 0, 3, 6
-    )  # block row, block column, row and column in it, channel, pixels
-    return torch.stack([cut, cut], 5).reshape(4 * rows * columns, -1), [1, 2 * rows, 2 * columns]
+    blocks = x.reshape(3, rows, 2, 14, columns, 2, 14)
+    # to: block row, block column, row and column in the block, channel, pixel row, pixel column
+    blocks = blocks.permute(1, 4, 2, 5, 0, 3, 6)
+    # A patch spans two frames of a video; a still picture is both.
+    patches = torch.stack([blocks, blocks], 5).reshape(4 * rows * columns, -1)
+    return patches, [1, 2 * rows, 2 * columns]
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #9ec6a731
 def build_hpsv3_inputs(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,  # of Qwen2-VL, with `REWARD_TOKEN`
     images: Images,  # B images of any sizes
     prompts: list[str],  # one per image
     device: torch.device,  # of all inputs
     dtype: torch.dtype,  # of the patches
-) -> dict[str, Tensor]:  # what the model is called with
-    """One batch on the device: patches one after another, chats padded at the right, positions that count on."""
-    flat, grids = zip(
+) -> dict[str, Tensor]:  # keyword arguments of the model
+    """Build the model's inputs for one batch.
+
+    The patches of all pictures lie one after another, the chats are padded at the right, and the positions count
+    0, 1, 2, ... without regard to the picture.
+    """
+    patches, grids = zip(
         *(patchify_image(images[i : i + 1], device) for i in range(len(prompts))), strict=True
     )
-    picture = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-    rows = []
+    image_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    chats = []
     for prompt, grid in zip(prompts, grids, strict=True):
         ids = tokenizer(format_hpsv3_chat(prompt), add_special_tokens=False).input_ids
-        at = ids.index(picture)
-        rows.append(torch.tensor(ids[:at] + math.prod(grid) // 4 * [picture] + ids[at + 1 :]))
+        # Repeat the image token: one per four patches.
+        position = ids.index(image_id)
+        image_ids = math.prod(grid) // 4 * [image_id]
+        chats.append(torch.tensor(ids[:position] + image_ids + ids[position + 1 :]))
     ids = nn.utils.rnn.pad_sequence(
-        rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0
+        chats, batch_first=True, padding_value=tokenizer.pad_token_id or 0
     )
     positions = torch.arange(ids.shape[1])
-    mask = (positions < torch.tensor([len(row) for row in rows])[:, None]).long()
+    lengths = torch.tensor([len(chat) for chat in chats])
+    mask = (positions < lengths[:, None]).long()
     inputs = {
         "input_ids": ids,
         "attention_mask": mask,
-        "position_ids": positions.expand(3, len(rows), -1),
-        "pixel_values": torch.cat(flat).to(dtype),
+        "position_ids": positions.expand(3, len(chats), -1),
+        "pixel_values": torch.cat(patches).to(dtype),
         "image_grid_thw": torch.tensor(grids),
     }
     return {name: value.to(device) for name, value in inputs.items()}
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #5b46069e
-def build_reward_head(
-    hidden_size: int,
-) -> nn.Sequential:  # of the model's state; gives mu and log sigma
-    """HPSv3's head; dropout does nothing here but keeps the published numbering."""
+def build_reward_head(hidden_size: int) -> nn.Sequential:
+    """Build HPSv3's head, which maps a state (..., hidden_size) to mu and log sigma (..., 2).
+
+    Its dropout does nothing in inference, but keeps the numbering of the published weights.
+    """
     return nn.Sequential(
         nn.Linear(hidden_size, 1024),
         nn.ReLU(),
@@ -117,58 +132,78 @@ def build_reward_head(
 
 @dataclass(frozen=True)
 class HPSv3(ModelScorer):
-    """Qwen2-VL with a head: its scores mu."""
+    """Qwen2-VL with a head, as a reward; its scores are mu."""
 
-    model: Qwen2VLModel
-    head: nn.Sequential
+    model: Qwen2VLModel  # reads the chat with the picture
+    head: nn.Sequential  # see `build_reward_head`
 
     def __call__(
-        self, images: Images, prompts: Sequence[str]
+        self,
+        images: Images,  # any number of images, of any sizes
+        prompts: Sequence[str],  # one per image
     ) -> Tensor:  # (B,), float32, on the CPU
-        """The scores mu."""
+        """Return the scores mu of all images."""
         return self.score_distribution(images, prompts)[:, 0]
 
     def check_prompt(self, prompt: str) -> None:
         """Raise InputError for a prompt that holds a special token, which would end or change the chat."""
-        if found := [token for token in self.tokenizer.get_added_vocab() if token in prompt]:
+        special_tokens = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
+        if special_tokens:
             raise InputError(
-                f"prompts: {prompt!r} holds {found[0]}, which is a special token of the model; "
+                f"prompts: {prompt!r} holds {special_tokens[0]}, which is a special token of the model; "
                 "allowed is text without special tokens."
             )
 
     def score_distribution(
-        self, images: Images, prompts: Sequence[str]
+        self,
+        images: Images,  # any number of images, of any sizes
+        prompts: Sequence[str],  # one per image
     ) -> Tensor:  # (B, 2), mu and log sigma
-        """Scores and logarithms of their deviations; InputError for a prompt that holds a special token."""
+        """Return the scores and the logarithms of their standard deviations.
+
+        Raises InputError for a prompt that holds a special token.
+        """
         for prompt in prompts:
             self.check_prompt(str(prompt))
         return super().__call__(images, prompts).reshape(-1, 2)
 
-    def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b, 2)
-        """Both numbers of one batch."""
+    def score_batch(
+        self,
+        images: Images,  # one batch
+        prompts: list[str],  # one per image
+    ) -> Tensor:  # (b, 2), mu and log sigma
+        """Return both numbers for each image of one batch."""
         return self.predict_rewards(
             build_hpsv3_inputs(self.tokenizer, images, prompts, self.device, self.dtype)
         )
 
-    def predict_rewards(self, inputs: dict[str, Tensor]) -> Tensor:  # (b, 2)
-        """The head on the state of the scored token."""
+    def predict_rewards(
+        self,
+        inputs: dict[str, Tensor],  # see `build_hpsv3_inputs`
+    ) -> Tensor:  # (b, 2), mu and log sigma
+        """Run the model, and the head on the state of the scored token."""
         state = self.model(**inputs, use_cache=False).last_hidden_state
-        mark = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        return self.head(state[inputs["input_ids"] == mark].float())
+        reward_id = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        return self.head(state[inputs["input_ids"] == reward_id].float())
 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #a10eff26
-def read_hpsv3_weights(file: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    # file: HPSv3.safetensors; dtype: of all but the head; returns by transformers' names after `model.`, or `rm_head.`
-    """The weights, tensor by tensor, straight to the device; InputError for a damaged file."""
+def read_hpsv3_weights(
+    file: Path,  # HPSv3.safetensors
+    device: torch.device,  # where the weights are read to
+    dtype: torch.dtype,  # of all weights but the head, which stays in float32
+) -> dict[str, Tensor]:  # keys: `model.` and transformers' names, or `rm_head.`
+    """Read the weights tensor by tensor, straight to the device; raise InputError for a damaged file."""
     state = {}
     prefixes = {"model": "model.language_model", "visual": "model.visual"}
     try:
-        with safe_open(file, "pt", device=str(device)) as opened:
-            for key in opened.keys():  # noqa: SIM118
-                part, _, rest = key.partition(".")
-                if part != "lm_head":
-                    kept = torch.float32 if part == "rm_head" else dtype
-                    state[f"{prefixes.get(part, part)}.{rest}"] = opened.get_tensor(key).to(kept)
+        with safe_open(file, "pt", device=str(device)) as weights:
+            for key in weights.keys():  # noqa: SIM118
+                module, _, rest = key.partition(".")
+                if module == "lm_head":  # only generates text
+                    continue
+                tensor_dtype = torch.float32 if module == "rm_head" else dtype
+                name = f"{prefixes.get(module, module)}.{rest}"
+                state[name] = weights.get_tensor(key).to(tensor_dtype)
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"weights: {file} is damaged ({error}); allowed is the file of the hub's {_HPSV3_ID}."
@@ -178,14 +213,15 @@ def read_hpsv3_weights(file: Path, device: torch.device, dtype: torch.dtype) -> 
 # %% ../../nbs/04_rewards/05_hpsv3.ipynb #bd7a4b33
 def load_hpsv3(
     weights: str = _HPSV3_ID,  # a folder or hub id with HPSv3.safetensors
-    # a folder or hub id with config.json and the tokenizer of Qwen2-VL-7B-Instruct
-    base: str = _HPSV3_BASE_ID,
+    base: str = _HPSV3_BASE_ID,  # folder or hub id of Qwen2-VL-7B-Instruct: config and tokenizer
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto: bfloat16 on a GPU, float32 on a CPU
-    batch_size: int = 8,  # images at once
-) -> HPSv3:
-    """HPSv3 on its raw scale; InputError where files or options are wrong."""
-    where, kind = resolve_device(device, dtype, batch_size, large=True)
+    batch_size: int = 8,  # images per forward pass
+) -> HPSv3:  # (images, prompts) -> scores
+    """Load HPSv3 on its raw scale; raise InputError if files or options are wrong."""
+    scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size, large=True)
+
+    # All small files are checked before 16 GB are read.
     file = locate_hub_file("weights", weights, "HPSv3.safetensors", _HPSV3_ID)
     for name in ("config.json", "tokenizer_config.json"):
         locate_hub_file("base", base, name, _HPSV3_BASE_ID)
@@ -193,27 +229,36 @@ def load_hpsv3(
     tokenizer.add_tokens(
         [AddedToken(REWARD_TOKEN, normalized=False, special=True)], special_tokens=True
     )
-    state = read_hpsv3_weights(file, where, kind)
+    state = read_hpsv3_weights(file, scorer_device, scorer_dtype)
     rows = state.get("model.language_model.embed_tokens.weight", torch.zeros(0)).shape[0]
     if rows != len(tokenizer):
         raise InputError(
             f"base: its tokenizer has {len(tokenizer)} words with {REWARD_TOKEN}, HPSv3.safetensors has "
             f"{rows}; allowed is the base model it was trained from, {_HPSV3_BASE_ID}."
         )
+
+    # The models are built without memory; `assign` below puts the tensors of the file in.
     config: Any = Qwen2VLConfig.from_pretrained(base)
     config.text_config.vocab_size = rows
-    network: Any = Qwen2VLModel  # transformers' types have another `to`
+    model_class: Any = Qwen2VLModel  # transformers' types have another `to`
     with init_empty_weights(include_buffers=False):
-        model = network(config)
+        model = model_class(config)
         head = build_reward_head(config.text_config.hidden_size)
-    whole = nn.ModuleDict({"model": model, "rm_head": head}).eval()
+    model_and_head = nn.ModuleDict({"model": model, "rm_head": head}).eval()
     try:
-        whole.load_state_dict(state, assign=True)
+        model_and_head.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise InputError(
             f"weights: HPSv3.safetensors does not fit the base model's config.json "
             f"({str(error).splitlines()[1].strip()[:200]}); allowed are the file of the hub's "
             f"{_HPSV3_ID} and the configuration of {_HPSV3_BASE_ID}."
         ) from None
-    whole.requires_grad_(False)
-    return HPSv3(tokenizer, where, kind, batch_size, model.to(where), head.to(where))
+    model_and_head.requires_grad_(False)
+    return HPSv3(
+        tokenizer=tokenizer,
+        device=scorer_device,
+        dtype=scorer_dtype,
+        batch_size=batch_size,
+        model=model.to(scorer_device),
+        head=head.to(scorer_device),
+    )

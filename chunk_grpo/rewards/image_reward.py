@@ -22,7 +22,7 @@ from .images import Images, ImageTransform, transform_images
 from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
 
 _IMAGEREWARD_ID, _BERT_ID = "THUDM/ImageReward", "bert-base-uncased"
-# of the head over the pictures of the training set
+# mean and standard deviation of the head's output over the pictures of the training set
 SCORE_MEAN = 0.16717362830052426
 SCORE_STD = 1.0333394966054072
 
@@ -40,9 +40,12 @@ KEY_REPLACEMENTS = (
 
 
 def read_imagereward_weights(
-    pt: Path,
+    pt: Path,  # the published ImageReward.pt
 ) -> dict[str, dict[str, Tensor]]:  # of `vision`, `text` and `mlp`
-    """ImageReward.pt as float32 under transformers' names; InputError where it has more than tensors, or no ImageReward."""
+    """Read ImageReward.pt as float32 under transformers' names, one dictionary per model.
+
+    Raises InputError if the file is damaged, holds anything but tensors, or is not an ImageReward.
+    """
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
     except Exception as error:  # reading a damaged pickle can raise anything
@@ -51,60 +54,46 @@ def read_imagereward_weights(
             f"weights: {pt} is refused, since it is damaged or holds code ({reason}); allowed is a file "
             "of tensors only, as the hub's THUDM/ImageReward has it."
         ) from None
-    beginnings = {
+    prefixes = {
         "vision": "blip.visual_encoder.",
         "text": "blip.text_encoder.",
         "mlp": "mlp.layers.",
     }
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in beginnings}
+    weights: dict[str, dict[str, Tensor]] = {name: {} for name in prefixes}
     for key, value in state.items() if isinstance(state, dict) else ():
-        for name, start in beginnings.items():
-            if (
-                isinstance(value, Tensor)
-                and key.startswith(start)
-                and not key.endswith("position_ids")
-            ):
-                key = key.removeprefix(start)
-                for old, new in KEY_REPLACEMENTS if name == "vision" else ():
+        # `position_ids` are a buffer that transformers makes itself.
+        if not isinstance(value, Tensor) or key.endswith("position_ids"):
+            continue
+        for name, prefix in prefixes.items():
+            if not key.startswith(prefix):
+                continue
+            key = key.removeprefix(prefix)
+            if name == "vision":
+                for old, new in KEY_REPLACEMENTS:
                     key = key.replace(old, new)
-                key = (
-                    "post_layernorm." + key.removeprefix("norm.")
-                    if key.startswith("norm.")
-                    else key
-                )
-                parts[name][key] = value.float()
-                break
-    if not parts["vision"] or not parts["mlp"]:
+            if key.startswith("norm."):
+                key = "post_layernorm." + key.removeprefix("norm.")
+            weights[name][key] = value.float()
+            break
+    if not weights["vision"] or not weights["mlp"]:
         raise InputError(
             f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward."
         )
-    return parts
+    return weights
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #5e1e09eb
 def build_imagereward(
-    parts: dict[str, dict[str, Tensor]],  # see `read_imagereward_weights`
-    config: dict,  # med_config.json
-    # BlipVisionModel, BlipTextModel (whose `to` has another type) and Sequential
+    parts: dict[str, dict[str, Tensor]],  # weights by model, see `read_imagereward_weights`
+    config: dict,  # content of med_config.json
+    # returns BlipVisionModel, BlipTextModel and Sequential; transformers' types lack the usual `to`
 ) -> tuple[Any, Any, Any]:
-    """The three models with their weights; InputError where weights and configuration do not fit."""
-    seen = parts["vision"]
-    head = nn.Sequential()
-    wide, _, patch_size, _ = seen["embeddings.patch_embedding.weight"].shape
-    positions = seen["embeddings.position_embedding"].shape[1] - 1
-    vision = BlipVisionModel(
-        BlipVisionConfig(
-            hidden_size=wide,
-            intermediate_size=seen["encoder.layers.0.mlp.fc1.weight"].shape[0],
-            num_hidden_layers=len(
-                {key.split(".")[2] for key in seen if key.startswith("encoder.layers.")}
-            ),
-            num_attention_heads=max(wide // 64, 1),
-            patch_size=patch_size,
-            image_size=patch_size * round(positions**0.5),
-            hidden_act="gelu",
-            layer_norm_eps=1e-6,
-        )
-    )
+    """Build the vision model, the text model and the head, and load their weights.
+
+    Raises InputError if weights and configuration do not fit.
+    """
+    vision_weights = parts["vision"]
+    width, _, patch_size, _ = vision_weights["embeddings.patch_embedding.weight"].shape
+    vision = _build_vision_model(vision_weights, width, patch_size)
     names = (
         "vocab_size",
         "hidden_size",
@@ -116,15 +105,18 @@ def build_imagereward(
         "layer_norm_eps",
         "pad_token_id",
     )
-    sizes = BlipTextConfig(
-        **{name: config[name] for name in names}, encoder_hidden_size=wide, is_decoder=True
+    # The file's own `encoder_width` is wrong in public checkpoints, so the vision model's width is used.
+    text_config = BlipTextConfig(
+        **{name: config[name] for name in names}, encoder_hidden_size=width, is_decoder=True
     )
+    head = nn.Sequential()
     for number in sorted({int(key.split(".")[0]) for key in parts["mlp"]}):
-        head.add_module(str(number), nn.Linear(*parts["mlp"][f"{number}.weight"].shape[::-1]))
-    models = vision, BlipTextModel(sizes, add_pooling_layer=False), head
-    for model, (name, part) in zip(models, parts.items(), strict=True):
+        out_features, in_features = parts["mlp"][f"{number}.weight"].shape
+        head.add_module(str(number), nn.Linear(in_features, out_features))
+    models = vision, BlipTextModel(text_config, add_pooling_layer=False), head
+    for model, (name, weights) in zip(models, parts.items(), strict=True):
         try:
-            model.load_state_dict(part)
+            model.load_state_dict(weights)
         except RuntimeError as error:
             raise InputError(
                 f"weights: ImageReward.pt does not fit med_config.json in its part {name} "
@@ -133,25 +125,50 @@ def build_imagereward(
             ) from None
     return models
 
+
+def _build_vision_model(
+    weights: dict[str, Tensor],  # of the vision model, under transformers' names
+    width: int,  # of its states
+    patch_size: int,  # pixels
+) -> BlipVisionModel:
+    """Build a vision model, without its weights, whose sizes follow from their shapes."""
+    positions = weights["embeddings.position_embedding"].shape[1] - 1  # without the class token
+    layers = {key.split(".")[2] for key in weights if key.startswith("encoder.layers.")}
+    config = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=weights["encoder.layers.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=len(layers),
+        num_attention_heads=max(width // 64, 1),
+        patch_size=patch_size,
+        image_size=patch_size * round(positions**0.5),
+        hidden_act="gelu",
+        layer_norm_eps=1e-6,
+    )
+    return BlipVisionModel(config)
+
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #3b9cc821
 @dataclass(frozen=True)
 class ImageReward(ModelScorer):
-    """BLIP with a head."""
+    """BLIP with a head, as a reward on ImageReward's raw scale."""
 
-    vision: BlipVisionModel
-    text: BlipTextModel
-    head: nn.Sequential
-    transform: ImageTransform
+    vision: BlipVisionModel  # encodes the picture
+    text: BlipTextModel  # reads the prompt, with cross-attention to the picture
+    head: nn.Sequential  # maps the state of the first token to a number, in float32
+    transform: ImageTransform  # resize, crop and normalisation of the pictures
 
-    def score_batch(self, images: Images, prompts: list[str]) -> Tensor:  # (b,)
-        """Scores of one batch; a prompt's end beyond 35 tokens is not read."""
-        words = self.tokenizer(
+    def score_batch(
+        self,
+        images: Images,  # one batch
+        prompts: list[str],  # one per image
+    ) -> Tensor:  # (b,)
+        """Score one batch; a prompt is cut off beyond 35 tokens."""
+        tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
         )
-        words = {name: words[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        tokens = {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}
         x = transform_images(images, self.transform, self.device).to(self.dtype)
         picture = self.vision(pixel_values=x).last_hidden_state
-        state = self.text(**words, encoder_hidden_states=picture).last_hidden_state[:, 0]
+        state = self.text(**tokens, encoder_hidden_states=picture).last_hidden_state[:, 0]
         return (self.head(state.float())[:, 0] - SCORE_MEAN) / SCORE_STD
 
 
@@ -160,19 +177,27 @@ def load_imagereward(
     tokenizer: str | None = None,  # folder or hub id; None: the weights', or bert-base-uncased
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
-    batch_size: int = 32,  # images at once
-) -> ImageReward:
-    """ImageReward on its raw scale; InputError where files or options are wrong."""
-    where, kind = resolve_device(device, dtype, batch_size)
+    batch_size: int = 32,  # images per forward pass
+) -> ImageReward:  # (images, prompts) -> scores
+    """Load ImageReward on its raw scale; raise InputError if files or options are wrong."""
+    scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size)
     config = json.loads(
         locate_hub_file("weights", weights, "med_config.json", _IMAGEREWARD_ID).read_text()
     )
     file = locate_hub_file("weights", weights, "ImageReward.pt", _IMAGEREWARD_ID)
-    beside = weights if (Path(weights) / "vocab.txt").is_file() else _BERT_ID
-    bert = load_tokenizer("tokenizer", str(tokenizer or beside), _BERT_ID)
+    has_tokenizer = (Path(weights) / "vocab.txt").is_file()
+    default_tokenizer = weights if has_tokenizer else _BERT_ID
+    bert = load_tokenizer("tokenizer", str(tokenizer or default_tokenizer), _BERT_ID)
     models = build_imagereward(read_imagereward_weights(file), config)
-    vision, text, head = (model.eval().requires_grad_(False).to(where) for model in models)
-    transform = ImageTransform(vision.config.image_size, vision.config.image_size, even=True)
+    vision, text, head = (model.eval().requires_grad_(False).to(scorer_device) for model in models)
+    side = vision.config.image_size
     return ImageReward(
-        bert, where, kind, batch_size, vision.to(kind), text.to(kind), head, transform
+        tokenizer=bert,
+        device=scorer_device,
+        dtype=scorer_dtype,
+        batch_size=batch_size,
+        vision=vision.to(scorer_dtype),
+        text=text.to(scorer_dtype),
+        head=head,  # stays in float32
+        transform=ImageTransform(side, side, even=True),
     )

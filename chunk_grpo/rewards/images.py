@@ -21,31 +21,20 @@ from .. import InputError
 Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
 OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, by channel
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # see `image_statistics`
+IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # columns of `image_statistics`
 
 # %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 def images_to_tensor(
-    images: Images, device: str | torch.device = "cpu"
+    images: Images,  # a batch in any of the three forms
+    device: str | torch.device = "cpu",  # where the result lies
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
-    """One batch of images; InputError for what is no image, for values outside [0, 1] and for several sizes."""
+    """Convert a batch of images to one tensor.
+
+    Raises InputError for anything that is not a batch of images, for values outside [0, 1] (0.01 is allowed for
+    rounding and cut off), and for PIL images of several sizes.
+    """
     if isinstance(images, Tensor):
-        if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-            raise InputError(
-                f"images: a tensor of shape {tuple(images.shape)} came; allowed is (B, 3, H, W)."
-            )
-        if images.dtype == torch.uint8:
-            return images.to(device).float() / 255
-        if not images.is_floating_point():
-            raise InputError(
-                f"images: a tensor of {images.dtype} came; allowed are uint8 and floats in [0, 1]."
-            )
-        x = images.to(device).float()
-        low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-        if not (low >= -0.01 and high <= 1.01):
-            raise InputError(
-                f"images: floats from {low.item():.3g} to {high.item():.3g} came; allowed are [0, 1]."
-            )
-        return x.clamp(0, 1)
+        return _check_image_tensor(images, device)
     pictures = images if isinstance(images, (list, tuple)) else [images]
     if pictures is not images or not all(isinstance(image, Image.Image) for image in images):
         kinds = ", ".join(sorted({type(image).__name__ for image in pictures}))
@@ -61,87 +50,126 @@ def images_to_tensor(
     arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(arrays).to(device).permute(0, 3, 1, 2).float() / 255
 
+
+def _check_image_tensor(
+    images: Tensor,  # uint8 or floats
+    device: str | torch.device,  # where the result lies
+) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
+    """Check a tensor of images and convert it to floats in [0, 1]."""
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
+        raise InputError(
+            f"images: a tensor of shape {tuple(images.shape)} came; allowed is (B, 3, H, W)."
+        )
+    if images.dtype == torch.uint8:
+        return images.to(device).float() / 255
+    if not images.is_floating_point():
+        raise InputError(
+            f"images: a tensor of {images.dtype} came; allowed are uint8 and floats in [0, 1]."
+        )
+    x = images.to(device).float()
+    if x.numel():
+        low, high = x.aminmax()
+    else:
+        low = x.new_zeros(())
+        high = x.new_zeros(())
+    # NaN compares as False, so this condition rejects it too.
+    if not (low >= -0.01 and high <= 1.01):
+        raise InputError(
+            f"images: floats from {low.item():.3g} to {high.item():.3g} came; allowed are [0, 1]."
+        )
+    return x.clamp(0, 1)
+
 # %% ../../nbs/04_rewards/01_images.ipynb #3d6d8137
 def resize_like_pillow(
-    x: Tensor, size: tuple[int, int]
-) -> Tensor:  # x: (B, 3, H, W), in [0, 1]; size: height, width
-    """Pillow's antialiased bicubic resize where `x` is: rows first, then columns, each rounded to grey levels."""
-    pixels, (height, width) = (
-        (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy(),
-        size,
-    )
-    wide = [
-        Image.fromarray(one).resize((width, x.shape[-2]), Image.Resampling.BICUBIC)
-        for one in pixels
-    ]
-    return images_to_tensor(
-        [one.resize((width, height), Image.Resampling.BICUBIC) for one in wide], x.device
-    )
+    x: Tensor,  # (B, 3, H, W), in [0, 1]
+    size: tuple[int, int],  # height and width after the resize
+) -> Tensor:  # (B, 3, height, width), on the device of `x`
+    """Resize with Pillow's antialiased bicubic kernel: rows first, then columns, each rounded to grey levels."""
+    height, width = size
+    pixels = (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    resized = []
+    for array in pixels:
+        # Two calls fix the order of the axes, which differs between versions of Pillow.
+        image = Image.fromarray(array)
+        image = image.resize((width, x.shape[-2]), Image.Resampling.BICUBIC)
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+        resized.append(image)
+    return images_to_tensor(resized, x.device)
 
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022
 def normalize_images(
-    x: Tensor, mean: Sequence[float] = OPENAI_CLIP_MEAN, std: Sequence[float] = OPENAI_CLIP_STD
-) -> Tensor:
-    """Channels of (B, 3, H, W) in [0, 1] with the mean taken off, divided by the standard deviation."""
+    x: Tensor,  # (B, 3, H, W) in [0, 1]
+    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # by channel
+    std: Sequence[float] = OPENAI_CLIP_STD,  # by channel
+) -> Tensor:  # (B, 3, H, W)
+    """Subtract the mean of each channel and divide by its standard deviation."""
     return (x - x.new_tensor(mean)[:, None, None]) / x.new_tensor(std)[:, None, None]
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """What a CLIP-like model does to a picture: shorter side, middle square, mean and deviation by channel."""
+    """How a CLIP-like model prepares a picture: resize of the shorter side, middle square, normalisation."""
 
     shortest_edge: int = 224  # the shorter side after the resize, pixels
-    crop_size: int = 224  # side of the square that is seen, pixels
-    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
-    std: tuple[float, float, float] = OPENAI_CLIP_STD
-    # an odd rest: half of it rounded to the even number (torchvision), else down (transformers)
+    crop_size: int = 224  # side of the middle square, pixels
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # by channel
+    std: tuple[float, float, float] = OPENAI_CLIP_STD  # by channel
+    # How half of an odd rest is rounded: to the even number (torchvision), else down (transformers).
     even: bool = False
 
 
 def transform_images(
-    images: Images, transform: ImageTransform, device: str | torch.device = "cpu"
-) -> Tensor:
-    """Images of any sizes as a CLIP-like model wants them: (B, 3, crop_size, crop_size), float32."""
-    side, edge, parts = transform.crop_size, transform.shortest_edge, []
-    for batch in [images] if isinstance(images, Tensor) else [[image] for image in images]:
+    images: Images,  # a batch in any of the three forms; PIL images may differ in size
+    transform: ImageTransform,  # the model's own
+    device: str | torch.device = "cpu",  # where the result lies
+) -> Tensor:  # (B, 3, crop_size, crop_size), float32
+    """Resize, crop and normalise images for a CLIP-like model."""
+    crop, edge = transform.crop_size, transform.shortest_edge
+    # PIL images may differ in size, so each is a batch of one.
+    batches = [images] if isinstance(images, Tensor) else [[image] for image in images]
+    transformed = []
+    for batch in batches:
         x = images_to_tensor(batch, device)
         height, width = x.shape[-2:]
-        long = int(edge * max(height, width) / min(height, width))
-        x = resize_like_pillow(x, (edge, long) if height <= width else (long, edge))
-        top, left = (
-            round((n - side) / 2) if transform.even else (n - side) // 2 for n in x.shape[-2:]
-        )
-        parts.append(
-            normalize_images(
-                x[..., top : top + side, left : left + side], transform.mean, transform.std
-            )
-        )
-    return torch.cat(parts)
+        longer = int(edge * max(height, width) / min(height, width))
+        size = (edge, longer) if height <= width else (longer, edge)
+        x = resize_like_pillow(x, size)
+        if transform.even:
+            top, left = (round((n - crop) / 2) for n in x.shape[-2:])
+        else:
+            top, left = ((n - crop) // 2 for n in x.shape[-2:])
+        square = x[..., top : top + crop, left : left + crop]
+        transformed.append(normalize_images(square, transform.mean, transform.std))
+    return torch.cat(transformed)
 
 # %% ../../nbs/04_rewards/01_images.ipynb #380c769c
 def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
-    """What the brightness of a pixel has beyond the mean of its four neighbours."""
-    bright = image.float().mean(0)
-    wide = pad(bright[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
-    return bright - (wide[:-2, 1:-1] + wide[2:, 1:-1] + wide[1:-1, :-2] + wide[1:-1, 2:]) / 4
+    """Return the brightness of each pixel minus the mean of its four neighbours."""
+    brightness = image.float().mean(0)
+    padded = pad(brightness[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
+    above, below = padded[:-2, 1:-1], padded[2:, 1:-1]
+    left, right = padded[1:-1, :-2], padded[1:-1, 2:]
+    return brightness - (above + below + left + right) / 4
 
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
 def image_statistics(
-    images: Tensor, period: int
+    images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
+    period: int,  # side of a patch, pixels
 ) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
-    # images: (B, 3, H, W) in [0, 1], on the CPU, H and W multiples of the period; period: pixels of a patch a side
-    """Saturation, root mean square of the fine detail, and the share of it that repeats in multiples of what noise has."""
+    """Measure the saturation, fine detail and grid of each image.
+
+    The columns are the mean saturation, the root mean square of `fine_detail`, and the share of the fine detail's
+    energy that repeats with the period, divided by the share that noise has.
+    """
     rows = [torch.empty(0, len(IMAGE_STATISTICS))]
     for image in images:
         fine = fine_detail(image)
         height, width = fine.shape
         centred = fine - fine.mean()
+        # Folding keeps the harmonics of the period and cancels every other wave.
         folded = centred.reshape(height // period, period, width // period, period).mean((0, 2))
         share = folded.square().mean() / centred.square().mean().clamp(min=1e-12)
         grid = share * (height * width - 1) / (period**2 - 1)
-        rows.append(
-            torch.stack(
-                [(image.amax(0) - image.amin(0)).mean(), fine.square().mean().sqrt(), grid]
-            )[None]
-        )
+        saturation = (image.amax(0) - image.amin(0)).mean()
+        rows.append(torch.stack([saturation, fine.square().mean().sqrt(), grid])[None])
     return torch.cat(rows)

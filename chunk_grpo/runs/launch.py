@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch.distributed.elastic.multiprocessing import (
@@ -60,18 +61,23 @@ from ..training.callbacks import Callback, as_callbacks, format_progress
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
-def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
+def _train_here(
+    run: Path,  # the run folder
+    callbacks: Sequence[Callback | Callable],  # as for `train`
+) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started."""
-    first = os.environ.get("RANK", "0") == "0"
-    began = time.time()
+    is_first = os.environ.get("RANK", "0") == "0"
+    start = time.time()
     threads = torch.get_num_threads()
 
     class Finish(Callback):
+        """Mark the run as finished, once its files are on the disk."""
+
         def on_train_end(self, state) -> None:
+            """Write the status, the seconds and the hashes of the weights to run.json."""
             sync_tree(state.run)
-            seconds = (
-                (read_json(state.run / "run.json").get("seconds") or 0.0) + time.time() - began
-            )
+            seconds_before = read_json(state.run / "run.json").get("seconds") or 0.0
+            seconds = seconds_before + time.time() - start
             update_run_json(
                 state.run,
                 status="finished",
@@ -81,11 +87,12 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
             )
 
     with (
-        lock_log(run / "train.log") if first else contextlib.nullcontext() as log,
+        lock_log(run / "train.log") if is_first else contextlib.nullcontext() as log,
         raise_on_sigterm(),
     ):
 
         def say(text: str) -> None:
+            """Write a line to the log, and show it if the user should see it at once."""
             log.write(f"{text}\n".encode())
             log.flush()
             if text.startswith("warning: "):
@@ -94,16 +101,17 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
                 _print(text)
 
         try:
-            if first:
+            if is_first:
                 update_run_json(
                     run,
                     status="running",
-                    started=read_run_info(run).get("started") or began,
+                    started=read_run_info(run).get("started") or start,
                     error=None,
                 )
                 callbacks = [*callbacks, Finish()]
             train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), say)
         except Exception:
+            # An error after the weights were written, such as a lost connection, does not fail the run.
             if not _is_finished(run):
                 raise
         finally:
@@ -111,7 +119,7 @@ def _train_here(run: Path, callbacks: Sequence[Callback | Callable]) -> None:
 
 
 def _is_finished(run: Path) -> bool:
-    """Whether nothing is left to train."""
+    """Return True if nothing is left to train."""
     return (
         (run / "run.json").is_file()
         and read_run_info(run)["status"] == "finished"
@@ -119,23 +127,31 @@ def _is_finished(run: Path) -> bool:
     )
 
 
-def _print(text: str, stream=None) -> None:
-    """Print a line; a reader that has gone, or a full disk behind it, ends no training."""
+def _print(
+    text: str,  # one line
+    stream: TextIO | None = None,  # None: stdout
+) -> None:
+    """Print a line; a closed pipe or a full disk behind the stream does not stop the training."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=stream or sys.stdout, flush=True)
 
 
-def print_progress(line: dict, s: Settings) -> None:
-    """Print an iteration; to be given to `train` among the callbacks."""
+def print_progress(
+    line: dict,  # the metrics of an iteration
+    s: Settings,  # of the run
+) -> None:
+    """Print the progress of an iteration; a callback for `train`."""
     _print(format_progress(line, s.iterations))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #281c660e
 def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
-    """What an error means for a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."""
+    """Translate an error of a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."""
     text = "".join(traceback.format_exception(error))
-    if isinstance(error, (KeyboardInterrupt, Terminated)):
-        return 130 if isinstance(error, KeyboardInterrupt) else 143, "it was interrupted", ""
-    if isinstance(error, SystemExit):  # what a reward does in another thread comes out here
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "it was interrupted", ""
+    if isinstance(error, Terminated):
+        return 143, "it was interrupted", ""
+    if isinstance(error, SystemExit):  # a reward in another thread may have called sys.exit
         return (
             1,
             f"the run is not finished, but sys.exit({error.code!r}) was called, as by a reward",
@@ -149,73 +165,73 @@ def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
 def _explain_workers(
-    failures: Mapping[int, ProcessFailure],
-) -> tuple[int, str, str]:  # as `_explain`
-    """What the worker that failed first said; those that the agent ended do not count."""
+    failures: Mapping[int, ProcessFailure],  # by rank
+) -> tuple[int, str, str]:  # exit code, reason, traceback
+    """Translate the error of the worker that failed first; workers that the agent ended do not count."""
 
-    def began(rank: int) -> float:
-        killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
-        return failures[rank].error_file_data.get("time", 0.0 if killed else float("inf"))
+    def failure_time(rank: int) -> float:
+        """Return when a worker failed: 0 if it was killed, infinity if the agent ended it."""
+        was_killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
+        default = 0.0 if was_killed else float("inf")
+        return failures[rank].error_file_data.get("time", default)
 
-    rank = min(failures, key=began)
-    code, told = failures[rank].exitcode, failures[rank].error_file_data
-    if "time" in told:
-        return (
-            (2, told["message"], "")
-            if code == 2
-            else (1, f"rank {rank}: {told['message']}", told["traceback"])
-        )
+    rank = min(failures, key=failure_time)
+    code, report = failures[rank].exitcode, failures[rank].error_file_data
+    if "time" in report:
+        if code == 2:
+            return 2, report["message"], ""
+        return 1, f"rank {rank}: {report['message']}", report["traceback"]
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"exited with {code}"
     return 1, f"rank {rank} {how}", ""
 
 
-def _work(run: Path, parent: int) -> int:  # exit code
-    """Train as one of several processes; the error, if there is one, goes to the agent."""
+def _work(
+    run: Path,  # the run folder
+    parent: int,  # process id of the agent
+) -> int:  # exit code
+    """Train as one of several processes, and write an error to the file that the agent reads."""
     die_with_parent(parent)()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun has it: processes share the cores
+        torch.set_num_threads(1)  # as torchrun does it: processes share the cores
     try:
         _train_here(run, [print_progress] if os.environ["RANK"] == "0" else [])
     except BaseException as error:
-        code, words, text = _explain(error)
+        code, reason, text = _explain(error)
         if code not in (130, 143):
-            about = json.dumps({"message": words, "time": time.time(), "traceback": text})
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(about, encoding="utf-8")
+            report = json.dumps({"message": reason, "time": time.time(), "traceback": text})
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report, encoding="utf-8")
         return code
     return 0
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0002
 def _launch(
-    run: Path,
-    log: str,
-    processes: int,
-    nodes: int,
-    node_rank: int,
-    rendezvous: str,
-    max_restarts: int,
-):
+    run: Path,  # the run folder
+    log: str,  # name of its file that gets the workers' error output
+    processes: int,  # on each machine
+    nodes: int,  # machines
+    node_rank: int,  # number of this machine
+    rendezvous: str,  # HOST:PORT of the first machine
+    max_restarts: int,  # after a failed process
+) -> None:
     """Train a run folder with torch's launcher, here or as one of several machines."""
-    before = {
+    handlers = {
         x: signal.getsignal(x)
         for x in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
-    quiet = logging.getLogger("torch.distributed.elastic")
-    quiet.propagate, quiet.handlers = (
-        False,
-        [logging.NullHandler()],
-    )  # what it tells stands in the error
-    meeting = (
-        {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
-        if nodes == 1
-        else {
+    # The launcher's log lines are silenced: the error raised below tells the same.
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    logger.handlers = [logging.NullHandler()]
+    if nodes == 1:
+        rendezvous_options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    else:
+        rendezvous_options = {
             "rdzv_backend": "static",
             "rdzv_endpoint": rendezvous,
             "rdzv_configs": {"rank": node_rank, "timeout": 600},
         }
-    )
-    os.environ.setdefault(
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"
-    )  # a shared one keeps old keys at a restart
+    # A shared store would keep old keys when workers restart.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with temporary_folder("torchrun") as logs:
         config = LaunchConfig(
             nodes,
@@ -224,42 +240,43 @@ def _launch(
             logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
             run_id="chunk-grpo",
             max_restarts=max_restarts,
-            **meeting,
+            **rendezvous_options,
         )
         try:
             elastic_launch(config, sys.executable)(
                 "-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid())
             )
         except SignalException as error:
-            raise (
-                KeyboardInterrupt
-                if error.sigval == signal.SIGINT
-                else Terminated(128 + error.sigval)
-            ) from None
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise Terminated(128 + error.sigval) from None
         except (torch.distributed.DistError, RendezvousError, TimeoutError) as error:
             raise InputError(
                 f"`rendezvous` must be where all {nodes} machines meet; at {rendezvous}: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         finally:
-            with contextlib.suppress(ValueError):  # signals belong to the main thread
-                for number, handler in before.items():
+            with contextlib.suppress(ValueError):  # only the main thread may set handlers
+                for number, handler in handlers.items():
                     signal.signal(number, handler)
-            with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as kept:
-                kept.writelines(file.read_bytes() for file in sorted(logs.rglob("stderr.log")))
+            with contextlib.suppress(FileNotFoundError), open(file_of_run(run, log), "ab") as file:
+                file.writelines(path.read_bytes() for path in sorted(logs.rglob("stderr.log")))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
 def train_folder(
     run: Path,  # the run's folder
     callbacks: Sequence[Callback | Callable] = (),  # as for `train`
     fresh: bool = False,  # remove the folder again if the run rejects its input
-    processes: int = 1,  # as for `train`, like the following
+    processes: int = 1,  # on each machine
     nodes: int = 1,  # machines
     node_rank: int = 0,  # number of this machine
     rendezvous: str = "",  # HOST:PORT of the first machine
     max_restarts: int = 0,  # after a failed process
 ) -> None:
-    """Train a folder of `create_run` to its end and note how it ended; InputError or TrainingFailed where not well."""
+    """Train a folder of `create_run` to its end and record how it ended.
+
+    Raises InputError for bad input, TrainingFailed for a crash, and passes an interrupt on.
+    """
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
         if processes * nodes == 1:
@@ -267,51 +284,63 @@ def train_folder(
         else:
             _launch(run, log, processes, nodes, node_rank, rendezvous, max_restarts)
     except BaseException as error:
-        workers = error.failures if isinstance(error, errors.ChildFailedError) else None
-        code, words, text = _explain_workers(workers) if workers else _explain(error)
+        failures = error.failures if isinstance(error, errors.ChildFailedError) else None
+        code, reason, text = _explain_workers(failures) if failures else _explain(error)
+        is_interrupt = code in (130, 143)
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
+        # Only the first machine changes more than its log.
         if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
-            made = read_json(run / "run.json").get("made_folder", True)
-            ours = (
-                "run.json",
-                "trial.json",
-                "profile.json",
-                "metrics.jsonl",
-                "train*.log",
-                "packages*.txt",
-                "samples",
-                "code",
-                "chunk_grpo",
-            )  # which a tracker makes
-            for one in [one for name in ours for one in run.glob(name)]:
-                shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
-            remove_abandoned(run)
-            if made and not any(run.iterdir()):
-                run.rmdir()
+            _roll_back(run)
         elif not node_rank and not _is_finished(run):
-            update_run_json(
-                run, status="interrupted" if code in (130, 143) else "failed", error=words
-            )
-        if code in (130, 143) or isinstance(error, InputError):
+            status = "interrupted" if is_interrupt else "failed"
+            update_run_json(run, status=status, error=reason)
+        if is_interrupt or isinstance(error, InputError):
             raise
-        stopped = f"training stopped in {run}: {words}; the log is {run / log}"
-        raise (InputError(words) if code == 2 else TrainingFailed(stopped)) from (
-            None if workers else error
-        )
+        # A worker's own error is another process's, so the agent's error explains nothing.
+        cause = None if failures else error
+        if code == 2:
+            raise InputError(reason) from cause
+        message = f"training stopped in {run}: {reason}; the log is {run / log}"
+        raise TrainingFailed(message) from cause
+
+
+def _roll_back(run: Path) -> None:
+    """Remove the files of a run that rejected its input, and its folder if the run made it and it is empty."""
+    made_folder = read_json(run / "run.json").get("made_folder", True)
+    patterns = (
+        "run.json",
+        "trial.json",
+        "profile.json",
+        "metrics.jsonl",
+        "train*.log",
+        "packages*.txt",
+        "samples",
+        "code",
+        "chunk_grpo",  # made by a tracker
+    )
+    files = [file for pattern in patterns for file in run.glob(pattern)]
+    for file in files:
+        if file.is_dir():
+            shutil.rmtree(file)
+        else:
+            file.unlink(missing_ok=True)
+    remove_abandoned(run)
+    if made_folder and not any(run.iterdir()):
+        run.rmdir()
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    """InputError where one process is to train and the environment speaks of others, or of other settings."""
+    """Raise InputError if one process is to train, but the environment describes several or changes settings."""
     check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-    alone = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
+    expected = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
     wrong = [
         f"{name}={os.environ[name]}"
-        for name, one in alone.items()
-        if os.environ.get(name, one) != one
+        for name, value in expected.items()
+        if os.environ.get(name, value) != value
     ]
     if wrong:
         raise InputError(
@@ -331,9 +360,9 @@ def check_launcher() -> None:
     callbacks=Sequence[Callback | Callable],
 )
 def train(
-    s: Settings | str | Path | Mapping,  # or what `load_settings` takes
+    s: Settings | str | Path | Mapping,  # settings, or what `load_settings` takes
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
-    resume: bool = False,  # take up the run that lies there
+    resume: bool = False,  # resume the run in that folder
     processes: int = 1,  # on each machine
     callbacks: Sequence[Callback | Callable] = (),  # a function gets each line and the settings
     nodes: int = 1,  # machines
@@ -342,7 +371,10 @@ def train(
     max_restarts: int = 0,  # after a failure of one of several processes
     on_made: Callable[[Path], object] | None = None,  # called when the run folder exists
 ) -> Path:  # the folder of the finished run
-    """Train in this process, or in several; InputError for bad input, TrainingFailed for a crash."""
+    """Train in this process, or in several, and return the run folder.
+
+    Raises InputError for bad input, TrainingFailed for a crash.
+    """
     s = s if isinstance(s, Settings) else load_settings(s)
     total = processes * nodes
     if nodes > 1 and max_restarts:
@@ -354,8 +386,8 @@ def train(
         raise InputError(
             f"`node_rank` must be a whole number from 0 to {nodes - 1}; got {node_rank}"
         )
-    place = re.fullmatch(r"(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", rendezvous)
-    if nodes > 1 and not (place and 0 < int(place[1]) < 65536):
+    address = re.fullmatch(r"(?:[\w.-]{1,253}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", rendezvous)
+    if nodes > 1 and not (address and 0 < int(address[1]) < 65536):
         raise InputError(
             "`rendezvous` must be HOST:PORT of the first machine, such as gpu-a:29500; "
             f"got {rendezvous!r}"
@@ -369,6 +401,7 @@ def train(
         )
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
+    # The first machine makes the folder; the others only check what they can.
     if not node_rank:
         run = create_run(s, out, resume, total, nodes)
         if on_made:

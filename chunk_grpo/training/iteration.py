@@ -63,45 +63,46 @@ _LATER: Any = None  # of what a state gets before anybody asks for it
 # %% ../../nbs/07_training/04_iteration.ipynb #2928d2b7
 @dataclass
 class TrainingState:
-    """What a run has, and what of it lasts from one iteration to the next."""
+    """What a run holds, and what of it lasts from one iteration to the next."""
 
     s: setting.Settings
     run: Path  # the run folder
     accelerator: Accelerator
-    prompts: list[str]
-    held_out: list[str]
+    prompts: list[str]  # to train on
+    held_out: list[str]  # prompts to evaluate on
     reward_weights: dict[str, float]  # of the rewards trained on
     # those trained on and those only measured: (images, prompts) -> scores
     rewards: dict[str, Callable]
     method: Method
-    run_id: str = ""  # of run.json, where there is one
-    executor: ThreadPoolExecutor = field(
-        default_factory=scoring_thread
-    )  # scores while the policy draws
-    limit: int = 0  # transitions in one forward of an update
+    run_id: str = ""  # of run.json, if there is one
+    # scores images while the policy samples the next
+    executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
+    limit: int = 0  # transitions in one forward pass of an update
     policy: Policy = _LATER  # from here on: what iterations change
     optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
-    copies: dict[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # weights that the method keeps, by its names
+    # weights that the method keeps, by its names
+    copies: dict[str, list[Tensor]] = field(default_factory=dict)
     profile: Tensor | None = None  # (T,) mean distances of the base, once measured
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
-    # of these, seconds in which the process' threads computed, summed over threads
+    # of these, seconds in which the threads of the process computed, summed over threads
     cpu: float = 0.0
 
     def averages(self) -> dict[str, list[Tensor]]:
-        """The moving average, where there is one, and the method's copies of the weights, in the order of these."""
+        """Return the moving average, if there is one, and the method's copies of the weights, in this order."""
         return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.copies
 
     @property
     def identity(self) -> dict:  # run_id, settings
-        """What a checkpoint must share with the run that goes on from it."""
+        """Return what a checkpoint must share with the run that resumes from it."""
         return {"run_id": self.run_id, "settings": self.s.model_dump(mode="json")}
 
-    def own_prompts(self, iteration: int) -> list[int]:
-        """This process' prompts of an iteration, 0, 1, ..., as positions in the list."""
+    def own_prompts(
+        self,
+        iteration: int,  # 0, 1, ...
+    ) -> list[int]:  # positions in the list of prompts
+        """Return this process's prompts of an iteration."""
         ids = sample_prompt_indices(
             len(self.prompts), self.s.prompts_per_iteration, self.s.seed, iteration
         )
@@ -109,15 +110,15 @@ class TrainingState:
         return ids[self.accelerator.process_index * share :][:share]
 
     def held_out_places(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The images of an evaluation, (prompt's position, number of the image): all, and those of this process."""
+        """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process."""
         chosen = evenly_spaced_positions(len(self.held_out), self.s.eval_count)
         places = [(p, i) for p in chosen for i in range(self.s.eval_images)]
         return places, places[self.accelerator.process_index :: self.accelerator.num_processes]
 
     def needed_prompts(self) -> list[str]:
-        """Every prompt that this process will draw or be evaluated on, once."""
+        """Return every prompt that this process will sample or be evaluated on, once."""
         drawn = [self.prompts[p] for i in range(self.s.iterations) for p in self.own_prompts(i)]
-        # the first: see `metrics`
+        # The first held-out prompt is always needed: see `metrics`.
         held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_places()[1]]]
         return list(dict.fromkeys([*drawn, *held_out]))
 
@@ -140,9 +141,10 @@ def make_accelerator(
 
 
 def prepare_state(
-    s: setting.Settings, run: Path
-) -> TrainingState:  # an existing folder; returns without policy
-    """Read what a run needs besides its weights; InputError where something is wrong."""
+    s: setting.Settings,
+    run: Path,  # an existing folder
+) -> TrainingState:  # without policy and optimizer
+    """Check the settings, and load all that a run needs except its weights; raise InputError if a check fails."""
     if s.threads:
         torch.set_num_threads(s.threads)
     trackers = None if s.tracker == "none" else s.tracker
@@ -159,9 +161,8 @@ def prepare_state(
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
-    check_same_code(
-        note, find_code(s) if "code" in note else {}, Path(run)
-    )  # it may have been edited since
+    # User code may have been edited since the run began.
+    check_same_code(note, find_code(s) if "code" in note else {}, Path(run))
     method = load_method(s)
     prompts = read_prompts(s.prompts, "prompts")
     held_out = read_prompts(s.eval_prompts, "eval_prompts")
@@ -172,8 +173,9 @@ def prepare_state(
     scorers = {
         name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names
     }
-    asked = names if s.anchor_share < 1 else trained_on  # those that score the images of training
-    check_prompts({name: scorers[name] for name in asked}, prompts, "prompts")
+    # With an `anchor_share` below 1, the other rewards score the images of training too.
+    training_rewards = names if s.anchor_share < 1 else trained_on
+    check_prompts({name: scorers[name] for name in training_rewards}, prompts, "prompts")
     check_prompts(scorers, held_out, "eval_prompts")
     return TrainingState(
         s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
@@ -236,25 +238,36 @@ def load_policy_and_optimizer(
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
 @torch.no_grad()
 def _score_completions(
-    state: TrainingState, context: ReplayContext, levels: Tensor
-) -> dict[str, Tensor]:
-    """Raw scores (B,) of what the ODE makes on these levels of the states at the first of them; one where they agree."""
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    levels: Tensor,  # (n + 1,) long, positions in the grid; the states are those at the first
+) -> dict[str, Tensor]:  # raw scores (B,) by reward
+    """Complete the states at the first of the levels by the ODE, and score the images.
+
+    If all images of a group are in one state, it is completed once and its score is repeated.
+    """
     start = int(levels[0])
-    paths, policy, batch = context.trajectories, state.policy, state.s.rollout_batch
-    alike = state.s.images_per_prompt if is_one_state(state.s, paths.sampler, start) else 1
-    now = paths.latents[:, start].float()
-    first = torch.arange(0, len(paths.keys), alike)
+    paths = context.trajectories
+    policy = state.policy
+    batch = state.s.rollout_batch
+
+    images_per_state = 1
+    if is_one_state(state.s, paths.sampler, start):
+        images_per_state = state.s.images_per_prompt
+    current = paths.latents[:, start].float()
+    first = torch.arange(0, len(paths.keys), images_per_state)
     prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
+
     store = TORCH_DTYPES[state.s.latents_dtype]
     final = complete_states(
-        policy, context.rows(first), now[first], paths.sampler, levels, batch, store
+        policy, context.rows(first), current[first], paths.sampler, levels, batch, store
     )
     images = decode_latents(policy, final, batch)
     scores = {
         name: score_images(name, state.rewards[name], images, prompts)
         for name in state.reward_weights
     }
-    return {name: x.repeat_interleave(alike) for name, x in scores.items()}
+    return {name: x.repeat_interleave(images_per_state) for name, x in scores.items()}
 
 
 def chunk_gains(
@@ -263,19 +276,23 @@ def chunk_gains(
     scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
     # transitions (n,) and gains (B,) by reward of every chunk
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """How much the image that the ODE makes of a state gains by each chunk (DenseGRPO, 2601.20218)."""
-    s, paths, after, gains = state.s, context.trajectories, scores, []
+    """Compute each chunk's gain: the score of its last state's completion less that of its first (DenseGRPO, 2601.20218).
+
+    The chunks come in reverse order, the last first.
+    """
+    s = state.s
+    paths = context.trajectories
     places = state.method.places(paths.sampler)
-    for chunk in reversed(
-        state.method.chunks(torch.ones(len(places))).slices
-    ):  # from the image back to the noise
+    gains = []
+
+    # From the image back to the noise: the state before a chunk is the state after the chunk before it.
+    after = scores
+    for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):
         start = int(places[chunk][0])
-        last = len(paths.sampler) - start
-        kept = (
-            start
-            + torch.linspace(0, last, min(s.completion_steps or last, last) + 1).round().long()
-        )
-        before = _score_completions(state, context, kept)
+        remaining = len(paths.sampler) - start
+        steps = min(s.completion_steps or remaining, remaining)
+        levels = start + torch.linspace(0, remaining, steps + 1).round().long()
+        before = _score_completions(state, context, levels)
         before = {name: x.to(after[name]) for name, x in before.items()}
         gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
         after = before
@@ -283,78 +300,85 @@ def chunk_gains(
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4812e474
 def _of_all_groups(
-    state: TrainingState, scores: dict[str, Tensor], function: Callable
+    state: TrainingState,
+    scores: dict[str, Tensor],  # (B, ...) of this process, by name
+    function: Callable[[dict[str, Tensor]], Tensor],  # scores (P, G ...) of all groups -> the same
 ) -> Tensor:  # (B, ...)
-    """This process' part of what a function says of the scores (B, ...) of all processes, in groups (P, G ...)."""
-    alike = next(iter(scores.values()))
+    """Gather the scores of all processes in groups, apply the function, and return this process's slice."""
+    first = next(iter(scores.values()))
     device = state.accelerator.device
-    size = state.s.images_per_prompt * alike[0].numel()
-    every = {
+    size = state.s.images_per_prompt * first[0].numel()
+    gathered = {
         name: state.accelerator.gather(x.to(device)).cpu().reshape(-1, size)
         for name, x in scores.items()
     }
-    return function(every).reshape(-1, *alike.shape[1:])[
-        len(alike) * state.accelerator.process_index :
-    ][: len(alike)]
+    result = function(gathered).reshape(-1, *first.shape[1:])
+    start = len(first) * state.accelerator.process_index
+    return result[start:][: len(first)]
 
 
 def compare_groups(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
     scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
-    combined: Tensor,  # (P, G) of this process' groups, of `combine_rewards`
+    combined: Tensor,  # (P, G) of this process's groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
-    """The method's advantages of what `credit_of` names."""
-    s, method, sampler = state.s, state.method, context.trajectories.sampler
+    """Compute the method's advantages of what `credit_of` names: images, chunks or edges of a tree."""
+    s = state.s
+    method = state.method
+    sampler = context.trajectories.sampler
 
-    def advantages(every: dict[str, Tensor]) -> Tensor:
-        shape = next(iter(every.values())).shape
-        copies = {name: x.clone() for name, x in every.items()}  # the scores are in the metrics too
+    def advantages(gathered: dict[str, Tensor]) -> Tensor:
+        """Call the method's `advantages` on the scores of all groups, and check its result."""
+        shape = next(iter(gathered.values())).shape
+        # The metrics read the scores too, so the method gets copies.
+        copies = {name: x.clone() for name, x in gathered.items()}
         returned = method.advantages(copies, dict(state.reward_weights))
-        own = (
-            type(method).advantages is not Method.advantages
-        )  # else rewards are to blame, as the trainer says
-        check_floats(method, "advantages", returned, shape, "(P, G)", finite=own)
+        # If the package's own `advantages` are not finite, the rewards are at fault; the trainer says so.
+        is_overridden = type(method).advantages is not Method.advantages
+        check_floats(method, "advantages", returned, shape, "(P, G)", finite=is_overridden)
         return returned
 
-    def compared(of: dict[str, Tensor]) -> Tensor:
-        return _of_all_groups(state, of, advantages)
+    def compared(raw_scores: dict[str, Tensor]) -> Tensor:
+        """Return this process's advantages (B, ...) of scores (B, ...)."""
+        return _of_all_groups(state, raw_scores, advantages)
 
     if s.credit_of == "image":
         of_strides = [compared(scores)]
         start = int(method.places(sampler)[-1]) + 1
-        for stride in map(
-            int, s.completion_strides.split(",")[1:]
-        ):  # the first is the rollout's own
+        # The first stride is the rollout's own.
+        for stride in map(int, s.completion_strides.split(",")[1:]):
             levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
             of_strides.append(compared(_score_completions(state, context, levels)))
-        most = s.advantage_clamp
-        return (
-            of_strides[0]
-            if len(of_strides) == 1
-            else torch.stack(of_strides).sum(0).clamp(-most, most)
-        )
+        if len(of_strides) == 1:
+            return of_strides[0]
+        limit = s.advantage_clamp
+        return torch.stack(of_strides).sum(0).clamp(-limit, limit)
+
     if s.credit_of in ("depth", "leaves"):
         states = sharing.shared_states(method.table, sampler.stochastic)
-        return sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp).flatten(
-            0, 1
-        )
+        edges = sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp)
+        return edges.flatten(0, 1)
+
+    # The gains of a chunk are compared within the chunk, or all gains of a group with one another.
     advantage = torch.zeros(combined.numel(), len(sampler))
     gains = chunk_gains(state, context, scores)
     if s.credit_of == "gain":
         of_chunks = [compared(gain) for _, gain in gains]
     else:
-        of_chunks = compared(
-            {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
-        ).T
-    for (part, _), one in zip(gains, of_chunks, strict=True):
-        advantage[:, part] = one[:, None]
+        stacked = {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
+        of_chunks = compared(stacked).T
+    for (steps, _), chunk_advantage in zip(gains, of_chunks, strict=True):
+        advantage[:, steps] = chunk_advantage[:, None]
     return advantage
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4e6eae61
 @contextlib.contextmanager
-def count_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds of a phase to those of its name, without those of the phases in it."""
+def count_seconds(
+    seconds: dict[str, float],  # phase -> seconds so far, 0 for a new phase
+    name: str,  # of the phase within this context
+) -> Iterator[None]:
+    """Add the seconds spent in this phase, nested phases excluded, to `seconds[name]`."""
     start = time.perf_counter()
     others = sum(seconds.values())
     yield
@@ -363,9 +387,9 @@ def count_seconds(seconds: dict[str, float], name: str) -> Iterator[None]:
 # %% ../../nbs/07_training/04_iteration.ipynb #ca6892ed
 @dataclass(frozen=True)
 class Rollout:
-    """The B images that an iteration drew in this process, and what they are worth."""
+    """The B images that an iteration sampled in this process, with their scores and advantages."""
 
-    context: ReplayContext  # their trajectories, and what it takes to ask the policy about them
+    context: ReplayContext  # their trajectories, and what it takes to replay them
     scores: dict[str, Tensor]  # raw, by reward, (B,)
     combined: Tensor  # (B,), of `combine_rewards`
     advantage: Tensor  # (B,), or (B, T) of every transition
@@ -373,123 +397,162 @@ class Rollout:
     seconds: dict[str, float]  # of the iteration's phases; the later ones add theirs
 
 
-def _begin_groups(state: TrainingState, count: int, names: Iterable[str]):
-    """This process' prompts; keys of their images, `count` each; the place of each one's prompt; what scores them."""
-    mine = state.own_prompts(state.iteration)
-    keys = [(state.s.seed, state.iteration, p, g) for p in mine for g in range(count)]
+def _begin_groups(
+    state: TrainingState,
+    count: int,  # images per prompt
+    names: Iterable[str],  # of the rewards that score them
+) -> tuple[list[int], list[tuple[int, int, int, int]], Tensor, StreamingScores]:
+    """Return this process's prompts, the keys of their images, the prompt index of each image, and the scorer."""
+    prompt_ids = state.own_prompts(state.iteration)
+    keys = [(state.s.seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
+    row = torch.arange(len(prompt_ids)).repeat_interleave(count)
     scorers = {name: state.rewards[name] for name in names}
-    arriving = StreamingScores(
-        state.executor, scorers, [state.prompts[prompt] for _, _, prompt, _ in keys]
+    texts = [state.prompts[prompt] for _, _, prompt, _ in keys]
+    streaming_scores = StreamingScores(state.executor, scorers, texts)
+    return prompt_ids, keys, row, streaming_scores
+
+
+def _anchored_images(
+    state: TrainingState,
+    combined: Tensor,  # (B,), combined rewards that are trained on
+    others: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
+) -> Tensor | None:  # (B,) bool; None: all
+    """Return the images that the anchor counts for: those whose reward outruns the other rewards."""
+    if state.s.anchor_share >= 1:
+        return None
+    share = state.s.anchor_share
+    return _of_all_groups(
+        state,
+        {"": combined, **others},
+        lambda every: credit.outrun_images(every.pop(""), list(every.values()), share),
     )
-    return mine, keys, torch.arange(len(mine)).repeat_interleave(count), arriving
+
+
+def _weigh_by_distance(
+    advantage: Tensor,  # (B,), or (B, T) of every transition
+    features: Tensor,  # (B, D), embeddings of the images
+    group: int,  # G, images per prompt
+) -> Tensor:  # as advantage
+    """Multiply positive advantages by the image's distance to the nearest image of its group."""
+    distance = credit.nearest_distances(features.unflatten(0, (-1, group))).flatten()
+    distance = distance.reshape(-1, *[1] * (advantage.ndim - 1))
+    return torch.where(advantage > 0, distance * advantage, advantage)
 
 
 def sample_groups(state: TrainingState) -> Rollout:
-    """Draw and score a group of images for each of this process' prompts."""
+    """Sample a group of images for each of this process's prompts, score them, and compute their advantages."""
     s = state.s
     method = state.method
     seconds = defaultdict(float)
-    beside = (
-        [name for name in s.eval_rewards if name not in state.reward_weights]
-        if s.anchor_share < 1
-        else []
+
+    # Rewards that are not trained on score these images only if they decide where the anchor counts.
+    other_rewards = []
+    if s.anchor_share < 1:
+        other_rewards = [name for name in s.eval_rewards if name not in state.reward_weights]
+    prompt_ids, keys, row, streaming_scores = _begin_groups(
+        state, s.images_per_prompt, [*state.reward_weights, *other_rewards]
     )
-    mine, keys, row, arriving = _begin_groups(
-        state, s.images_per_prompt, [*state.reward_weights, *beside]
-    )
-    statistics, features = [], []
-    conditioning = state.policy.encode([state.prompts[p] for p in mine])
+    statistics = []
+    features = []
+    conditioning = state.policy.encode([state.prompts[p] for p in prompt_ids])
 
     def ready(final: Tensor) -> None:
+        """Decode a batch of latents (b, S, C) and hand the images to the scoring thread."""
         with count_seconds(seconds, "decode"):
             images = decode_latents(state.policy, final, s.rollout_batch)
-            arriving.add(images)
+            streaming_scores.add(images)
             statistics.append(
                 image_statistics(images, state.policy.patch * state.policy.vae_scale_factor)
             )
         if s.diversity:
             features.append(state.rewards[setting.embedding_reward(s)].embed(images))
 
+    # Sample with the present weights, or with a copy, as DiffusionNFT does.
     before = ReplayContext(state.policy, conditioning, _LATER, state.copies)
     with count_seconds(seconds, "rollout"):
         with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
             paths = sample_trajectories(
-                state.policy,
-                conditioning,
-                row,
-                keys,
-                method.sampler(state.iteration),
-                s.rollout_batch,
-                s.shared_noise,
-                TORCH_DTYPES[s.latents_dtype],
-                s.latents_on == "host",
-                ready,
-                method.table,
-                s.noise_spread,
+                policy=state.policy,
+                conditioning=conditioning,
+                row=row,
+                keys=keys,
+                sampler=method.sampler(state.iteration),
+                batch=s.rollout_batch,
+                shared=s.shared_noise,
+                store=TORCH_DTYPES[s.latents_dtype],
+                host=s.latents_on == "host",
+                ready=ready,
+                table=method.table,
+                spread=s.noise_spread,
             )
-    with count_seconds(
-        seconds, "reward"
-    ):  # what is left of it: images of earlier batches were scored on the way
-        scores = arriving.scores()
+
+    # Wait for the last scores; those of earlier batches came during the rollout.
+    with count_seconds(seconds, "reward"):
+        scores = streaming_scores.scores()
     groups = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
     combined = credit.combine_rewards(groups, state.reward_weights)
-    others = {name: scores.pop(name) for name in beside}
-    anchored = None
-    if s.anchor_share < 1:
-        anchored = _of_all_groups(
-            state,
-            {"": combined.flatten(), **others},
-            lambda every: credit.outrun_images(every.pop(""), list(every.values()), s.anchor_share),
-        )
+
+    # The other rewards get no credit, so they leave the scores here.
+    others = {name: scores.pop(name) for name in other_rewards}
+    anchored = _anchored_images(state, combined.flatten(), others)
     context = replace(before, trajectories=paths, anchored=anchored)
-    further = "gain" in s.credit_of or "," in s.completion_strides
-    with count_seconds(seconds, "completions") if further else contextlib.nullcontext():
+
+    # Compare the images of each group. Credit for chunks samples and scores completions first.
+    needs_completions = "gain" in s.credit_of or "," in s.completion_strides
+    with count_seconds(seconds, "completions") if needs_completions else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
+
+    # Reward good images more if no other image of the group is like them.
     if s.diversity:
-        apart = credit.nearest_distances(
-            torch.cat(features).unflatten(0, (-1, s.images_per_prompt))
-        ).flatten()
-        advantage = torch.where(
-            advantage > 0, apart.reshape(-1, *[1] * (advantage.ndim - 1)) * advantage, advantage
-        )
-    return Rollout(context, scores, combined.flatten(), advantage, torch.cat(statistics), seconds)
+        advantage = _weigh_by_distance(advantage, torch.cat(features), s.images_per_prompt)
+    return Rollout(
+        context=context,
+        scores=scores,
+        combined=combined.flatten(),
+        advantage=advantage,
+        statistics=torch.cat(statistics),
+        seconds=seconds,
+    )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #91214d09
 def score_base(
-    state: TrainingState, rollout: Rollout
-) -> dict[str, Tensor]:  # raw, of `baseline_images` a prompt
-    """Scores of what the base draws for this process' prompts from the noise of each group's first images."""
-    s, context = state.s, rollout.context
-    _, keys, row, arriving = _begin_groups(state, s.baseline_images, state.reward_weights)
+    state: TrainingState,
+    rollout: Rollout,  # of this iteration
+) -> dict[str, Tensor]:  # raw scores by reward, of `baseline_images` per prompt
+    """Sample this process's prompts with the base, from the noise of each group's first images, and score them."""
+    s = state.s
+    context = rollout.context
+    _, keys, row, streaming_scores = _begin_groups(state, s.baseline_images, state.reward_weights)
     batches = sde_batches(
-        state.policy,
-        context.conditioning,
-        row,
-        keys,
-        context.trajectories.sampler,
-        s.rollout_batch,
-        s.shared_noise,
-        TORCH_DTYPES[s.latents_dtype],
-        state.method.table,
-        s.noise_spread,
+        policy=state.policy,
+        conditioning=context.conditioning,
+        row=row,
+        keys=keys,
+        sampler=context.trajectories.sampler,
+        batch=s.rollout_batch,
+        shared=s.shared_noise,
+        store=TORCH_DTYPES[s.latents_dtype],
+        table=state.method.table,
+        spread=s.noise_spread,
     )
+    # The generator samples while it is read, so it must be read with the base's weights.
     with trainable.base_weights(state.policy):
-        for path, _ in batches:  # drawn here
-            arriving.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
-    return arriving.scores()
+        for path, _ in batches:
+            streaming_scores.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
+    return streaming_scores.scores()
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
 def measure_profile(
-    state: TrainingState, paths: Trajectories
-) -> dict:  # of the base; kind, mean (T,), std, ...
-    """Sets `state.profile` from these trajectories: how far each transition moves, over all processes."""
+    state: TrainingState,  # its `profile` is set
+    paths: Trajectories,  # sampled by the base
+) -> dict:  # kind, mean (T,), std, ...
+    """Measure how far each transition moves the latents, over all processes, and set `state.profile`."""
     s, sampler = state.s, paths.sampler
-    every: Any = state.accelerator.gather(paths.distance.to(state.accelerator.device))
-    distance = every.cpu().double()
+    gathered: Any = state.accelerator.gather(paths.distance.to(state.accelerator.device))
+    distance = gathered.cpu().double()
     grid = sampler.sigmas
-    if (
-        len(sampler) < s.steps
-    ):  # a merged transition stands where it begins; those that it jumps over move nothing
+    # A merged transition stands where it begins; those that it jumps over move nothing.
+    if len(sampler) < s.steps:
         grid = state.method.sigmas
         begin = torch.searchsorted(-grid, -sampler.sigmas[:-1], right=True) - 1
         distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(
@@ -509,14 +572,19 @@ def measure_profile(
     }
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
-def measure_ratio_floor(context: ReplayContext, work: UpdateBatch, method: Method) -> list[float]:
-    """Largest |ratio - 1| before any update: in the geometry of training, and against the rollout's log-probabilities."""
-    now, again = (
-        all_evidence(context, work, method, graph)[0] for graph in (False, True)
-    )  # graphs are what differs
+def measure_ratio_floor(
+    context: ReplayContext,  # trajectories and the policy that replays them
+    work: UpdateBatch,  # the first update's
+    method: Method,
+) -> list[float]:  # in the batches of training, against the rollout's log-probabilities
+    """Measure the largest |ratio - 1| before any update."""
+    # Both passes use the batches of training; they differ in the graph alone.
+    without_graph = all_evidence(context, work, method, False)[0]
+    with_graph = all_evidence(context, work, method, True)[0]
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
-    return [ratio_floor(again, old, work) for old in (now, in_rollout.to(again.device))]
+    in_rollout = in_rollout.to(with_graph.device)
+    return [ratio_floor(with_graph, old, work) for old in (without_graph, in_rollout)]
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c5062ddd
 def are_whole_numbers(
@@ -583,13 +651,36 @@ def check_draw(
     method.checked.add("draw")
 
 
+def _equalize_forwards(
+    accelerator: Any,
+    works: list[UpdateBatch],  # of this process, one per update
+) -> list[UpdateBatch]:
+    """Give each update as many forward passes as it has in the process with most, for sharded weights.
+
+    An update that needs two passes in one process takes two in all.
+    """
+    local = torch.tensor(
+        [[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device
+    )
+    most = accelerator.gather(local[None]).amax(0).tolist()
+    return [
+        replace(work, idle_forwards=forwards - len(work.batches), whole=negative_whole < 0)
+        for work, (forwards, negative_whole) in zip(works, most, strict=True)
+    ]
+
+
 def build_update_batches(
-    state: TrainingState, rollout: Rollout
+    state: TrainingState,
+    rollout: Rollout,  # of this iteration
 ) -> tuple[list[UpdateBatch], list[float | None]]:
-    """The work of each update, and how many items its mean is over; None: those of the work."""
-    s, method, paths = state.s, state.method, rollout.context.trajectories
-    accelerator: Any = state.accelerator  # what it gives of a tensor is one
+    """Lay out each update, and return how many items its mean is over; None: its own items."""
+    s = state.s
+    method = state.method
+    paths = rollout.context.trajectories
+    accelerator: Any = state.accelerator
     assert state.profile is not None  # it was measured
+
+    # Partition the trajectories into chunks, and draw those that are trained.
     shares = split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration)
     places = method.places(paths.sampler)
     with read_only(method, "partition", paths):
@@ -606,33 +697,38 @@ def build_update_batches(
     weights = method.weights(paths.sampler)
     if weights is not None:
         check_floats(method, "weights", weights, (len(paths.sampler),), "(T,)")
+
+    # A group without any advantage has no gradient, so its images may be left out.
     spread = rollout.advantage.abs().unflatten(0, (-1, s.images_per_prompt)).flatten(1).amax(1)
     spread = spread.repeat_interleave(s.images_per_prompt)
-    works, means = [], []
-    for part in shares:
-        kept = part[spread[part] > 0] if s.drop_flat_groups else part
-        kept = kept if len(kept) else part[:1]
-        works.append(build_update_batch(kept, chosen, chunks, state.limit, weights, places))
-        ragged = (
-            not isinstance(chunks, Chunks) or s.drop_flat_groups
-        )  # else all processes have equally many
-        items = torch.tensor(float((chosen[part] >= 0).sum()), device=accelerator.device)
-        means.append(float(accelerator.reduce(items, "mean")) if ragged else None)
-    if s.sharding != "none":  # as many forwards and passes as the process with most
-        own = torch.tensor(
-            [[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device
-        )
-        works = [
-            replace(work, idle_forwards=n - len(work.batches), whole=split < 0)
-            for work, (n, split) in zip(
-                works, accelerator.gather(own[None]).amax(0).tolist(), strict=True
+    works = []
+    means = []
+    # If neither holds, all processes have equally many items, and need not ask each other.
+    is_ragged = not isinstance(chunks, Chunks) or s.drop_flat_groups
+    for images in shares:
+        trained = images[spread[images] > 0] if s.drop_flat_groups else images
+        # An update needs at least one image.
+        trained = trained if len(trained) else images[:1]
+        works.append(
+            build_update_batch(
+                images=trained,
+                chosen=chosen,
+                chunks=chunks,
+                limit=state.limit,
+                weights=weights,
+                stochastic=places,
             )
-        ]
+        )
+        # Images that are left out count in the mean all the same.
+        items = torch.tensor(float((chosen[images] >= 0).sum()), device=accelerator.device)
+        means.append(float(accelerator.reduce(items, "mean")) if is_ragged else None)
+    if s.sharding != "none":
+        works = _equalize_forwards(accelerator, works)
     return works, means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1
 def refuse_silent_weights(policy: Policy, processes: int) -> None:
-    """InputError where, after a backward, a trained weight got no gradient and other processes would wait for it."""
+    """Raise InputError if a trained weight got no gradient and other processes would wait for it."""
     named = policy.transformer.named_parameters() if processes > 1 else ()
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
@@ -644,7 +740,7 @@ def refuse_silent_weights(policy: Policy, processes: int) -> None:
 
 
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
-    """Clip the gradients and take a step; none where their norm is not finite."""
+    """Clip the gradients and take an optimizer step; take none if their norm is not finite."""
     norm = float(
         trainable.full_tensor(
             torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)
@@ -659,51 +755,74 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 # %% ../../nbs/07_training/04_iteration.ipynb #972c827e
 @dataclass(frozen=True)
 class Update:
-    """What the optimizer steps of an iteration did in this process, an entry a step."""
+    """The optimizer steps of an iteration in this process, one entry per step."""
 
     works: list[UpdateBatch]
     stats: list[UpdateStats]
     # of the gradients, before clipping; a step whose norm is not finite is skipped
     norms: list[float]
-    # of the ratio, as `measure_ratio_floor` has them; empty after the first iteration
+    # of the ratio, as `measure_ratio_floor` returns them; empty after the first iteration
     floors: list[float]
 
 
-def update_policy(state: TrainingState, rollout: Rollout) -> Update:
-    """Take the iteration's optimizer steps; then average the copies that the method keeps."""
-    s, accelerator, method, context = state.s, state.accelerator, state.method, rollout.context
+def _update_copies(state: TrainingState) -> None:
+    """Move each copy of the weights that the method keeps toward the present weights."""
+    for name in state.method.copies:
+        decay = copy_decay(state.method, name, state.iteration)
+        for copy, p in zip(state.copies[name], state.policy.trained, strict=True):
+            copy.copy_(decay * copy + (1 - decay) * p.detach())
+
+
+def update_policy(
+    state: TrainingState,
+    rollout: Rollout,  # of this iteration
+) -> Update:
+    """Take the iteration's optimizer steps, then average the copies that the method keeps."""
+    s = state.s
+    accelerator = state.accelerator
+    method = state.method
+    context = rollout.context
     works, means = build_update_batches(state, rollout)
-    olds = [None] + [
-        all_evidence(context, work, method) if method.ratio else None for work in works[1:]
-    ]
 
-    def sync(last: bool):
-        parts = (
-            s.sharding != "none"
-        )  # their gradients are shared out at every backward: no process holds the whole
-        return (
-            contextlib.nullcontext() if last or parts else accelerator.no_sync(state.policy.module)
-        )
+    # The first update is on-policy, so only the later ones need evidence from before it.
+    olds = [None]
+    for work in works[1:]:
+        olds.append(all_evidence(context, work, method) if method.ratio else None)
 
-    with sync(
-        False
-    ):  # a forward with graph and no backward: the processes must not wait for each other in it
-        measured = state.iteration == 0 and method.ratio and method.density
-        floors = measure_ratio_floor(context, works[0], method) if measured else []
-    stats, norms = [], []
+    def sync(last: bool) -> contextlib.AbstractContextManager:
+        """Return the context in which processes exchange gradients at the last backward pass only."""
+        # No process holds the whole gradient of sharded weights: it is shared out at every backward pass.
+        sharded = s.sharding != "none"
+        if last or sharded:
+            return contextlib.nullcontext()
+        return accelerator.no_sync(state.policy.module)
+
+    # Without `sync`, processes would wait for the backward pass of this forward pass with graph.
+    floors = []
+    with sync(False):
+        if state.iteration == 0 and method.ratio and method.density:
+            floors = measure_ratio_floor(context, works[0], method)
+
+    stats = []
+    norms = []
     for work, old, mean in zip(works, olds, means, strict=True):
         state.optimizer.zero_grad()
-        stats.append(
-            accumulate_gradients(
-                context, work, rollout.advantage, method, old, sync, accelerator.backward, mean
-            )
+        update_stats = accumulate_gradients(
+            context=context,
+            work=work,
+            advantage=rollout.advantage,
+            method=method,
+            old=old,
+            sync=sync,
+            backward=accelerator.backward,
+            items_in_mean=mean,
         )
-        refuse_silent_weights(
-            state.policy, accelerator.num_processes if s.sharding == "none" else 1
-        )
+        stats.append(update_stats)
+
+        # Other processes would wait forever for the gradient of a weight that has none.
+        waiting_processes = accelerator.num_processes if s.sharding == "none" else 1
+        refuse_silent_weights(state.policy, waiting_processes)
         norms.append(step_optimizer(state))
-    for name in method.copies:
-        kept = copy_decay(method, name, state.iteration)
-        for mine, p in zip(state.copies[name], state.policy.trained, strict=True):
-            mine.copy_(kept * mine + (1 - kept) * p.detach())
-    return Update(works, stats, norms, floors)
+
+    _update_copies(state)
+    return Update(works=works, stats=stats, norms=norms, floors=floors)

@@ -38,65 +38,78 @@ from ..planning.plan import IterationCounts, transitions_per_image
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
+def _sample_chunks_image_by_image(
+    paths: Trajectories,  # of B images
+    chunks: Sequence[Chunks],  # those of each image
+    *options: Any,  # the other arguments of `sample_chunks`, in their order
+) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
+    """Draw the chunks of images whose trajectories have different chunks."""
+    rows = []
+    single_images = [
+        replace(paths, latents=paths.latents[b : b + 1], keys=[key])
+        for b, key in enumerate(paths.keys)
+    ]
+    for image_paths, image_chunks in zip(single_images, chunks, strict=True):
+        rows.append(sample_chunks(image_paths, image_chunks, *options)[0])
+    return pad_sequence(rows, batch_first=True, padding_value=-1)
+
+
 def sample_chunks(
     paths: Trajectories,  # of B images
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
     fraction: float,  # of the chunks
-    weighting: str = "uniform",  # uniform, profile, or dynamics: (16) on own latents
-    allowed: Sequence[int] | None = None,  # chunks that may be drawn; all
+    weighting: str = "uniform",  # uniform, profile, or dynamics: (16) on the image's own latents
+    allowed: Sequence[int] | None = None,  # chunks that may be drawn; None: all
     uniform: float = 0.0,  # share of equal chances
     temperature: float = 1.0,  # flattens the weights (16)
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
     places: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
-    """The chunks to train of every image, drawn from the image's own random numbers."""
+    """Draw the chunks that every image trains, from the image's own random numbers."""
     if not isinstance(chunks, Chunks):
-        given = fraction, weighting, None, uniform, temperature, profile, places
-        alone = [
-            replace(paths, latents=paths.latents[b : b + 1], keys=[key])
-            for b, key in enumerate(paths.keys)
-        ]
-        rows = [sample_chunks(one, own, *given)[0] for one, own in zip(alone, chunks, strict=True)]
-        return pad_sequence(rows, batch_first=True, padding_value=-1)
+        return _sample_chunks_image_by_image(
+            paths, chunks, fraction, weighting, None, uniform, temperature, profile, places
+        )
+
+    # The fraction is of the chunks that may be drawn.
     total = len(chunks)
-    may = torch.zeros(total, dtype=torch.bool).index_fill(
-        0, torch.tensor(allowed or range(total)), True
-    )
-    count = dynamics.chunk_count(int(may.sum()), fraction)
+    may_be_drawn = torch.zeros(total, dtype=torch.bool)
+    may_be_drawn = may_be_drawn.index_fill(0, torch.tensor(allowed or range(total)), True)
+    count = dynamics.chunk_count(int(may_be_drawn.sum()), fraction)
+
     weights = torch.full((len(paths.keys), total), 1 / total)
     if weighting != "uniform":
         distance = profile.expand(len(paths.keys), -1) if weighting == "profile" else paths.distance
-        distance = distance[
-            :, (paths.sampler.stochastic if places is None else places).to(distance.device)
-        ]
-        weights = dynamics.tempered_weights(
-            dynamics.chunk_weights(distance, chunks), uniform, temperature
-        ).cpu()
+        steps = paths.sampler.stochastic if places is None else places
+        distance = distance[:, steps.to(distance.device)]
+        weights = dynamics.chunk_weights(distance, chunks)
+        weights = dynamics.tempered_weights(weights, uniform, temperature).cpu()
+
+    # Each image has its own numbers, so its chunks do not depend on the process.
     uniforms = torch.stack(
         [torch.rand(total, generator=make_generator(*key, stream="chunks")) for key in paths.keys]
     )
-    return dynamics.sample_without_replacement(weights * may, count, uniforms)
+    return dynamics.sample_without_replacement(weights * may_be_drawn, count, uniforms)
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000011
 @dataclass(frozen=True)
 class ReplayContext:
-    """What it takes to ask a policy about stored trajectories."""
+    """The policy, prompts and trajectories with which stored transitions are replayed."""
 
     policy: Policy
-    conditioning: dict[str, Tensor]  # rows, one a prompt
+    conditioning: dict[str, Tensor]  # rows of `encode`, one per prompt
     trajectories: Trajectories
-    copies: Mapping[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # name -> weights in the order of `policy.trained`
+    # name -> weights in the order of `policy.trained`
+    copies: Mapping[str, list[Tensor]] = field(default_factory=dict)
     anchored: Tensor | None = None  # (B,) bool: the images that the anchor counts for; None: all
 
     def rows(self, image: Tensor) -> dict[str, Tensor]:
-        """The conditioning of images (m,), a row each."""
+        """Return the encoded prompts of images (m,), one row per image."""
         return {k: v[self.trajectories.row[image]] for k, v in self.conditioning.items()}
 
     @contextlib.contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Within this context the policy has a copy's weights, and no gradient."""
+        """Give the policy the weights of a copy, without gradient, within this context."""
         swap_weights(self.policy.trained, self.copies[name])
         try:
             with torch.no_grad():
@@ -106,20 +119,22 @@ class ReplayContext:
 
     def velocities(
         self,
-        x: Tensor,  # latents (m, S, C)
-        image: Tensor,  # their images
-        index: Tensor,  # their levels of the grid
-        beside: Sequence[str] = (),  # copies; "base" is one of them
-    ) -> tuple[Tensor, dict[str, Tensor]]:  # (m, S, C), with graph; and of each copy, without
-        """The velocities of the policy and of copies of its weights."""
+        x: Tensor,  # (m, S, C), latents
+        image: Tensor,  # (m,), their images
+        index: Tensor,  # (m,), their levels of the grid
+        beside: Sequence[str] = (),  # names of reference weights: "base" or copies
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # (m, S, C), with graph; of each reference, without
+        """Compute the velocities of the policy and of its reference weights."""
         policy = self.policy
         rows = self.rows(image)
-        others = {}
-        told = told_sigma(policy, self.trajectories.sampler.sigmas[index])
+        network_sigma = told_sigma(policy, self.trajectories.sampler.sigmas[index])
+
+        # A reference that is named twice takes one forward pass.
+        references = {}
         for name in dict.fromkeys(beside):
             with torch.no_grad(), base_weights(policy) if name == "base" else self.weights(name):
-                others[name] = policy.velocity(x, told, rows)
-        return policy.velocity(x, told, rows), others
+                references[name] = policy.velocity(x, network_sigma, rows)
+        return policy.velocity(x, network_sigma, rows), references
 
 # %% ../../nbs/07_training/02_methods.ipynb #46b54016
 def describe_value(
@@ -200,7 +215,7 @@ def copy_decay(
 
 # %% ../../nbs/07_training/02_methods.ipynb #b87e037b
 class _Selection:
-    """What a method keeps, draws and compares, and which transitions it trains."""
+    """The choices that need no policy: what is kept, sampled and compared, and which transitions are trained."""
 
     # the statistic compares with the evidence before the first update: it is 0 before it
     ratio = True
@@ -245,7 +260,7 @@ class _Selection:
 
     @property
     def proportional(self) -> bool:
-        """Return whether an item's worth is proportional to its advantage, as far as is known."""
+        """Return True if an item's objective is known to be proportional to its advantage."""
         return (
             type(self).objective is Method.objective
             and bool(self.worth)
@@ -253,7 +268,7 @@ class _Selection:
         )
 
     def sampler(self, iteration: int) -> Sampler:
-        """How the trajectories of an iteration are drawn."""
+        """Return the sampler of an iteration's trajectories."""
         s, grid = self.s, self.sigmas
         eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
         if s.merge != "none":
@@ -271,11 +286,14 @@ class _Selection:
         return Sampler(grid, s.sampler, eta, solver, second)
 
     def places(self, sampler: Sampler) -> Tensor:
-        """The transitions that may be trained, (n,) long and increasing."""
+        """Return the transitions that may be trained, (n,) long and increasing."""
         return sampler.stochastic
 
-    def chunks(self, profile: Tensor) -> Chunks:
-        """The chunks of the places, from the mean distance (n,) that each moves the base's latents."""
+    def chunks(
+        self,
+        profile: Tensor,  # (n,), mean distance that each place moves the base's latents
+    ) -> Chunks:
+        """Return the chunks of the places."""
         rule = self.s.chunk_rule
         if self.chunker is not None:
             made = self.chunker(profile)
@@ -287,8 +305,12 @@ class _Selection:
         measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
         return chunks_from_setting(self.s.chunks, len(profile), measured)
 
-    def partition(self, paths: Trajectories, profile: Tensor) -> Chunks | list[Chunks]:
-        """The chunks of the trajectories: the same for all or, adaptive, each one's own. The profile is (T,)."""
+    def partition(
+        self,
+        paths: Trajectories,  # of B images
+        profile: Tensor,  # (T,) mean distances of the base
+    ) -> Chunks | list[Chunks]:
+        """Return the chunks of the trajectories: the same for all or, if adaptive, those of each."""
         places = self.places(paths.sampler)
         if self.s.chunk_rule.kind == "fixed" and self.chunker is None:
             return self.chunks(torch.ones(len(places)))
@@ -322,9 +344,13 @@ class _Selection:
         return s.weighting_uniform + (1 - s.weighting_uniform) * faded
 
     def draw(
-        self, paths: Trajectories, chunks: Chunks | list[Chunks], profile: Tensor, iteration: int
-    ) -> Tensor:
-        """The chunks that each image trains, (B, k) long; -1 where an image trains fewer."""
+        self,
+        paths: Trajectories,  # of B images
+        chunks: Chunks | list[Chunks],  # the same for all, or those of each image
+        profile: Tensor,  # (T,) mean distances of the base
+        iteration: int,  # 0, 1, ...
+    ) -> Tensor:  # (B, k) long; -1 behind the last of an image that trains fewer
+        """Draw the chunks that each image trains."""
         s = self.s
         return sample_chunks(
             paths,
@@ -340,18 +366,23 @@ class _Selection:
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class _Objective(_Selection):
-    """What transitions weigh, what stands for their probability, what is maximised, and what settings that needs."""
+    """The choices that need the policy: step weights, likelihood, objective, and the settings they require."""
 
     needs: Mapping[str, object] = {}  # settings that must have these values
     because = ""  # why, for the error's sentence: it "trains levels of final images"
 
-    def weights(self, sampler: Sampler) -> Tensor | None:
-        """The weight of each transition in the objective, (T,) with mean 1 over all that windows reach; None: all alike."""
+    def weights(
+        self,
+        sampler: Sampler,  # of an iteration
+    ) -> Tensor | None:  # (T,) with mean 1 over all transitions that windows reach; None: all equal
+        """Return the weight of each transition in the objective."""
         text = self.s.step_weights
         places = self.places(sampler)
         if text == "one":
             return None
-        if text not in surrogates.STEP_WEIGHTS:  # sizes: the weights T / (K cs) of these chunks
+
+        # Sizes of chunks mean the weights T / (K cs) of these chunks.
+        if text not in surrogates.STEP_WEIGHTS:
             try:
                 made = step_weights(chunks_from_setting(text, len(places)))
             except InputError as error:
@@ -361,39 +392,58 @@ class _Objective(_Selection):
                     f"`step_weights` must be one, {named}, or sizes of chunks: {words}"
                 ) from None
             return torch.zeros(len(sampler)).index_put((places,), made)
+
         if self.window.kind == "all":
             return surrogates.step_weights_by_name(text, sampler, places)
-        whole = Sampler(
-            self.sigmas, self.s.sampler, self.s.eta
-        )  # a window of one would weigh 1 wherever it lies
-        every = surrogates.step_weights_by_name(text, whole, whole.stochastic)
-        return torch.zeros_like(every).index_copy(0, sampler.stochastic, every[sampler.stochastic])
 
-    def replay(self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True):
-        """Evidence of transitions with graph, a tuple of tensors (m, ...), and the anchor's penalty (m,) or None."""
-        (x, target), sampler = self.states(context, image, index), context.trajectories.sampler
-        held = "reference" if "reference" in context.copies else "base"
+        whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)
+        return surrogates.step_weights_by_name(text, sampler, sampler.stochastic, whole=whole)
+
+    def replay(
+        self,
+        context: ReplayContext,  # trajectories and the policy that replays them
+        image: Tensor,  # (m,), image of each transition
+        index: Tensor,  # (m,), its step in the trajectory
+        anchor: bool = True,  # whether the anchor's penalty is wanted
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the evidence of transitions, with graph, and the anchor's penalty.
+
+        The evidence is a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
+        """
+        x, target = self.states(context, image, index)
+        sampler = context.trajectories.sampler
+
+        # The anchor pulls toward the base, or toward the copy that `anchor_every` renews.
+        reference = "reference" if "reference" in context.copies else "base"
         anchored = anchor and self.s.kl > 0
-        v, others = context.velocities(
-            x, image, index, [*self.reads, *([held] if anchored else [])]
-        )
+        references = [*self.reads, reference] if anchored else [*self.reads]
+        v, others = context.velocities(x, image, index, references)
         evidence = self.evidence(v, others, target, x, sampler, index)
         if not anchored:
             return evidence, None
-        if self.s.anchor == "transition":
-            (mean, std), (other, _) = (sampler.mean_std(one, x, index) for one in (v, others[held]))
-            penalty = sampler.kl(mean, other, std)
-        else:
-            penalty = (v - others[held]).square().flatten(1).mean(1)
-        return evidence, penalty if context.anchored is None else penalty * context.anchored[
-            image
-        ].to(penalty)
 
-    def states(self, context: ReplayContext, image: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents (m, S, C) whose velocity is asked for, and what it is judged by: here x_i and x_{i+1}."""
+        if self.s.anchor == "transition":
+            mean, std = sampler.mean_std(v, x, index)
+            reference_mean, _ = sampler.mean_std(others[reference], x, index)
+            penalty = sampler.kl(mean, reference_mean, std)
+        else:
+            penalty = (v - others[reference]).square().flatten(1).mean(1)
+        if context.anchored is not None:
+            penalty = penalty * context.anchored[image].to(penalty)
+        return evidence, penalty
+
+    def states(
+        self,
+        context: ReplayContext,
+        image: Tensor,  # (m,), image of each transition
+        index: Tensor,  # (m,), its step in the trajectory
+    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
+        """Return the latents at which the velocity is computed, and the target it is judged by: x_i and x_{i+1}."""
         path = context.trajectories.latents
-        now, then = (path[image, i].float().to(context.policy.device) for i in (index, index + 1))
-        return now, then
+        device = context.policy.device
+        current = path[image, index].float().to(device)
+        following = path[image, index + 1].float().to(device)
+        return current, following
 
     def evidence(
         self,
@@ -403,15 +453,20 @@ class _Objective(_Selection):
         x: Tensor,  # (m, S, C) latents
         sampler: Sampler,  # of the rollout
         index: Tensor,  # (m,) step of each transition
-    ) -> tuple[Tensor, ...]:
-        """What is kept of transitions; the log-probability (m,) comes first."""
+    ) -> tuple[Tensor, ...]:  # (m, ...) each
+        """Return what is kept of transitions; the log-probability (m,) comes first."""
         mean, std = sampler.mean_std(v, x, index)
         logp = sampler.log_prob(target, mean, std)
-        plain = self.s.statistic == "ratio" and not self.parts
-        return (logp,) if plain else (logp, mean, std.flatten().expand(len(mean)))
+        if self.s.statistic == "ratio" and not self.parts:
+            return (logp,)
+        return (logp, mean, std.flatten().expand(len(mean)))
 
-    def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """What is averaged over an item, (m,) or (m, parts): the log of each transition's ratio, or plain evidence."""
+    def statistic(
+        self,
+        new: tuple[Tensor, ...],  # evidence of the present weights, with graph
+        old: tuple[Tensor, ...],  # evidence before the first update
+    ) -> Tensor:  # (m,) or (m, parts)
+        """Return what is averaged over an item: the log of each transition's ratio, or the evidence itself."""
         if len(new) == 1:
             return new[0] - old[0] if self.ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
@@ -420,22 +475,31 @@ class _Objective(_Selection):
         )
         return torch.stack([statistic, shift.detach()], 1) if self.parts else statistic
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the worth (N,) of items, to be maximised, by their mean statistic and the group of each (N,).
+    def objective(
+        self,
+        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each item
+        advantage: Tensor,  # (N,), of each item
+        group: Tensor,  # (N,), group of each item
+    ) -> Tensor:  # (N,)
+        """Return the objective of each item, to be maximised.
 
-        The statistic is (N,), or (N, parts) with the log-ratio first and, for dppo, the divergence second. A surrogate,
-        built in or not, is given ratio and advantage of shape (N,) in every method.
+        A statistic (N, parts) has the log-ratio first and, for dppo, the divergence second. A surrogate, built in
+        or not, gets ratio and advantage of shape (N,) in every method.
         """
         log_ratio, *shift = statistic.unbind(1) if statistic.ndim > 1 else (statistic,)
         if self.worth is not None:
             return self.worth(log_ratio, advantage, *shift[:1])
-        worth = self.clip(log_ratio.exp(), advantage, self.s.clip_range)
-        check_floats(self, "surrogate", worth, advantage.shape, "(N,)")
-        return worth
+        objective = self.clip(log_ratio.exp(), advantage, self.s.clip_range)
+        check_floats(self, "surrogate", objective, advantage.shape, "(N,)")
+        return objective
 
 # %% ../../nbs/07_training/02_methods.ipynb #a8dd09ef
-def is_one_state(s: Settings, sampler: Sampler, start: int) -> bool:
-    """Whether all images of a group are in one state before a transition, which is numbered by `start`."""
+def is_one_state(
+    s: Settings,
+    sampler: Sampler,  # of an iteration
+    start: int,  # index of a transition
+) -> bool:
+    """Return True if all images of a group are in one state before the transition `start`."""
     alike = s.sharing == "group" or s.shared_noise and not s.noise_spread  # at the beginning
     return alike and not bool((sampler.stochastic < start).any())
 
@@ -447,7 +511,7 @@ def completions(
     chunks: Chunks | None,  # None: each image's own
     # forwards of each completion, and how many of it are made for an image
 ) -> list[tuple[int, float]]:
-    """The images that the ODE completes for `credit_of` or `completion_strides`, which are scored too."""
+    """List the images that the ODE completes, and that are scored, for `credit_of` or `completion_strides`."""
     if not (chunks and "gain" in s.credit_of):
         left = len(sampler) - 1 - int(places[-1])
         return [
@@ -464,12 +528,16 @@ def completions(
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000017
 class Method(_Objective):
-    """What training asks of a method, a function an axis; as it stands it is Chunk-GRPO."""
+    """A method: one function or more per axis. Without overrides it is Chunk-GRPO."""
 
     def item_metrics(
-        self, statistic: Tensor, slope: Tensor, advantage: Tensor, worth: Tensor
-    ) -> dict[str, Tensor]:
-        """Numbers (N,) of items by their mean statistic, the objective's slope there, their advantages, and their worth."""
+        self,
+        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each item
+        slope: Tensor,  # as statistic, the objective's derivative by it
+        advantage: Tensor,  # (N,), of each item
+        worth: Tensor,  # (N,), objective of each item
+    ) -> dict[str, Tensor]:  # (N,) each
+        """Return the numbers of each item that the metrics are made of, by name."""
         if not self.ratio:
             return {"loss": -worth}
         if statistic.ndim > 1:  # of several ratios, the one that moved most
@@ -477,8 +545,13 @@ class Method(_Objective):
             statistic, slope = (x.gather(1, most)[:, 0] for x in (statistic, slope))
         return {"ratio": statistic.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(slope)}
 
-    def metrics(self, items: dict[str, Tensor], chunk: Tensor, count: int) -> dict:
-        """What a line of metrics says, from all processes' items, the chunk (N,) of each, and how many there are."""
+    def metrics(
+        self,
+        items: dict[str, Tensor],  # (N,) each, of `item_metrics`, from all processes
+        chunk: Tensor,  # (N,), chunk number of each item
+        count: int,  # number of chunks
+    ) -> dict:
+        """Return the method's values in a line of metrics."""
         if not self.ratio:
             return {"loss_mean": items["loss"].mean().item()}
         away = (items["ratio"] - 1).abs()
@@ -566,7 +639,7 @@ class Method(_Objective):
         )
 
     def check(self) -> None:
-        """InputError where the settings cannot be trained with this method."""
+        """Raise InputError if the settings cannot be trained with this method."""
         for name, value in self.needs.items():
             if getattr(self.s, name) != value:
                 raise InputError(
@@ -921,7 +994,7 @@ def _check_surrogate(method: Method) -> None:
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
 def load_method(s: Settings) -> Method:
-    """The method that the settings name; InputError where there is none, or where it refuses them."""
+    """Return the method that the settings name; raise InputError if there is none, or if it rejects them."""
     of = METHODS.get(s.method, {"class": s.method}).get("class")
     made = import_callable(of, "method") if of else Method
     method = _make_method(made, s)

@@ -32,270 +32,425 @@ def derive_seed(
     seed: int,  # of the run
     iteration: int,  # of the run, from 0
     prompt: int,  # position in the list of prompts
-    generation: int,  # 0 ... G - 1
+    generation: int,  # the image's number in its group, 0 ... G - 1
     stream: str = "noise",  # what the numbers are for: noise, steps, chunks, eval ...
 ) -> int:  # in [0, 2**63)
-    """The seed of one image's random numbers."""
+    """Return the seed of one image's random numbers, a hash of the arguments."""
     name = f"{seed}/{iteration}/{prompt}/{generation}/{stream}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
-def make_generator(*key, stream: str = "noise") -> torch.Generator:
-    """A CPU generator for the key (seed, iteration, prompt, generation)."""
+def make_generator(
+    *key: int,  # seed, iteration, prompt, generation
+    stream: str = "noise",  # as for `derive_seed`
+) -> torch.Generator:
+    """Return a CPU generator seeded by the image's key and the stream."""
     return torch.Generator().manual_seed(derive_seed(*key, stream=stream))
 
 # %% ../../nbs/07_training/01_rollout.ipynb #4613bb28
 @dataclass(frozen=True)
 class Trajectories:
-    """The trajectories of one iteration on one process, image after image, groups together."""
+    """The trajectories of one iteration on one process, ordered by image, the images of a group together."""
 
     latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    # (B, n) of the sampler's n stochastic transitions, in the rollout's batch geometry
-    logp: Tensor
-    row: Tensor  # (B,) row of the image's prompt in the conditioning
+    logp: Tensor  # (B, n) of the n stochastic transitions, computed in the rollout's batches
+    row: Tensor  # (B,) index of the image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of every image
     sampler: Sampler  # that drew them
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        """How far each transition moves the latents, equation (15)."""
+        """Compute how far each transition moves the latents, equation (15)."""
         return relative_distance(self.latents.float())
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(
-    policy: Policy,  # draws the noise of its latents' shape
+    policy: Policy,  # its `noise` has the shape of the latents
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
-    shared: bool = False,  # one draw an iteration, shared by all its images
+    shared: bool = False,  # all images of an iteration start from the same noise
     table: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
-    spread: float = 0.0,  # share of its own draw that each image adds to the shared one
+    spread: float = 0.0,  # share of its own noise that each image adds to the shared one
 ) -> Tensor:  # (B, S, C) float32 on the CPU
-    """The latents at sigma 1 of every image."""
-    keys = keys if table is None else [(*key[:3], int(table[0, key[3]])) for key in keys]
+    """Draw the latents at sigma 1 of every image.
+
+    With `shared` and a positive `spread`, an image starts from `sqrt(1 - spread**2)` times the shared noise
+    plus `spread` times its own, which has unit variance again.
+    """
+    # Row 0 of the table names the image of the group whose initial noise each image takes.
+    if table is not None:
+        keys = [(*key[:3], int(table[0, key[3]])) for key in keys]
+
+    # The shared noise is named by (seed, iteration) alone.
     if shared and not spread:
         return policy.noise(make_generator(*keys[0][:2], -1, -1)).expand(len(keys), -1, -1)
-    own = torch.stack([policy.noise(make_generator(*key)) for key in keys])
-    common = initial_noise(policy, keys, True) if shared else own
-    return math.sqrt(1 - spread**2) * common + spread * own if shared else own
+
+    own_noise = torch.stack([policy.noise(make_generator(*key)) for key in keys])
+    if not shared:
+        return own_noise
+    shared_noise = initial_noise(policy, keys, shared=True)
+    return math.sqrt(1 - spread**2) * shared_noise + spread * own_noise
 
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
-    keys: list[tuple[int, int, int, int]],  # of the images
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     shape: tuple[int, ...],  # (T, S, C), of one image
     table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses; None: its own
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
-    """The noise of every transition and image."""
+    """Draw the noise of every transition and image."""
 
-    def draw(key):
+    def draw(key: tuple[int, int, int, int]) -> Tensor:
+        """Draw the noise of all transitions (T, S, C) that belongs to one key."""
         return torch.randn(shape, generator=make_generator(*key, stream="steps"))
 
     if table is None:
         return torch.stack([draw(key) for key in keys], dim=1)
-    rows = table[1 : shape[0] + 1]  # a grid with merged transitions is shorter
-    # of each image's T draws
-    owners = [[(*key[:3], g) for g in rows[:, key[3]].tolist()] for key in keys]
-    drawn = {key: draw(key) for key in set().union(*owners)}
-    return torch.stack(
-        [torch.stack([drawn[key][i] for i, key in enumerate(of)]) for of in owners], dim=1
-    )
+
+    # A grid with merged transitions has fewer steps than the table.
+    step_owners = table[1 : shape[0] + 1]  # (T, G)
+    owners_per_image = [
+        [(*key[:3], generation) for generation in step_owners[:, key[3]].tolist()] for key in keys
+    ]
+    # Images share owners, so each owner draws once.
+    draws = {owner: draw(owner) for owner in set().union(*owners_per_image)}
+    noise = []
+    for owners in owners_per_image:
+        noise.append(torch.stack([draws[owner][step] for step, owner in enumerate(owners)]))
+    return torch.stack(noise, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #bbeb68e9
 @torch.no_grad()
 def integrate(
     policy: Policy,
-    rows: dict[str, Tensor],  # of the prompts, one an image
+    rows: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), at the sampler's first noise level
-    sampler: Sampler,  # with noise only where `noise` is given
-    store: torch.dtype,  # that latents are rounded to after each transition
-    noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: there is none
-    # (step, latents, sigma) -> velocity
+    sampler: Sampler,  # its transitions must be deterministic if `noise` is None
+    store: torch.dtype,  # dtype to which latents are rounded after each transition
+    noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: no noise
+    # (step, latents, network sigma) -> velocity; None: the policy's
     velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     second_order: Tensor | None = None,  # (T,) of `multistep_weights`; None: the sampler's
-    # latents (B, S, C), their mean, and deviation, after each transition
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Go from noise to image by the sampler's solver; the rollout and its completions by the ODE are both made here."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # next latents (B, S, C), their mean, deviation
+    """Integrate from noise to image with the sampler's solver, and yield after each transition.
+
+    The rollout and its completions by the ODE both use this loop.
+    """
     second_order = sampler.second_order if second_order is None else second_order
-    foretold = torch.zeros_like(latents, dtype=torch.float32)
+    endpoint = torch.zeros_like(latents, dtype=torch.float32)
     latents = latents.to(store)
-    for i in range(len(sampler)):
-        now = latents.float()
-        told = told_sigma(policy, sampler.sigmas[i]).expand(len(now))
-        v = policy.velocity(now, told, rows) if velocity is None else velocity(i, now, told)
-        mean, std = sampler.mean_std(v, now, i)
+    for step in range(len(sampler)):
+        # Compute in float32 from the latents as they are stored, as training will.
+        current = latents.float()
+        network_sigma = told_sigma(policy, sampler.sigmas[step]).expand(len(current))
+        if velocity is None:
+            v = policy.velocity(current, network_sigma, rows)
+        else:
+            v = velocity(step, current, network_sigma)
+        mean, std = sampler.mean_std(v, current, step)
+
+        # A second-order step adds the change of the predicted image since the last step.
         if second_order.any():
-            before, foretold = foretold, predict_endpoints(now, v.float(), sampler.sigmas[i])[0]
-            mean = mean + second_order[i].to(mean) * (foretold - before)
-        drawn = mean if noise is None else mean + std * noise[i].to(mean.device, non_blocking=True)
-        latents = drawn.to(store)
+            previous_endpoint = endpoint
+            endpoint = predict_endpoints(current, v.float(), sampler.sigmas[step])[0]
+            mean = mean + second_order[step].to(mean) * (endpoint - previous_endpoint)
+
+        following = mean
+        if noise is not None:
+            following = mean + std * noise[step].to(mean.device, non_blocking=True)
+        # Round first: the caller takes the log-probability of the rounded latents.
+        latents = following.to(store)
         yield latents, mean, std
+
+
+def _velocity_per_shared_state(
+    policy: Policy,
+    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    latents: Tensor,  # (B, S, C)
+    network_sigma: Tensor,  # (B,)
+    step: int,  # index of the transition
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
+    group_states: list[int],  # (G,) number of the state that each image of a group has at the step
+    known: dict[tuple, Tensor] | None,  # velocities of earlier batches, as for `sample_sde`
+) -> Tensor:  # (B, S, C)
+    """Compute the velocities with one row of a forward pass for all images that share a state."""
+    states = [(*key[:3], group_states[key[3]]) for key in keys]
+    velocities = {}
+    if known:
+        velocities = {state: known[step, *state] for state in states if (step, *state) in known}
+
+    # Ask the network only about the first image of each state that no earlier batch had.
+    missing = [state for state in dict.fromkeys(states) if state not in velocities]
+    if missing:
+        images = torch.tensor([states.index(state) for state in missing])
+        v = policy.velocity(
+            latents[images], network_sigma[images], {name: x[images] for name, x in rows.items()}
+        )
+        velocities |= zip(missing, v, strict=True)
+
+    # The last group may continue in the next batch, which then needs its velocities.
+    if known is not None:
+        last_group = keys[-1][:3]
+        for state in missing:
+            if state[:3] == last_group:
+                known[step, *state] = velocities[state].clone()
+    return torch.stack([velocities[state] for state in states])
 
 
 @torch.no_grad()
 def sample_sde(
-    policy,
-    rows,
-    latents,
-    keys,
-    sampler,
-    store,
-    first=None,
-    table=None,
-    known=None,
-) -> tuple[Tensor, Tensor]:
-    """Draw one batch of images from noise to image: latents (B, T+1, S, C) and the n log-probabilities (B, n).
+    policy: Policy,
+    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    latents: Tensor,  # (B, S, C), the initial noise
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
+    sampler: Sampler,  # of T steps, n of them stochastic
+    store: torch.dtype,  # of the stored latents
+    first: Tensor | None = None,  # (B, S, C) velocity at the first step; None: it is computed
+    table: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
+    # velocities by (step, seed, iteration, prompt, state); None: no batch shares states
+    known: dict[tuple, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # latents (B, T+1, S, C), log-probabilities (B, n)
+    """Integrate the SDE (7) from noise to image for one batch.
 
-    `known` holds velocities at states that images of an earlier batch had too, and gets those of the last group.
+    The log-probability of each stochastic transition is that of the latents as they are stored, so replaying
+    them gives the same number. With a `table`, images that share a state share its forward pass. Velocities in
+    `known` are read rather than computed, and those of the batch's last group are added to it.
     """
     noise = step_noise(keys, (len(sampler), *latents.shape[1:]), table)
-    noisy = set(sampler.stochastic.tolist())
+    stochastic_steps = set(sampler.stochastic.tolist())
     states = None if table is None else shared_states(table, sampler.stochastic).tolist()
+
+    def velocity(step: int, current: Tensor, network_sigma: Tensor) -> Tensor:
+        """Compute the velocities (B, S, C), or take those that are known."""
+        if states is not None:
+            return _velocity_per_shared_state(
+                policy=policy,
+                rows=rows,
+                latents=current,
+                network_sigma=network_sigma,
+                step=step,
+                keys=keys,
+                group_states=states[step],
+                known=known,
+            )
+        if step == 0 and first is not None:
+            return first
+        return policy.velocity(current, network_sigma, rows)
+
     path = [latents.to(store)]
     logps = [torch.zeros(len(keys), 0, device=latents.device)]
-
-    def velocity(i: int, now: Tensor, told: Tensor) -> Tensor:
-        if states is None:
-            return first if i == 0 and first is not None else policy.velocity(now, told, rows)
-        # one forward for all images of a state
-        where = [(*key[:3], states[i][key[3]]) for key in keys]
-        here = {state: known[i, *state] for state in where if known and (i, *state) in known}
-        fresh = [state for state in dict.fromkeys(where) if state not in here]
-        if fresh:
-            one = torch.tensor([where.index(state) for state in fresh])
-            v = policy.velocity(now[one], told[one], {k: x[one] for k, x in rows.items()})
-            here |= zip(fresh, v, strict=True)
-        if known is not None:  # the last group may go on in the next batch
-            known.update(
-                {(i, *state): here[state].clone() for state in fresh if state[:3] == keys[-1][:3]}
-            )
-        return torch.stack([here[state] for state in where])
-
-    for i, (after, mean, std) in enumerate(
-        integrate(policy, rows, latents, sampler, store, noise, velocity)
-    ):
-        path.append(after)
-        if i in noisy:  # the others have no density
-            logps.append(sampler.log_prob(after.float(), mean, std)[:, None])
+    transitions = integrate(
+        policy=policy,
+        rows=rows,
+        latents=latents,
+        sampler=sampler,
+        store=store,
+        noise=noise,
+        velocity=velocity,
+    )
+    for step, (following, mean, std) in enumerate(transitions):
+        path.append(following)
+        # A deterministic transition has no density.
+        if step in stochastic_steps:
+            logps.append(sampler.log_prob(following.float(), mean, std)[:, None])
     return torch.stack(path, dim=1), torch.cat(logps, dim=1)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #7cbee9d3
-def sde_batches(
-    policy, conditioning, row, keys, sampler, batch, shared, store, table=None, spread=0.0
-) -> Iterator:
-    """Latents (b, T+1, S, C) and log-probabilities (b, n) of batch after batch, as `sample_sde` draws them."""
-    start = initial_noise(policy, keys, shared, table, spread).to(policy.device)
-    first = []
-    shared = shared and not spread
-    prompts = len(next(iter(conditioning.values()))) if shared else 0
-    for low in range(0, prompts, batch):  # one forward a prompt
+@torch.no_grad()
+def _first_velocities(
+    policy: Policy,
+    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    noise: Tensor,  # (S, C), the initial noise of all images
+    sampler: Sampler,
+    batch: int,  # prompts per forward pass
+) -> Tensor:  # (P, S, C)
+    """Compute each prompt's velocity at the initial noise that all images share."""
+    prompts = len(next(iter(conditioning.values())))
+    velocities = []
+    for low in range(0, prompts, batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         size = min(batch, prompts - low)
-        with torch.no_grad():
-            first.append(
-                policy.velocity(start[0].expand(size, -1, -1), sampler.sigmas[0].expand(size), rows)
-            )
-    known: dict[tuple, Tensor] = {}  # a group that is larger than a batch has one path all the same
+        velocities.append(
+            policy.velocity(noise.expand(size, -1, -1), sampler.sigmas[0].expand(size), rows)
+        )
+    return torch.cat(velocities)
+
+
+def sde_batches(
+    policy: Policy,
+    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    row: Tensor,  # (B,) index of each image's prompt in the conditioning
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
+    sampler: Sampler,  # of T steps, n of them stochastic
+    batch: int,  # images per forward pass
+    shared: bool,  # as for `initial_noise`
+    store: torch.dtype,  # of the stored latents
+    table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    spread: float = 0.0,  # as for `initial_noise`
+) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
+    """Yield batch after batch of images, sampled by `sample_sde`."""
+    start = initial_noise(policy, keys, shared, table, spread).to(policy.device)
+
+    # Images with the same noise and prompt have the same first velocity.
+    prompt_velocities = None
+    if shared and not spread:
+        prompt_velocities = _first_velocities(policy, conditioning, start[0], sampler, batch)
+
+    known: dict[tuple, Tensor] = {}
     for low in range(0, len(keys), batch):
-        part = slice(low, low + batch)
-        given = torch.cat(first)[row[part]] if shared else None
-        rows = {k: v[row[part]] for k, v in conditioning.items()}
-        yield sample_sde(policy, rows, start[part], keys[part], sampler, store, given, table, known)
-        following = keys[low + batch][:3] if low + batch < len(keys) else None
-        known = {state: v for state, v in known.items() if state[1:4] == following}
+        images = slice(low, low + batch)
+        first = None if prompt_velocities is None else prompt_velocities[row[images]]
+        rows = {k: v[row[images]] for k, v in conditioning.items()}
+        yield sample_sde(
+            policy=policy,
+            rows=rows,
+            latents=start[images],
+            keys=keys[images],
+            sampler=sampler,
+            store=store,
+            first=first,
+            table=table,
+            known=known,
+        )
+
+        # A group larger than a batch shares its path across batches: keep its velocities, drop the others.
+        next_group = keys[low + batch][:3] if low + batch < len(keys) else None
+        known = {state: v for state, v in known.items() if state[1:4] == next_group}
 
 # %% ../../nbs/07_training/01_rollout.ipynb #5e55a412
 @torch.no_grad()
 def sample_trajectories(
     policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
-    row: Tensor,  # (B,) long
-    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), an image
+    row: Tensor,  # (B,) long, index of each image's prompt in the conditioning
+    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     sampler: Sampler,  # of T steps
     batch: int = 16,  # images per forward pass
     shared: bool = False,  # one initial noise for all images of the iteration
     store: torch.dtype = torch.float32,  # of the stored latents
-    host: bool = False,  # keep them in the host's memory
+    host: bool = False,  # keep the latents in host memory
     # called with the last latents (b, S, C) of every batch
     ready: Callable[[Tensor], None] = lambda final: None,
     table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
     spread: float = 0.0,  # as for `initial_noise`
 ) -> Trajectories:
-    """Trajectories of the SDE, equations (7) and (11), for every image."""
-    parts = []
-    for latents, logp in sde_batches(
-        policy, conditioning, row, keys, sampler, batch, shared, store, table, spread
-    ):
-        parts.append((latents.cpu() if host else latents, logp))
+    """Sample the SDE, equations (7) and (11), and return the trajectory of every image."""
+    batches = sde_batches(
+        policy=policy,
+        conditioning=conditioning,
+        row=row,
+        keys=keys,
+        sampler=sampler,
+        batch=batch,
+        shared=shared,
+        store=store,
+        table=table,
+        spread=spread,
+    )
+    all_latents = []
+    all_logps = []
+    for latents, logp in batches:
+        all_latents.append(latents.cpu() if host else latents)
+        all_logps.append(logp)
+        # Scoring can begin while the next batch is drawn.
         ready(latents[:, -1])
-    latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
-    return Trajectories(latents, logp, row, keys, sampler)
+    return Trajectories(
+        latents=torch.cat(all_latents),
+        logp=torch.cat(all_logps),
+        row=row,
+        keys=keys,
+        sampler=sampler,
+    )
 
 # %% ../../nbs/07_training/01_rollout.ipynb #d555de9a
 @torch.no_grad()
 def complete_states(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows, one an image
+    conditioning: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), before the transition levels[0]
     sampler: Sampler,  # of the rollout
-    # (n + 1,) long, increasing: the positions in its grid that are visited, down to the last
-    levels: Tensor,
-    batch: int = 16,  # images in one forward
-    store: torch.dtype = torch.float32,  # that the rollout's latents are rounded to
+    levels: Tensor,  # (n + 1,) long, increasing: positions in its grid to visit, down to the last
+    batch: int = 16,  # images per forward pass
+    store: torch.dtype = torch.float32,  # of the rollout's stored latents
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Complete states by the ODE as the rollout goes through transitions without noise."""
+    """Complete states by the ODE, as the rollout takes transitions without noise."""
     start = int(levels[0])
     ode = Sampler(sampler.sigmas[levels], "ode")
+
+    # On all levels of the rollout the solver's weights are the rollout's; on fewer they must be computed.
     second_order = ode.second_order
     if sampler.solver != "euler":
-        every_level = len(levels) == len(sampler) - start + 1
-        second_order = (
-            sampler.second_order[start:] if every_level else multistep_weights(ode.sigmas)
-        )
+        visits_every_level = len(levels) == len(sampler) - start + 1
+        if visits_every_level:
+            second_order = sampler.second_order[start:]
+        else:
+            second_order = multistep_weights(ode.sigmas)
+
     final = []
     for low in range(0, len(latents), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
         states = latents[low : low + batch].to(policy.device)
-        for after, _, _ in integrate(policy, rows, states, ode, store, second_order=second_order):
-            states = after
+        for following, _, _ in integrate(
+            policy=policy,
+            rows=rows,
+            latents=states,
+            sampler=ode,
+            store=store,
+            second_order=second_order,
+        ):
+            states = following
         final.append(states)
     return torch.cat(final)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
+def _euler_steps(
+    policy: Policy,
+    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    latents: Tensor,  # (B, S, C), before the first of the steps
+    grid: Tensor,  # (N+1,) sigmas
+    sampler: Sampler,  # the ODE on the grid
+    steps: range,  # indices of the steps to take
+) -> Tensor:  # (B, S, C)
+    """Take some Euler steps of the ODE with the weights that the policy has now."""
+    for step in steps:
+        v = policy.velocity(latents, grid[step].expand(len(latents)), rows)
+        latents, _ = sampler.mean_std(v, latents, step)
+    return latents
+
+
 @torch.no_grad()
 def sample_ode(
     policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one per image
     noise: Tensor,  # (B, S, C) at sigma 1
     grid: Tensor,  # (N+1,) sigmas
-    batch: int = 16,  # images in one forward
+    batch: int = 16,  # images per forward pass
     split: int | None = None,  # step at which the base takes over; None: never, 0: the base alone
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Euler samples of the ODE; hybrid inference where `split` is given."""
+    """Sample the ODE in Euler steps, by hybrid inference if `split` is given."""
     sampler = Sampler(grid, "ode")
-    out = []
     split = len(sampler) if split is None else split
+    samples = []
     for low in range(0, len(noise), batch):
         rows = {k: v[low : low + batch] for k, v in conditioning.items()}
-        x = noise[low : low + batch].to(policy.device)
-        for part, weights in (
-            (range(split), nullcontext()),
-            (range(split, len(sampler)), base_weights(policy)),
-        ):
-            with weights:
-                for i in part:
-                    v = policy.velocity(x, grid[i].expand(len(x)), rows)
-                    x, _ = sampler.mean_std(v, x, i)
-        out.append(x)
-    return torch.cat(out)
+        latents = noise[low : low + batch].to(policy.device)
+        latents = _euler_steps(policy, rows, latents, grid, sampler, steps=range(split))
+        with base_weights(policy):
+            remaining = range(split, len(sampler))
+            latents = _euler_steps(policy, rows, latents, grid, sampler, steps=remaining)
+        samples.append(latents)
+    return torch.cat(samples)
 
 # %% ../../nbs/07_training/01_rollout.ipynb #9302bf3a
-def _wrong_places(given: Mapping[str, Any]) -> str | None:
-    """Say which image has no prompt, or which step of the split there is not."""
+def _wrong_places(
+    given: Mapping[str, Any],  # the arguments of `sample_images`
+) -> str | None:  # the error message; None: no error
+    """Find an image without a prompt, or a split after the last step, and return the error message."""
     prompts = given["prompts"]
     places = given["places"]
     split = given.get("split")
-    known = prompts.keys() if isinstance(prompts, Mapping) else range(len(prompts))
+    positions = prompts.keys() if isinstance(prompts, Mapping) else range(len(prompts))
     if not len(places):
         return "`places` of sample_images must name at least one image; got []"
-    for position in [position for position, _ in places if position not in known]:
+    for position in [position for position, _ in places if position not in positions]:
         return f"`places` of sample_images must be places in the list of {len(prompts)} prompts; got {position}"
     if split is not None and split > given.get("steps", 50):
         return f"`split` of sample_images must be at most the {given.get('steps', 50)} steps; got {split}"
@@ -319,24 +474,44 @@ def sample_images(
     split: int | None = None,  # step at which the base takes over; None: never
     batch: int = 16,  # images per forward pass
     sampler: Sampler | None = None,  # to sample as in training, if `split` is 0 or None
-    store: torch.dtype = torch.float32,  # that a rollout's latents are rounded to
+    store: torch.dtype = torch.float32,  # of a rollout's stored latents
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    """Samples of held-out prompts, reproducible image by image: of the ODE or, with a sampler, as a rollout draws them."""
-    # none of training's keys
-    order = sorted({p for p, _ in places})
+    """Sample images of held-out prompts, reproducible image by image.
+
+    Without a `sampler` they follow the ODE; with one they are sampled as in a rollout. Raise InputError if an
+    image has no prompt, or if `split` does not fit the steps or the sampler.
+    """
+    # Iteration -1 names no iteration of training, so no key of training occurs.
     keys = [(seed, -1, *place) for place in places]
-    row = torch.tensor([order.index(p) for p, _ in places])
-    rows = {k: v[row] for k, v in policy.encode([prompts[p] for p in order]).items()}
+
+    # Encode each prompt once.
+    prompt_positions = sorted({position for position, _ in places})
+    row = torch.tensor([prompt_positions.index(position) for position, _ in places])
+    encoded = policy.encode([prompts[position] for position in prompt_positions])
+    rows = {k: v[row] for k, v in encoded.items()}
+
     if sampler is None:
         latents = sample_ode(
-            policy, rows, initial_noise(policy, keys), policy.sigmas(steps), batch, split
+            policy=policy,
+            conditioning=rows,
+            noise=initial_noise(policy, keys),
+            grid=policy.sigmas(steps),
+            batch=batch,
+            split=split,
         )
     elif split:
         raise InputError(f"split: got {split}, allowed with a sampler is 0, the base, or None.")
     else:
         with base_weights(policy) if split == 0 else nullcontext():
             paths = sde_batches(
-                policy, rows, torch.arange(len(keys)), keys, sampler, batch, False, store
+                policy=policy,
+                conditioning=rows,
+                row=torch.arange(len(keys)),
+                keys=keys,
+                sampler=sampler,
+                batch=batch,
+                shared=False,
+                store=store,
             )
             latents = torch.cat([path[:, -1] for path, _ in paths])
     return decode_latents(policy, latents, batch)

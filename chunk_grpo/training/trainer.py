@@ -33,6 +33,7 @@ from .metrics import collect_metrics, evaluate_held_out
 
 # %% ../../nbs/07_training/08_trainer.ipynb #a8027f66
 def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors, detached, by their positions as text."""
     return {str(i): x.detach() for i, x in enumerate(tensors)}
 
 
@@ -65,9 +66,10 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
 
 # %% ../../nbs/07_training/08_trainer.ipynb #b2f5ebb7
 def _read_checkpoint(
-    state: TrainingState, folder: Path
+    state: TrainingState,
+    folder: Path,  # of the checkpoint
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
-    """What a checkpoint holds, tensors and the rest, and what keeps it from being used: the same in all processes."""
+    """Return a checkpoint's tensors, its other values, and why it cannot be used: the same in all processes."""
     groups, rest, problem = {}, {}, ""
     try:
         if state.accelerator.is_main_process:
@@ -87,9 +89,11 @@ def _read_checkpoint(
 
 # %% ../../nbs/07_training/08_trainer.ipynb #c3cc1b04
 def _restore_log(
-    run: Path, folder: Path | None, say: Callable[[str], None]
-) -> None:  # None: the run begins anew
-    """Give metrics.jsonl and profile.json back what a checkpoint says of them."""
+    run: Path,
+    folder: Path | None,  # of the checkpoint; None: the run begins anew
+    say: Callable[[str], None],  # prints a warning
+) -> None:
+    """Restore metrics.jsonl and profile.json to their content in a checkpoint."""
     files.clean_run_folder(run)
     log = run / "metrics.jsonl"
     if folder is None:
@@ -110,8 +114,11 @@ def _restore_log(
             temporary.write_bytes(content)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #64472d24
-def resume(state: TrainingState, say: Callable[[str], None] = print) -> None:
-    """Go on from the newest whole checkpoint, if there is one; InputError where there are some and none is whole."""
+def resume(
+    state: TrainingState,
+    say: Callable[[str], None] = print,  # prints a warning
+) -> None:
+    """Resume from the newest whole checkpoint, if any; raise InputError if there are some and none is whole."""
     found = checkpoints.list_checkpoints(state.run)
     problems = {}
     groups = {}
@@ -152,10 +159,15 @@ def resume(state: TrainingState, say: Callable[[str], None] = print) -> None:
 
 # %% ../../nbs/07_training/08_trainer.ipynb #fd7eb297
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
-    """One iteration, from drawing to the line of metrics; the checkpoint is the caller's. InputError where it diverges."""
+    """Sample, update and measure once, and return the line of metrics; the caller writes the checkpoint.
+
+    Raise InputError if advantages or log-probabilities are not finite.
+    """
     s = state.s
     start = time.perf_counter()
     cpu = time.process_time()
+
+    # Sample groups of images and compare them. Nothing can be learned from numbers that are not finite.
     rollout = sample_groups(state)
     if not torch.isfinite(rollout.advantage).all():
         raise InputError(
@@ -167,19 +179,27 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
             "`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
             f"{state.iteration + 1} are not finite"
         )
+
+    # The base's scores on the same prompts tell progress from easier prompts.
     base = None
     if s.baseline_images:
         with count_seconds(rollout.seconds, "baseline"):
             base = score_base(state, rollout)
+
+    # The update may take its chunks from the profile, so the profile comes first.
     with count_seconds(rollout.seconds, "update"):
         due = state.iteration % s.profile_every == 0 if s.profile_every else state.iteration == 0
         profile = measure_profile(state, rollout.context.trajectories) if due else {}
         update = update_policy(state, rollout)
     state.iteration += 1
+
+    # Measure what was done, and the held-out prompts every so often and at the end.
     line = collect_metrics(state, rollout, update, base)
     if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
+
+    # Reports read the profile without a model.
     if profile and state.accelerator.is_main_process:
         chunks = state.method.chunks(
             state.profile[state.method.places(rollout.context.trajectories.sampler)]
@@ -195,7 +215,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
 # %% ../../nbs/07_training/08_trainer.ipynb #4f2da6cc
 def _refuse_infinite_weights(state: TrainingState) -> None:
-    """InputError where a trained weight is no number."""
+    """Raise InputError if a trained weight is not finite."""
     if not all(map(checkpoints.is_finite, state.policy.trained)):
         raise InputError(
             f"`learning_rate` must leave weights that are finite; after iteration {state.iteration} "
@@ -223,9 +243,9 @@ def save_final_weights(state: TrainingState) -> None:
 
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
-    s: setting.Settings,  # an existing folder
-    run: Path,  # a checkpoint in it is taken up
-    callbacks: Sequence[Callback] = (),  # beside the logger and the alarms
+    s: setting.Settings,
+    run: Path,  # an existing folder; a checkpoint in it is resumed
+    callbacks: Sequence[Callback] = (),  # besides the logger and the alarms
     say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
     """Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."""
@@ -234,6 +254,7 @@ def train_run(
     listeners = [Logger(say), *callbacks, Alarms(say)]
 
     def announce(event: str, *what) -> None:
+        """Call one event of every callback."""
         for listener in listeners:
             getattr(listener, event)(state, *what)
 
@@ -249,6 +270,7 @@ def train_run(
         base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
+            """Announce a line of metrics, and write a checkpoint if one is due or a callback stops the run."""
             stop = None
             try:
                 announce("on_log", line)

@@ -11,6 +11,7 @@ __all__ = ['split_updates', 'UpdateBatch', 'build_update_batch', 'replay_transit
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,72 +24,73 @@ from .rollout import make_generator
 # %% ../../nbs/07_training/03_update.ipynb #3c7a8a01
 def split_updates(
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), groups together
-    group: int,  # G, images a prompt
+    group: int,  # G, images per prompt
     updates: int,  # U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
-    """The images of each update: G / U of every group, shuffled."""
-    orders = [
-        low + torch.randperm(group, generator=make_generator(*keys[low][:3], -1, stream="shares"))
-        for low in range(0, len(keys), group)
-    ]
+    """Share the images out over the updates: each gets G / U images of every group, shuffled."""
+    orders = []
+    for low in range(0, len(keys), group):
+        generator = make_generator(*keys[low][:3], -1, stream="shares")
+        orders.append(low + torch.randperm(group, generator=generator))
     return [torch.cat([order[u::updates] for order in orders]) for u in range(updates)]
 
 # %% ../../nbs/07_training/03_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
 class UpdateBatch:
-    """All that one update trains, flat over its transitions (M) and items (N)."""
+    """All that one update trains, laid out flat: M transitions of N items (sampled chunks)."""
 
     sample: Tensor  # (M,) image of each transition
-    index: Tensor  # (M,) its place in the whole trajectory, 0 ... T-1
+    index: Tensor  # (M,) its step in the whole trajectory, 0 ... T-1
     segment: Tensor  # (M,) its item, 0 ... N-1
     chunk: Tensor  # (N,) chunk number of each item
     owner: Tensor  # (N,) image of each item
-    batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor a forward
+    batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor per forward pass
     whole: bool  # every item lies within one batch
     weight: Tensor | None = None  # (N,) of each item in the objective; None: 1
-    # forwards that count for nothing: all processes with parts of the weights need as many
+    # forward passes without effect, so that all processes with sharded weights make as many
     idle_forwards: int = 0
 
 # %% ../../nbs/07_training/03_update.ipynb #d60b1160
 def build_update_batch(
     images: Tensor,  # (b,) positions of the update's images
-    chosen: Tensor,  # (B, k) chunks of all of the iteration
+    chosen: Tensor,  # (B, k) sampled chunks of every image of the iteration; negative: none
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image of the iteration
-    limit: int,  # transitions in one forward
+    limit: int,  # transitions in one forward pass
     weights: Tensor | None = None,  # (T,) of each transition in the objective
     stochastic: Tensor | None = None,  # (n,), the steps in chunks; None: the first n
 ) -> UpdateBatch:
-    """The flat work of an update."""
-    own = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
+    """Lay out the transitions of the update's sampled chunks flat, and cut them into batches."""
+    image_chunks = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
     drawn = chosen[images]
-    sample, index, segment = flatten_chunks(own, drawn)
+    sample, index, segment = flatten_chunks(image_chunks, drawn)
+
+    # Chunks count the stochastic steps alone; the trajectory counts all.
     index = index if stochastic is None else stochastic[index]
-    mean = (
-        None
-        if weights is None
-        else torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
-    )
+
+    item_weight = None
+    if weights is not None:
+        item_weight = torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
     return UpdateBatch(
-        images[sample],
-        index,
-        segment,
-        drawn[drawn >= 0],
-        images[(drawn >= 0).nonzero()[:, 0]],
-        split_into_batches(segment, limit),
-        fits_in_batch(segment, limit),
-        mean,
+        sample=images[sample],
+        index=index,
+        segment=segment,
+        chunk=drawn[drawn >= 0],
+        owner=images[(drawn >= 0).nonzero()[:, 0]],
+        batches=split_into_batches(segment, limit),
+        whole=fits_in_batch(segment, limit),
+        weight=item_weight,
     )
 
 # %% ../../nbs/07_training/03_update.ipynb #c1997aa1
 def replay_transitions(
     context: ReplayContext,
     method: Method,
-    image: Tensor,  # (m,) images of the transitions
-    index: Tensor,  # (m,) their places
+    image: Tensor,  # (m,) image of each transition
+    index: Tensor,  # (m,) its step in the trajectory
     anchor: bool = True,  # whether the anchor's penalty is wanted
     # evidence, (m, ...) each; penalty (m,), None without an anchor
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return what the method's `replay` does; raise InputError the first time that it is not what it must be."""
+    """Return the result of the method's `replay`; raise InputError if its first result is malformed."""
     count = len(image)
     with read_only(method, "replay", context.trajectories):
         replayed = method.replay(context, image, index, anchor)
@@ -126,15 +128,15 @@ def check_statistic(
     value: object,  # what `statistic` returned
     count: int,  # m, transitions
 ) -> None:
-    """Raise InputError unless the statistic is (m,), or (m, parts) where the objective reads so many numbers."""
+    """Raise InputError unless the statistic is (m,), or (m, parts) if the objective reads `parts` numbers."""
     if "statistic" in method.checked:
         return
     names, parts = "(m,)", method.parts
-    # it reads the log-ratio and, for dppo, the divergence
+    # The package's objective reads the log-ratio and, for dppo, the divergence.
     if type(method).objective is Method.objective:
         parts = 2 if method.worth and method.worth.kind == "dppo" else 0
     elif not parts and not method.ratio and isinstance(value, Tensor) and value.ndim == 2:
-        # nothing is compared, so an objective of its own may read any number of them
+        # Nothing is compared, so a method's own objective may read any number of them.
         parts = value.shape[1]
     if parts:
         names = "(m, parts)"
@@ -147,111 +149,143 @@ def all_evidence(
     method: Method,
     graph: bool = False,  # compute with autograd's graph, as training does
 ) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the work; the log-probability first
-    """Evidence of all the work's transitions, in the batches that training uses."""
-    with torch.set_grad_enabled(
-        graph or context.policy.compiled
-    ):  # a compiled forward with graph differs
-        parts = [
-            [
-                x.detach()
-                for x in replay_transitions(
-                    context, method, work.sample[part], work.index[part], anchor=False
-                )[0]
-            ]
-            for part in [*work.batches, *[work.batches[0][:1]] * work.idle_forwards]
-        ]
-    order = torch.cat(work.batches).argsort().to(parts[0][0].device)
-    return tuple(torch.cat(x)[order] for x in zip(*parts[: len(work.batches)], strict=True))
+    """Compute the evidence of all transitions of an update, detached, in the batches that training uses."""
+    idle_batches = [work.batches[0][:1]] * work.idle_forwards
+    evidence_of_batches = []
+    # A compiled forward pass gives other numbers with a graph than without, so it always gets one.
+    with torch.set_grad_enabled(graph or context.policy.compiled):
+        for batch in [*work.batches, *idle_batches]:
+            evidence, _ = replay_transitions(
+                context, method, work.sample[batch], work.index[batch], anchor=False
+            )
+            evidence_of_batches.append([x.detach() for x in evidence])
+
+    # Drop the idle results, and undo the order of the batches.
+    evidence_of_batches = evidence_of_batches[: len(work.batches)]
+    order = torch.cat(work.batches).argsort().to(evidence_of_batches[0][0].device)
+    return tuple(torch.cat(x)[order] for x in zip(*evidence_of_batches, strict=True))
 
 # %% ../../nbs/07_training/03_update.ipynb #8bcdfa43
 def item_means(
-    statistic: Tensor, segment: Tensor
-) -> Tensor:  # (M, ...) and the item of each (M,) -> (N, ...)
-    """Mean of the statistic over each item."""
+    statistic: Tensor,  # (M, ...), of each transition
+    segment: Tensor,  # (M,), the item of each transition
+) -> Tensor:  # (N, ...)
+    """Average the statistic over the transitions of each item."""
     return torch.segment_reduce(
         statistic[segment.argsort(stable=True)], "mean", lengths=segment.bincount()
     )
 
 
-def item_groups(context: ReplayContext, work: UpdateBatch) -> Tensor:  # (N,) long
-    """The group of each item: those of one prompt and one chunk."""
+def item_groups(
+    context: ReplayContext,  # knows the prompt of every image
+    work: UpdateBatch,  # N items
+) -> Tensor:  # (N,) long
+    """Number the groups of the items: a group holds the items of one prompt and one chunk number."""
     return context.trajectories.row[work.owner] * (int(work.chunk.max()) + 1) + work.chunk
 
 
 def ratio_floor(
-    new: Tensor, old: Tensor, work: UpdateBatch
-) -> float:  # log-probabilities (M,) -> largest |ratio - 1|
-    """How far the ratio of the same weights, asked in two ways, is from 1: below it, clipping is noise."""
+    new: Tensor,  # (M,) log-probabilities
+    old: Tensor,  # (M,) log-probabilities of the same weights, computed in another way
+    work: UpdateBatch,
+) -> float:  # largest |ratio - 1| of an item
+    """Return how far the ratio of unchanged weights is from 1; a clip range below it clips noise."""
     return (item_means(new - old.to(new), work.segment.to(new.device)).exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
 def _objective_slopes(
-    method: Method, statistic: Tensor, adv: Tensor, group: Tensor
+    method: Method,
+    statistic: Tensor,  # (N, ...) mean of each item
+    adv: Tensor,  # (N,) advantage of each item
+    group: Tensor,  # (N,) group of each item
 ) -> Tensor:  # (N, ...) as statistic
-    """Derivative of every item's worth by its mean statistic."""
+    """Differentiate every item's objective by its mean statistic."""
     with torch.enable_grad():
         at = statistic.detach().requires_grad_()
         first = "objective" not in method.checked
-        worth = method.objective(
-            at.clone(), adv.clone(), group.clone()
-        )  # copies: they are used again
-        check_floats(method, "objective", worth, (len(adv),), "(N,)")
-        if worth.requires_grad:
-            return torch.autograd.grad(worth.sum(), at)[0]
+        # A method may write into its arguments, so it gets copies.
+        objective = method.objective(at.clone(), adv.clone(), group.clone())
+        check_floats(method, "objective", objective, (len(adv),), "(N,)")
+        if objective.requires_grad:
+            return torch.autograd.grad(objective.sum(), at)[0]
         if first and bool(adv.any()):
             raise InputError(
                 f"`objective` of {method.s.method} must be computed of the statistic with its gradient, "
                 "or nothing is trained"
             )
-        return torch.zeros_like(at)  # such as where all groups have equal rewards
+        # A constant objective is legitimate, for example if the rewards of every group are equal.
+        return torch.zeros_like(at)
+
+
+def _transition_coefficients(
+    method: Method,
+    means: Tensor,  # (N, ...) mean statistic of each item
+    adv: Tensor,  # (N,) advantage of each item
+    group: Tensor,  # (N,) group of each item
+    segment: Tensor,  # (M,) item of each transition
+    weight: Tensor | None,  # (N,) of each item's objective; None: 1
+) -> Tensor:  # (M, ...)
+    """Differentiate the mean objective of the items by the statistic of each transition."""
+    sizes = segment.bincount()
+    slopes = _objective_slopes(method, means, adv, group)
+    trailing = [1] * (slopes.ndim - 1)
+    if weight is not None:
+        slopes = slopes * weight.reshape(-1, *trailing)
+    # 1 / N for the mean over items, 1 / size for the mean over an item's transitions
+    return (slopes / (len(sizes) * sizes).reshape(-1, *trailing))[segment]
 
 
 def gradient_coefficients(
     context: ReplayContext,  # trajectories and the policy that replays them
     work: UpdateBatch,  # M transitions of N items
     adv: Tensor,  # (N,) advantage of every item
-    method: Method,  # (M, ...) evidence before the first update
-    old: tuple[Tensor, ...] | None = None,  # None: on-policy
+    method: Method,
+    # (M, ...) evidence before the first update; None: on-policy
+    old: tuple[Tensor, ...] | None = None,
     weight: Tensor | None = None,  # (N,) of each item's objective; None: 1
 ) -> Callable[[Tensor, Tensor], Tensor]:  # positions (m,) and their statistics (m, ...) -> (m, ...)
-    """What gives the coefficients of transitions' statistics in the mean over all items, without graph."""
+    """Return a function that computes the coefficients of a batch's transitions, without graph.
+
+    A coefficient is the derivative of the mean objective of all N items by the transition's statistic.
+    """
     segment = work.segment.to(adv.device)
     group = item_groups(context, work).to(adv.device)
 
-    def spread(means, adv, group, segment, weight):
-        sizes = segment.bincount()
-        slopes = _objective_slopes(method, means, adv, group)
-        slopes = slopes if weight is None else slopes * weight.reshape(-1, *[1] * (slopes.ndim - 1))
-        return (slopes / (len(sizes) * sizes).reshape(-1, *[1] * (slopes.ndim - 1)))[segment]
-
-    if not work.whole or method.grouped:  # two passes: the means of all items first
-        if (
-            old is None and method.ratio and not method.grouped
-        ):  # nothing has changed: the ratio is 1
-            means = torch.zeros(
-                len(adv), *[method.parts] * (method.parts > 0), dtype=adv.dtype, device=adv.device
-            )
+    # Two passes: an item lies in several batches, or its objective depends on other items of its group,
+    # so the means of all items are needed first.
+    if not work.whole or method.grouped:
+        if old is None and method.ratio and not method.grouped:
+            # Nothing has changed: every log-ratio is 0, without a forward pass.
+            shape = (len(adv), method.parts) if method.parts > 0 else (len(adv),)
+            means = torch.zeros(shape, dtype=adv.dtype, device=adv.device)
         else:
             new = all_evidence(context, work, method)
             means = item_means(method.statistic(new, new if old is None else old), segment)
-        coefficient = spread(means, adv, group, segment, weight)
+        coefficient = _transition_coefficients(
+            method=method, means=means, adv=adv, group=group, segment=segment, weight=weight
+        )
         return lambda part, statistic: coefficient[part]
 
-    def of_batch(part, statistic):
-        items, local = segment[part].unique(return_inverse=True)
-        given = None if weight is None else weight[items]
-        return (
-            spread(item_means(statistic, local), adv[items], group[items], local, given)
-            * len(items)
-            / len(adv)
+    def coefficients_of_batch(part: Tensor, statistic: Tensor) -> Tensor:
+        """Compute the coefficients of a batch from its own statistics."""
+        items, local_segment = segment[part].unique(return_inverse=True)
+        coefficients = _transition_coefficients(
+            method=method,
+            means=item_means(statistic, local_segment),
+            adv=adv[items],
+            group=group[items],
+            segment=local_segment,
+            weight=None if weight is None else weight[items],
         )
+        # from the mean over the batch's items to the mean over all
+        return coefficients * len(items) / len(adv)
 
-    return of_batch
+    return coefficients_of_batch
 
 # %% ../../nbs/07_training/03_update.ipynb #1215b1ae
 @dataclass(frozen=True)
 class UpdateStats:
-    """What an update says about itself; gradients are in the weights."""
+    """The measurements of one update; its gradients are in the weights."""
 
     items: dict[str, Tensor]  # (N,) numbers of each item before the step, in the method's names
     objective: float  # its value without the anchor
@@ -275,63 +309,122 @@ def check_item_metrics(
     method.checked.add("item_metrics")
 
 
+def _item_advantages(
+    advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
+    work: UpdateBatch,  # N items
+) -> Tensor:  # (N,)
+    """Return the advantage of each item: its image's, or the mean over its transitions."""
+    if advantage.ndim == 1:
+        return advantage[work.owner]
+    return item_means(advantage[work.sample, work.index], work.segment)
+
+
+def _backward_idle_forwards(
+    context: ReplayContext,
+    work: UpdateBatch,
+    method: Method,
+    backward: Callable[[Tensor], None],
+) -> None:
+    """Make the update's idle forward passes, and go backward from zero times their results."""
+    for _ in range(work.idle_forwards):
+        transition = work.batches[0][:1]
+        evidence, anchor = method.replay(context, work.sample[transition], work.index[transition])
+        backward(0 * sum(x.sum() for x in (*evidence, anchor) if x is not None and x.requires_grad))
+
+
+def _update_stats(
+    context: ReplayContext,
+    work: UpdateBatch,  # M transitions of N items
+    method: Method,
+    statistic: Tensor,  # (M, ...), in the order of the batches
+    adv: Tensor,  # (N,) advantage of each item
+    weight: Tensor | None,  # (N,) of each item's objective; None: 1
+    kl: float | Tensor,  # mean of the anchor
+) -> UpdateStats:
+    """Measure an update from the statistics of its transitions."""
+    # from the order of the batches to that of the work
+    statistic = statistic[torch.cat(work.batches).argsort().to(adv.device)]
+    means = item_means(statistic, work.segment.to(adv.device))
+    group = item_groups(context, work).to(adv.device)
+    item_objective = method.objective(means.clone(), adv.clone(), group.clone())
+    if weight is not None:
+        item_objective = item_objective * weight
+    objective = item_objective.mean().item()
+    slopes = _objective_slopes(method, means, adv, group)
+    items = method.item_metrics(means, slopes, adv, item_objective)
+    check_item_metrics(method, items, len(adv))
+    return UpdateStats(items=items, objective=objective, kl=float(kl))
+
+
 def accumulate_gradients(
     context: ReplayContext,  # trajectories and the policy that replays them
     work: UpdateBatch,  # M transitions of N items
     advantage: Tensor,  # (B,) of every image, or (B, T) of its transitions
-    method: Method,  # (M, ...) evidence before the first update
-    old: tuple[Tensor, ...] | None = None,  # None: on-policy
-    # context of each forward and backward; told whether it is the last
-    sync=lambda last: contextlib.nullcontext(),
-    backward=Tensor.backward,  # what to do with each batch's loss
+    method: Method,
+    # (M, ...) evidence before the first update; None: on-policy
+    old: tuple[Tensor, ...] | None = None,
+    # context of each forward and backward pass; its argument: whether it is the last
+    sync: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
+    backward: Callable[[Tensor], None] = Tensor.backward,  # what to do with each batch's loss
     items_in_mean: float | None = None,  # number of items to divide by; None: those of the work
 ) -> UpdateStats:
-    """Add the gradient of minus the objective over the work to the weights' gradients; items count equally."""
-    adv = (
-        advantage[work.owner]
-        if advantage.ndim == 1
-        else item_means(advantage[work.sample, work.index], work.segment)
-    )
-    adv = adv.to(context.policy.device)
-    # A weight scales what an item is worth. Where that is proportional to its advantage, the advantage can have it.
+    """Add the gradient of minus the objective to the gradients of the weights, and return measurements.
+
+    The objective is a mean over items, each of which counts as one, plus `kl` times the anchor.
+    Raise InputError if the method's hooks return malformed tensors, or a statistic without gradient.
+    """
+    adv = _item_advantages(advantage, work).to(context.policy.device)
+
+    # A weight scales an item's objective. If the objective is proportional to the advantage, scale that instead.
     weight = None if work.weight is None else work.weight.to(adv)
     if weight is not None and method.proportional:
-        adv, weight = adv * weight, None
-    coefficients = gradient_coefficients(context, work, adv, method, old, weight)
-    share = 1 / (
-        work.segment.bincount()[work.segment] * len(work.owner)
-    )  # of a transition, in the items' mean
-    found, kl = [], 0.0
-    for n, part in enumerate(work.batches):
+        adv = adv * weight
+        weight = None
+
+    coefficients = gradient_coefficients(
+        context=context, work=work, adv=adv, method=method, old=old, weight=weight
+    )
+    # share of a transition in the mean over items
+    share = 1 / (work.segment.bincount()[work.segment] * len(work.owner))
+    statistics = []
+    kl = 0.0
+    for n, batch in enumerate(work.batches):
+        # Processes exchange gradients once, at the last backward pass.
         with sync(n == len(work.batches) - 1):
-            new, anchor = replay_transitions(context, method, work.sample[part], work.index[part])
-            before = tuple(x.detach() for x in new) if old is None else tuple(x[part] for x in old)
+            new, anchor = replay_transitions(context, method, work.sample[batch], work.index[batch])
+
+            # On-policy the old evidence is the new one, as a constant.
+            if old is None:
+                before = tuple(x.detach() for x in new)
+            else:
+                before = tuple(x[batch] for x in old)
             statistic = method.statistic(new, before)
-            check_statistic(method, statistic, len(part))
+            check_statistic(method, statistic, len(batch))
             if not statistic.requires_grad:
                 raise InputError(
                     f"`statistic` of {method.s.method} must keep the gradient of the new evidence, or "
                     "nothing is trained"
                 )
-            loss = -(
-                coefficients(part, statistic.detach()) * statistic
-            ).sum()  # its gradient counts, not its value
+
+            # The coefficients are constants, so this loss has the objective's gradient but not its value.
+            loss = -(coefficients(batch, statistic.detach()) * statistic).sum()
             if anchor is not None:
-                anchor = (share[part].to(anchor) * anchor).sum()
-                loss, kl = loss + method.s.kl * anchor, kl + anchor.detach()
+                anchor = (share[batch].to(anchor) * anchor).sum()
+                loss = loss + method.s.kl * anchor
+                kl = kl + anchor.detach()
+
+            # Go backward per batch: its activations are freed before the next forward pass.
             backward(loss if items_in_mean is None else loss * (len(adv) / items_in_mean))
-            found.append(statistic.detach())
-    for _ in range(work.idle_forwards):
-        evidence, anchor = method.replay(
-            context, work.sample[work.batches[0][:1]], work.index[work.batches[0][:1]]
-        )
-        backward(0 * sum(x.sum() for x in (*evidence, anchor) if x is not None and x.requires_grad))
-    statistic = torch.cat(found)[torch.cat(work.batches).argsort().to(adv.device)]
-    means = item_means(statistic, work.segment.to(adv.device))
-    group = item_groups(context, work).to(adv.device)
-    worth = method.objective(means.clone(), adv.clone(), group.clone())
-    worth = worth if weight is None else worth * weight
-    objective = worth.mean().item()
-    items = method.item_metrics(means, _objective_slopes(method, means, adv, group), adv, worth)
-    check_item_metrics(method, items, len(adv))
-    return UpdateStats(items, objective, float(kl))
+            statistics.append(statistic.detach())
+
+    # Processes that share sharded weights must all make as many passes.
+    _backward_idle_forwards(context, work, method, backward)
+    return _update_stats(
+        context=context,
+        work=work,
+        method=method,
+        statistic=torch.cat(statistics),
+        adv=adv,
+        weight=weight,
+        kl=kl,
+    )
