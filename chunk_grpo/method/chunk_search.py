@@ -20,7 +20,10 @@ def centered_log_profile(
     profile: Tensor,  # distance of each trained transition, (n,), positive
     field: str = "profile",  # its name in an error's sentence
 ) -> Tensor:  # (n,) float64, mean 0, nine decimals
-    """Log-distance less its mean (a), the same for every multiple of a profile. InputError on other values."""
+    """Return the log-distances less their mean, equation (a), which is the same for every multiple of a profile.
+
+    Raise InputError for values that are not finite and positive.
+    """
     profile = torch.as_tensor(profile, dtype=torch.float64)
     if (
         profile.ndim != 1
@@ -36,7 +39,7 @@ def centered_log_profile(
 def first_chunk_size(
     y: Tensor,
 ) -> int:  # y: log-distance, (n,); returns transitions of the first chunk, 1 ... n
-    """Transitions up to the first turning point (b); of a curve without one, up to its steepest early change."""
+    """Count the transitions up to the first turning point, equation (b), or up to the steepest early change if there is none."""
     change = y.diff()
     turns = (change[:-1] * change[1:] < 0).nonzero()
     if len(turns):
@@ -50,7 +53,10 @@ def last_chunk_start(
     trained: Tensor | None = None,  # of a trained model, (n,)
     half: float = 0.5,  # share of the largest departure that counts as parted, in (0, 1]
 ) -> int:  # index at which the last chunk starts, 0 ... n - 1
-    """Where a trained model's profile departs (c) from the base's; without one, or where none departs, at 9/16 n."""
+    """Return the transition at which a trained model's profile departs from the base's, equation (c).
+
+    Without a trained profile, or if it departs nowhere, this is 9/16 n.
+    """
     if trained is not None:
         departure = (trained / base).log().abs().round(decimals=9)
         if bool(departure.any()):
@@ -79,7 +85,11 @@ def paper_rule_chunks(
     middle: int = 2,  # chunks between the first and the last
     half: float = 0.5,  # share of the largest departure at which the last chunk starts
 ) -> Chunks:  # at most middle + 2 chunks
-    """Appendix B.1: to the turn, to equal bending, from where training departs. InputError on bad profiles."""
+    """Cut a profile by the rule of the paper's appendix B.1.
+
+    The first chunk ends at the turn, the last begins where training departs, and the middle is cut
+    into parts of equal bending. Raise InputError for a bad profile.
+    """
     y = centered_log_profile(base_profile, "base_profile")
     if type(middle) is not int or middle < 1:
         raise InputError(f"middle: got {middle!r}, allowed is a whole number of chunks from 1.")
@@ -104,7 +114,10 @@ def optimal_chunks(
     max_chunks: int | None = None,  # K, at most n are made; None: by the penalty
     penalty: float | None = None,  # above 0: share of variation that a chunk must explain
 ) -> Chunks:
-    """The cut of least squared deviation (f), for a given K, or for the K of a penalty (g). Raises InputError."""
+    """Return the cut with the least squared deviation, equation (f), for a given K or for the K that a penalty (g) selects.
+
+    Raise InputError for bad arguments.
+    """
     y = centered_log_profile(profile)
     if (max_chunks is None) == (penalty is None):
         raise InputError(
@@ -124,7 +137,7 @@ def optimal_chunks(
 def change_points(
     values: Tensor, order: int
 ) -> list[int]:  # values: (m,); order: of the difference, from 1
-    """Where the difference of an order changes its sign; differences below 1e-6 have none."""
+    """Return the positions at which the difference of an order changes its sign; differences below 1e-6 have no sign."""
     change = values.diff(n=order).round(decimals=6).sign()
     signed = change.nonzero().flatten()
     later = signed[1:][change[signed[1:]] != change[signed[:-1]]]
@@ -156,7 +169,10 @@ def adaptive_chunks(
     distance: Tensor,  # relative distances of the trained transitions, (B, n), positive
     min_size: int = 2,  # transitions that a chunk has at least
 ) -> list[Chunks]:  # B of them, each of n transitions
-    """Chunks for every trajectory by version 3's recursion. InputError on bad distances or a size below 1."""
+    """Cut every trajectory into chunks by the recursion of the paper's third version.
+
+    Raise InputError for bad distances or a size below 1.
+    """
     if distance.ndim != 2:
         raise InputError(f"distance: got shape {tuple(distance.shape)}, allowed is (B, n).")
     if type(min_size) is not int or min_size < 1:

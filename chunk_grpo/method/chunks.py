@@ -44,19 +44,22 @@ class Chunks:
 
     @property
     def transitions(self) -> int:
-        """Transitions that the chunks cover, the n of the shapes below."""
+        """Count the transitions that the chunks cover, the n of the shapes below."""
         return sum(self.sizes)
 
     @property
     def slices(self) -> list[slice]:
-        """Where each chunk lies in a tensor of one value a transition."""
+        """Return the slice of each chunk in a tensor with one value per transition."""
         ends = list(accumulate(self.sizes, initial=0))
         return [slice(low, high) for low, high in zip(ends, ends[1:], strict=False)]
 
     @classmethod
     @checked()
     def parse(cls, text: str) -> "Chunks":
-        """Sizes with commas between, "2,3,4,7". InputError unless they are whole numbers from 1."""
+        """Parse sizes separated by commas, such as "2,3,4,7".
+
+        Raise InputError unless they are whole numbers from 1.
+        """
         sizes = [part.strip() for part in text.split(",")]
         if not all(re.fullmatch("[1-9][0-9]{0,5}", size) for size in sizes):
             raise InputError(
@@ -67,19 +70,22 @@ class Chunks:
     @classmethod
     @checked(transitions=whole_number(1))
     def steps(cls, transitions: int) -> "Chunks":
-        """Every transition a chunk of its own: step-level GRPO."""
+        """Make every transition a chunk of its own: step-level GRPO."""
         return cls((1,) * transitions)
 
     @classmethod
     @checked(transitions=whole_number(1))
     def whole(cls, transitions: int) -> "Chunks":
-        """One chunk of all transitions: sequence level."""
+        """Make one chunk of all transitions: one ratio per trajectory."""
         return cls((transitions,))
 
     @classmethod
     @checked(transitions=whole_number(1), size=whole_number(1))
     def equal(cls, transitions: int, size: int) -> "Chunks":
-        """Chunks of one size. InputError, with the sizes that are allowed, unless it divides the transitions."""
+        """Make chunks of one size.
+
+        Raise InputError, with the sizes that are allowed, unless the size divides the transitions.
+        """
         allowed = [n for n in range(1, transitions + 1) if transitions % n == 0]
         if size not in allowed:
             raise InputError(
@@ -95,7 +101,10 @@ def chunks_from_setting(
     transitions: int,
     profile: Chunks | None = None,  # what "profile" stands for, measured on the base model
 ) -> Chunks:
-    """The chunks that the setting means. InputError unless it is one of the five forms and covers the transitions."""
+    """Parse the setting `chunks`.
+
+    Raise InputError unless it has one of the five forms and covers all transitions.
+    """
     word, _, size = text.strip().partition(":")
     if word == "equal" and re.fullmatch("[0-9]{1,6}", size):
         return Chunks.equal(transitions, int(size))
@@ -122,7 +131,10 @@ def parse_chunk_numbers(
     text: str,  # the setting `train_chunks`: "all", or numbers from 1 with commas between, "1,2,3"
     count: int,  # number of chunks K
 ) -> list[int]:  # positions 0 ... K - 1, increasing
-    """The chunks that may be drawn. InputError unless the numbers are different and lie between 1 and K."""
+    """Parse the numbers of the chunks that may be trained.
+
+    Raise InputError unless they are different and lie between 1 and K.
+    """
     if text.strip() == "all":
         return list(range(count))
     found = [int(part) for part in text.split(",") if re.fullmatch(" *[0-9]{1,6} *", part)]
@@ -155,7 +167,10 @@ class ChunkRule:
         # given sizes must cover them; not where a method has its own number of them
         covers: bool = True,
     ) -> "ChunkRule":
-        """The rule that a text means. InputError unless it is one of the seven forms and fits the transitions."""
+        """Parse the text of a rule for chunks.
+
+        Raise InputError unless it has one of the seven forms and fits the transitions.
+        """
         if text.strip() == "profile":
             return cls("profile")
         if re.fullmatch(r".*\D:[A-Za-z_]\w*", text.strip()) and not text.strip().startswith(
@@ -183,7 +198,7 @@ class ChunkRule:
 
 # %% ../../nbs/00_method/02_chunks.ipynb #9e1e2ffb
 def step_weights(chunks: Chunks, dtype: torch.dtype = torch.float32) -> Tensor:  # (n,), mean 1
-    """First-order weight T / (K cs_j) of each transition in (13), relative to the step objective (5)."""
+    """Return the first-order weight T / (K cs_j) of each transition in (13), relative to the step objective (5)."""
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)
 
@@ -194,7 +209,10 @@ def flatten_chunks(
     chosen: Tensor,
     # sample, transition, segment: each (M,) long on the device of chosen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All transitions of the drawn chunks, flat, item by item, in the order of `chosen`. InputError on a bad number."""
+    """List all transitions of the chosen chunks, item by item, in the order of `chosen`.
+
+    Raise InputError for a chunk number that does not exist.
+    """
     if chosen.ndim != 2 or chosen.dtype != torch.long:
         raise InputError(
             f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k)."
@@ -224,7 +242,10 @@ def flatten_chunks(
 def fits_in_batch(
     segment: Tensor, limit: int
 ) -> bool:  # item of each transition, (M,) long; of one forward, from 1
-    """Whether every item fits whole into one batch of `limit` transitions. InputError on a limit below 1."""
+    """Return True if every item fits whole into one batch of `limit` transitions.
+
+    Raise InputError for a limit below 1.
+    """
     if limit < 1:
         raise InputError(f"`update_batch` must be at least 1 transition; got {limit}")
     return segment.numel() == 0 or int(segment.bincount().max()) <= limit

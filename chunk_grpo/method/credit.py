@@ -21,7 +21,7 @@ def combine_rewards(
     scores: dict[str, Tensor],  # raw scores by name, each (P, G)
     weights: dict[str, float],  # weight by name
 ) -> Tensor:  # (P, G), what the advantage `group` is computed from
-    """One reward as it is; of several the weighted sum, each normalised within its group first."""
+    """Return a single reward as it is, and of several the weighted sum, each normalised within its group first."""
     if len(weights) == 1:
         return scores[next(iter(weights))]
     total = torch.zeros_like(next(iter(scores.values())))
@@ -34,7 +34,10 @@ def combine_rewards(
 def win_rates(
     scores: Tensor,
 ) -> Tensor:  # scores: (P, G), of P prompts with G images; returns (P, G) in [0, 1]
-    """The share of its siblings that each image beats; a tie counts half. InputError on groups of one."""
+    """Compute the share of its siblings that each image beats; a tie counts half.
+
+    Raise InputError for groups of one image.
+    """
     if scores.ndim != 2 or scores.shape[1] < 2:
         raise InputError(f"`scores` must be (P, G) with G at least 2; got {tuple(scores.shape)}")
     beats = (scores[:, :, None] > scores[:, None]).float() + (
@@ -49,7 +52,10 @@ def credit_advantages(
     form: str = "group",  # one of CREDIT_FORMS
     clamp: float = 5.0,  # largest |advantage|, with `none` in reward units
 ) -> Tensor:  # (P, G), detached, float32 or better
-    """Advantages of every image of an iteration. InputError on an unknown form, and on scores that are not finite."""
+    """Compute the advantage of every image of an iteration.
+
+    Raise InputError for an unknown form or scores that are not finite.
+    """
     if form not in CREDIT_FORMS:
         raise InputError(f"`credit` must be one of {', '.join(CREDIT_FORMS)}; got {form!r}")
     advantage = group_advantages(
@@ -107,7 +113,7 @@ def outrun_images(
 def nearest_distances(
     features: Tensor,
 ) -> Tensor:  # features: (P, G, E), of P prompts with G images; returns (P, G)
-    """Cosine distance of each image to its nearest sibling, over the group's mean of it (GARDO, 2512.24138)."""
+    """Compute each image's cosine distance to its nearest sibling, relative to the group's mean (GARDO, 2512.24138)."""
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     away = (1 - unit @ unit.mT).clamp(0, 2)
     nearest = away.masked_fill(

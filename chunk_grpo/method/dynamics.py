@@ -31,7 +31,10 @@ def relative_distance(
     latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
     kind: str = "l1",  # one of DISTANCE_KINDS
 ) -> Tensor:  # (B, T), one value a transition; dimensionless, detached, float32 or better
-    """Relative change of the latent over each transition, equation (15). InputError names a non-finite transition."""
+    """Compute the relative change of the latents over each transition, equation (15).
+
+    Raise InputError, which names the transition, if a distance is not finite.
+    """
     if kind not in DISTANCE_KINDS:
         raise InputError(f"distance: got {kind!r}, allowed is one of {', '.join(DISTANCE_KINDS)}.")
     if latents.ndim < 3 or latents.shape[1] < 2:
@@ -58,7 +61,10 @@ def gaussian_profile(
     sampler: Sampler,  # of T transitions
     scale: Tensor | float = 1.0,  # standard deviations of the data's coordinates, (d,) or a number
 ) -> Tensor:  # (T,) float64, expected L1_rel for many coordinates
-    """Profile (15) of an exact model on centred Gaussian data, in closed form; InputError on bad settings."""
+    """Compute the profile (15) of an exact model on centred Gaussian data, in closed form.
+
+    Raise InputError for bad settings.
+    """
     spread: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sampler.sigmas.to(torch.float64)
     a, b, std = replace(sampler, sigmas=sigmas).coefficients(torch.arange(len(sampler)))
@@ -73,7 +79,7 @@ def gaussian_profile(
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #96c2e74b
 def optimal_sizes(values: list[float], count: int) -> list[int]:  # count: 1 ... len(values)
-    """Sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
+    """Return the sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
     ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
     return np.diff(ends, prepend=0).tolist()
 
@@ -83,7 +89,10 @@ def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
     max_chunks: int | None = None,  # number of chunks K, at most n; None: 4, as in the paper
 ) -> Chunks:  # min(K, n) chunks that cover the n transitions
-    """Chunks whose transitions have similar log-distance: the optimal piecewise-constant cut. Raises InputError."""
+    """Cut a profile into chunks whose transitions have similar log-distance: the optimal piecewise-constant fit.
+
+    Raise InputError for a bad profile or number of chunks.
+    """
     profile = torch.as_tensor(profile, dtype=torch.float64)
     count = DEFAULT_CHUNKS if max_chunks is None else max_chunks
     if (
@@ -103,7 +112,10 @@ def chunks_from_profile(
 def chunk_weights(
     distance: Tensor, chunks: Chunks
 ) -> Tensor:  # distance: (B, n); returns (B, K), rows sum to 1
-    """Weight of each chunk by its mean distance, equation (16); raises InputError where shapes or values do not fit."""
+    """Weigh each chunk by its mean distance, equation (16).
+
+    Raise InputError if shapes or values do not fit.
+    """
     if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
         raise InputError(
             f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
@@ -123,7 +135,10 @@ def tempered_weights(
     uniform: float = 0.0,  # share u of uniform drawing, 0 ... 1
     temperature: float = 1.0,  # tau, above 0
 ) -> Tensor:  # (B, K), rows sum to 1
-    """Chunk weights flattened by a temperature and mixed with uniform ones; raises InputError on other values."""
+    """Flatten chunk weights by a temperature and mix them with uniform ones.
+
+    Raise InputError for values out of range.
+    """
     if not 0 <= uniform <= 1 or not temperature > 0:
         raise InputError(
             f"uniform, temperature: got {uniform} and {temperature}, allowed are 0 to 1, and above 0."
@@ -135,7 +150,10 @@ def tempered_weights(
 def chunk_count(
     chunks: int, fraction: float
 ) -> int:  # chunks: K; fraction: in (0, 1]; returns at least 1
-    """max(1, int(K * fraction)): how many chunks of each trajectory an update trains; raises InputError."""
+    """Return max(1, int(K * fraction)), the number of chunks of each trajectory that an update trains.
+
+    Raise InputError for a fraction outside (0, 1].
+    """
     if chunks < 1 or not 0 < fraction <= 1:
         raise InputError(
             f"chunk_fraction: got {fraction} of {chunks} chunks, allowed is above 0 and at most 1."

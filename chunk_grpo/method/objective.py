@@ -19,7 +19,10 @@ def group_advantages(
     rewards: Tensor,  # rewards of P prompts with G images each, (P, G)
     clamp: float = 5.0,  # largest advantage in absolute value, in standard deviations
 ) -> Tensor:  # (P, G), float32 or better, detached
-    """Advantage (4) within each group: unbiased std + 1e-8, clamped. InputError on G below 2 or non-finite rewards."""
+    """Standardise rewards within each group, equation (4), with the unbiased std plus 1e-8, and clamp them.
+
+    Raise InputError for G below 2 or rewards that are not finite.
+    """
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise InputError(
             f"rewards: got shape {tuple(rewards.shape)}, allowed is (P, G) with G at least 2."
@@ -38,7 +41,10 @@ def chunk_ratio(
     old_logp: Tensor,  # of the same transitions when they were sampled, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), exactly 1 where nothing changed; differentiable in new_logp
-    """Ratio (14) of every chunk: difference first, then mean, then exp. InputError unless shapes are (B, n)."""
+    """Compute the importance ratio of every chunk, equation (14): difference first, then mean, then exp.
+
+    Raise InputError unless shapes are (B, n).
+    """
     if (
         new_logp.ndim != 2
         or new_logp.shape != old_logp.shape
@@ -55,7 +61,10 @@ def chunk_ratio(
 def item_sizes(
     segment: Tensor,  # item of each transition, (M,) long, 0 ... N - 1
 ) -> Tensor:  # (N,) long, transitions of each item, every one at least 1
-    """How many transitions each item has. InputError where an item number is left out."""
+    """Count the transitions of each item.
+
+    Raise InputError if an item number is left out.
+    """
     if (
         segment.ndim != 1
         or segment.dtype != torch.long
@@ -78,7 +87,10 @@ def segment_ratio(
     old_logp: Tensor,  # of the same transitions when they were sampled, (M,)
     segment: Tensor,  # item of each transition, (M,) long, as `flatten_chunks` gives
 ) -> Tensor:  # (N,), one ratio an item; differentiable in new_logp
-    """Ratio (14) of ragged chunks laid out flat. InputError unless all are (M,) and no item number is left out."""
+    """Compute the ratio (14) of ragged chunks laid out flat.
+
+    Raise InputError unless all are (M,) and no item number is left out.
+    """
     if not new_logp.shape == old_logp.shape == segment.shape:
         raise InputError(
             f"new_logp, old_logp, segment: got shapes {tuple(new_logp.shape)}, {tuple(old_logp.shape)} "
@@ -113,7 +125,7 @@ def is_clipped(
     advantage: Tensor,  # advantage of each item, (N,)
     clip_range: float,  # eps
 ) -> Tensor:  # (N,) bool
-    """Where (13) has lost its gradient: the ratio left the clip range on the side to which the advantage pulls."""
+    """Return True where (13) has no gradient: the ratio left the clip range on the side to which the advantage pulls."""
     above = ratio > ratio.clamp(max=1 + clip_range)
     below = ratio < ratio.clamp(min=1 - clip_range)
     return (above & (advantage > 0)) | (below & (advantage < 0))

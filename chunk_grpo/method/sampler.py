@@ -30,7 +30,7 @@ def diffusion_coefficient(
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
+    """Return the coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
         return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second, sigma))).sqrt()
     return eta * torch.ones_like(sigma)
@@ -42,7 +42,7 @@ def sde_coefficients(
     s: Tensor,  # diffusion coefficient, the shape of sigma
     # (a, b, std): mean = a x + b v, and the noise's standard deviation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One Euler-Maruyama step of equation (7), as coefficients of latent and velocity."""
+    """Compute one Euler-Maruyama step of equation (7), as coefficients of latent and velocity."""
     step = after - sigma
     pull = s**2 / (2 * sigma) * step
     return 1 + pull, step + pull * (1 - sigma), s * (-step).sqrt()
@@ -54,7 +54,7 @@ def cps_coefficients(
     eta: float | Tensor,  # share of a quarter turn by which the noise is renewed, 0 ... 1
     # (a, b, std): mean = a x + b v, and the noise's standard deviation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of coefficients-preserving sampling, as coefficients of latent and velocity."""
+    """Compute one step of coefficients-preserving sampling, as coefficients of latent and velocity."""
     angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
     kept = after * angle.cos().to(after)
     return 1 - after + kept, (1 - sigma) * kept - sigma * (1 - after), after * angle.sin().to(after)
@@ -65,7 +65,10 @@ def _strengths(
     kind: str,  # one of SAMPLER_KINDS
     eta: float | Sequence[float] | Tensor,  # a number, or one per transition
 ) -> Tensor:  # (T,) float64, 0 at the last transition
-    """The strength of every transition; InputError on a bad schedule, kind or strength."""
+    """Return the strength of every transition.
+
+    Raise InputError for a bad schedule, kind or strength.
+    """
     if (
         sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())
     ):  # NaN is never below
@@ -100,7 +103,7 @@ def _coefficients(
     eta: Tensor,  # (T,) float64, strength of the noise
     second: Tensor | None = None,  # sigma_1 of the schedule, where `sigmas` leaves levels of it out
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
-    """The coefficients of every transition: those of the kind, or Euler's where the strength is 0."""
+    """Compute the coefficients of every transition: those of the kind, or Euler's if the strength is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
     sigma, after, eta = levels[:-1], levels[1:], eta.to(levels.device)
     if kind == "cps":
@@ -119,7 +122,7 @@ def _coefficients(
 
 # %% ../../nbs/00_method/01_sampler.ipynb #9d975cec
 def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
-    """What the change of the foretold image since the transition before counts for, in DPM-Solver++'s second order."""
+    """Compute the weight of the change of the predicted image since the previous step, in DPM-Solver++'s second order."""
     levels = sigmas.double()
     step = (
         ((1 - levels) / levels).log().diff()
@@ -171,7 +174,10 @@ class Sampler:
         return len(self.sigmas) - 1
 
     def coefficients(self, index: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v. InputError outside."""
+        """Return (a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v.
+
+        Raise InputError for an index outside the trajectory.
+        """
         index = torch.as_tensor(index, device=self.sigmas.device)
         if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
             raise InputError(
@@ -194,24 +200,33 @@ class Sampler:
         return a * latents + b * velocity, std
 
     def step(self, velocity: Tensor, latents: Tensor, index: int | Tensor, noise: Tensor) -> Tensor:
-        """x_{i+1} (B, ...): mean + std noise, where the noise is standard normal, (B, ...)."""
+        """Take one step: return x_{i+1} = mean + std noise, (B, ...), with standard normal noise (B, ...)."""
         mean, std = self.mean_std(velocity, latents, index)
         return mean + std * noise.to(mean.dtype)
 
     def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Log-density (B,) of x_{i+1}, nats a latent dimension (cps: minus mean square). InputError where std is 0."""
+        """Compute the log-density (B,) of x_{i+1}, in nats per latent dimension (cps: minus the mean square).
+
+        Raise InputError if std is 0.
+        """
         square, std = self._square(next_latents, mean, std)
         if self.kind == "cps":
             return -square.flatten(1).mean(1)
         return (-square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
 
     def kl(self, mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-        """KL (B,) between two transitions of one deviation, in nats per latent dimension (cps: mean square)."""
+        """Compute the KL divergence (B,) of two transitions with one deviation, in nats per latent dimension.
+
+        For cps it is the mean square.
+        """
         square, std = self._square(mean, other_mean, std)
         return (square if self.kind == "cps" else square / (2 * std**2)).flatten(1).mean(1)
 
     def _square(self, x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared distance from the mean, and the deviation, float32 or better. InputError where it is 0."""
+        """Return the squared distance from the mean, and the deviation, in float32 or better.
+
+        Raise InputError if the deviation is 0.
+        """
         if self.kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
             raise InputError(
                 f"`sampler` must have noise where a density is asked for; got {self.kind} with eta 0"

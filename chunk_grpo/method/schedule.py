@@ -20,7 +20,10 @@ def broadcast_sigma(
     t: float | Tensor,  # noise level: a number, a 0-dim tensor, or (B,)
     latents: Tensor,  # latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
-    """One noise level for all, or one a sample, shaped to multiply `latents`; raises InputError on another shape."""
+    """Reshape one noise level for all, or one per sample, so that it multiplies `latents`.
+
+    Raise InputError for another shape.
+    """
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
     t = t.to(
         latents.device, non_blocking=latents.device.type != "cpu"
@@ -39,7 +42,7 @@ def add_noise(
     noise: Tensor,  # x_1, standard normal, the shape of data
     t: float | Tensor,  # noise level in [0, 1]: a number or (B,)
 ) -> Tensor:  # x_t, the shape of data
-    """The latent at noise level `t` on the straight line from image to noise; equation (1)."""
+    """Return the latent at noise level `t` on the straight line from image to noise, equation (1)."""
     t = broadcast_sigma(t, data)
     return (1 - t) * data + t * noise
 
@@ -48,7 +51,7 @@ def velocity_target(
     data: Tensor,  # x_0, clean latents, (B, ...)
     noise: Tensor,  # x_1, standard normal, the shape of data
 ) -> Tensor:  # v, the shape of data
-    """The velocity that the model is fitted to, v = x_1 - x_0; equation (2)."""
+    """Return the velocity that the model is fitted to, v = x_1 - x_0, equation (2)."""
     return noise - data
 
 # %% ../../nbs/00_method/00_schedule.ipynb #8303787f
@@ -58,7 +61,7 @@ def predict_endpoints(
     t: float | Tensor,  # noise level: a number or (B,)
     # (x_0, x_1): the image and the noise that the velocity points from and to
 ) -> tuple[Tensor, Tensor]:
-    """Both ends of the line through `latents` with direction `velocity`: x_t - t v and x_t + (1 - t) v."""
+    """Predict both ends of the line through `latents` with direction `velocity`: x_t - t v and x_t + (1 - t) v."""
     t = broadcast_sigma(t, latents)
     return latents - t * velocity, latents + (1 - t) * velocity
 
@@ -69,7 +72,7 @@ def gaussian_velocity(
     mean: float | Tensor = 0.0,  # of the data; a number or broadcast against latents
     scale: float | Tensor = 1.0,  # standard deviation of the data, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
-    """The velocity field that minimises (2) when the data is N(mean, scale^2) in every coordinate."""
+    """Compute the velocity field that minimises (2) if the data is N(mean, scale^2) in every coordinate."""
     t = broadcast_sigma(t, latents)
     variance = (1 - t) ** 2 * scale**2 + t**2
     return -mean + (t - (1 - t) * scale**2) / variance * (latents - (1 - t) * mean)
@@ -79,7 +82,10 @@ def shift_sigmas(
     u: Tensor,  # noise levels in [0, 1], any shape
     shift: float,  # factor on the noise-to-signal ratio, > 0; 1 changes nothing
 ) -> Tensor:  # shifted noise levels, the shape of u
-    """The Moebius map shift u / (shift u + 1 - u) on noise levels; raises InputError if shift is not positive."""
+    """Map noise levels by shift u / (shift u + 1 - u).
+
+    Raise InputError if `shift` is not positive.
+    """
     if not (isinstance(shift, int | float) and math.isfinite(shift) and shift > 0):
         raise InputError(f"shift: got {shift!r}, allowed is a number above 0.")
     return shift * u / (shift * u + (1 - u))
@@ -91,7 +97,10 @@ def sigmas(
     shift: float = 3.0,  # factor on the noise-to-signal ratio, > 0; 3 in the paper's training
     dtype: torch.dtype = torch.float32,  # dtype of the result; computed in float64
 ) -> Tensor:  # (steps + 1,), strictly decreasing from exactly 1 to exactly 0
-    """Noise levels of a trajectory from noise (1) to image (0); raises InputError on steps < 1 or shift <= 0."""
+    """Compute the noise levels of a trajectory from noise (1) to image (0).
+
+    Raise InputError for steps < 1 or shift <= 0.
+    """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InputError(f"steps: got {steps!r}, allowed is a whole number from 1.")
     return shift_sigmas(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).to(dtype)
@@ -104,7 +113,10 @@ def dynamic_shift(
     base_shift: float = 0.5,  # mu at base_tokens
     max_shift: float = 1.15,  # mu at max_tokens; beyond, the line goes on
 ) -> float:  # exp(mu), to be given as `shift`
-    """FLUX's resolution-dependent shift, exp of a line in the number of tokens; raises InputError on bad tokens."""
+    """Compute FLUX's resolution-dependent shift, exp of a line in the number of tokens.
+
+    Raise InputError for a bad number of tokens.
+    """
     if tokens < 1 or base_tokens == max_tokens:
         raise InputError(
             f"tokens: got {tokens} on the line from {base_tokens} to {max_tokens}, allowed is at least 1 "

@@ -27,7 +27,10 @@ class Sharing:
 
     @classmethod
     def parse(cls, text: str) -> "Sharing":
-        """Sharing by its words, such as tree:2@0,3. InputError on others."""
+        """Parse the setting `sharing`, such as tree:2@0,3.
+
+        Raise InputError for another form.
+        """
         kind, _, rest = text.partition(":")
         number, _, places = rest.partition("@")
         splits = tuple(int(x) for x in places.split(",") if x.isascii() and x.isdigit())
@@ -49,7 +52,10 @@ class Sharing:
     ) -> (
         Tensor
     ):  # (T + 1, G) long: whose draw each image uses, of the initial noise and of every transition
-        """Whose draw each image uses. InputError where the group cannot be shared out so."""
+        """Return the image whose noise each image uses at each step.
+
+        Raise InputError if the group cannot be divided so.
+        """
         each = torch.arange(images)
         own = each.expand(transitions + 1, -1).clone()
         if self.kind == "tree":
@@ -79,7 +85,7 @@ def shared_states(
     table: Tensor,  # (T + 1, G) long, of `Sharing.table`
     stochastic: Tensor,  # (n,) long: the transitions with noise
 ) -> Tensor:  # (T + 1, G) long: images with one number have the same latents at a place of the grid
-    """Which images are in one state at every place; a state has the number of its first image."""
+    """Number the state of each image at every step; images that share a state have the number of the first of them."""
     noisy = set(stochastic.tolist())
     rows = [table[0]]
     for i in range(len(table) - 1):
@@ -92,7 +98,7 @@ def shared_states(
 def rollout_forwards(
     states: Tensor,  # (T + 1, G) long, of `shared_states`
 ) -> int:
-    """The forwards that a group costs: one for each state but the final images."""
+    """Count the forward passes that a group costs: one per state, without the final images."""
     return sum(len(row.unique()) for row in states[:-1])
 
 # %% ../../nbs/00_method/10_sharing.ipynb #d61f468b
@@ -103,7 +109,10 @@ def edge_advantages(
     rule: str = "depth",
     clamp: float = 5.0,  # largest absolute advantage, in standard deviations
 ) -> Tensor:  # (P, G, T): advantage of every image's transition
-    """Advantages of the edges of a tree of paths. InputError on another rule."""
+    """Compute the advantages of the edges of a tree of trajectories.
+
+    Raise InputError for another rule.
+    """
     if rule not in ("depth", "leaves"):
         raise InputError(f"`rule` must be depth or leaves; got {rule!r}")
     values = scores if rule == "depth" else group_advantages(scores, clamp)
@@ -126,7 +135,10 @@ def merged_length(
     least: float = 2.2,  # entropy power 2 pi e std**2 that it must reach
     eta: float = 0.7,  # a, strength of the noise
 ) -> int:  # l, how many transitions become one
-    """How many transitions from `place` on have the noise wanted, or all before the last. InputError outside the grid."""
+    """Count the transitions from `place` on that together have the required noise, or all before the last.
+
+    Raise InputError for a place outside the grid.
+    """
     if not 0 <= place < len(sigmas) - 1:
         raise InputError(f"`place` must be 0 to {len(sigmas) - 2}; got {place}")
     t = sigmas.double()
@@ -144,7 +156,7 @@ def merge_transitions(
     merge: str,  # the setting `merge`
     shift: float,  # the setting `shift`
 ) -> tuple[Tensor, Tensor]:  # the shorter grid and its strengths
-    """The grid on which some transitions are one: of the window, from it on, or after it (`shrink_rest`)."""
+    """Merge transitions of the grid into one: those of the window, those from it on, or those after it (`shrink_rest`)."""
     places, (kind, _, number) = eta.nonzero()[:, 0].tolist(), merge.partition(":")
     first = places[0]
     after = places[-1] + 1

@@ -34,7 +34,7 @@ def mean_shift(
     old: Tensor,  # (m, ...) its mean when it was sampled
     std: Tensor,  # (m,) its standard deviation
 ) -> Tensor:  # (m,), nats a latent dimension
-    """Divergence of two Gaussians of one deviation, |mean - old|^2 / (2 std^2), averaged over dimensions."""
+    """Compute the divergence of two Gaussians with one deviation, |mean - old|^2 / (2 std^2), averaged over dimensions."""
     return (mean - old).square().flatten(1).mean(1) / (2 * std**2)
 
 
@@ -44,7 +44,10 @@ def transition_statistic(
     shift: Tensor,  # (m,), of `mean_shift`, with its gradient
     std: Tensor,  # (m,), deviation of each transition
 ) -> Tensor:  # (m,), 0 where nothing changed
-    """What is averaged over a chunk in place of the log-ratio. InputError on an unknown kind."""
+    """Compute what is averaged over a chunk in place of the log-ratio.
+
+    Raise InputError for an unknown kind.
+    """
     if kind not in STATISTICS:
         raise InputError(f"`statistic` must be one of {', '.join(STATISTICS)}; got {kind!r}")
     centred = log_ratio + shift if kind in ("centred", "guard") else log_ratio
@@ -105,7 +108,10 @@ class Surrogate:
 
     @classmethod
     def parse(cls, text: str, clip_range: float) -> "Surrogate":  # clip_range: of `clip`
-        """A surrogate by its words, such as dppo:1e-6. InputError on others."""
+        """Parse the setting `surrogate`, such as dppo:1e-6.
+
+        Raise InputError for another form.
+        """
         kind, *given = text.split(":")
         try:
             numbers = [float(x) for x in given]
@@ -124,7 +130,7 @@ class Surrogate:
         advantage: Tensor,  # (N,)
         shift: Tensor | None = None,  # (N,) divergence of each item, for dppo
     ) -> Tensor:  # (N,)
-        """Worth of items; its derivative by the statistic is the coefficient of an item's gradient."""
+        """Return the objective of items; its derivative by the statistic is the coefficient of an item's gradient."""
         ratio = statistic.exp()
         plain = ratio * advantage
         if self.kind in ("clip", "asymmetric"):

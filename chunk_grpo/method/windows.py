@@ -36,7 +36,10 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> "Window":
-        """A window by its words, such as progressive:4:25. InputError on others."""
+        """Parse the setting `window`, such as progressive:4:25.
+
+        Raise InputError for another form.
+        """
         kind, *numbers = text.split(":")
         known = kind in WINDOW_KINDS and len(numbers) == WINDOW_KINDS[kind]
         if not known or not all(x.isascii() and x.isdigit() and int(x) for x in numbers):
@@ -52,7 +55,10 @@ class Window:
         iteration: int,  # 0, 1, ...
         seed: int = 0,  # of the run; the window is the same for all images of an iteration
     ) -> range:  # of them, those that have it
-        """The window of an iteration. InputError where it is wider than the trajectory."""
+        """Return the steps in the window of an iteration.
+
+        Raise InputError if it is wider than the trajectory.
+        """
         if self.kind == "all":
             return range(transitions)
         last = transitions - self.width
@@ -81,7 +87,7 @@ class Window:
         return range(first, first + self.width)
 
     def strengths(self, transitions: int, eta: float, iteration: int, seed: int = 0) -> Tensor:
-        """The strength of every transition, (transitions + 1,): eta in the window, 0 elsewhere and at the last."""
+        """Return the strength of every transition, (transitions + 1,): eta in the window, 0 elsewhere and at the last."""
         inside = torch.zeros(transitions + 1, dtype=torch.float64)
         inside[list(self.places(transitions, iteration, seed))] = eta
         return inside
@@ -93,7 +99,7 @@ def shrink_rest(
     share: float,  # r
     shift: float,  # of the schedule
 ) -> Tensor:  # (start + kept + 1,) noise levels, the first `start` + 1 as they were
-    """The grid with a share of the transitions after the window, evenly spaced before the shift (MixGRPO-Flash)."""
+    """Shorten the grid to a share of the transitions after the window, evenly spaced before the shift (MixGRPO-Flash)."""
     kept = max(1, int(share * (len(sigmas) - 1 - start)))
     begin = shift_sigmas(sigmas[start].double(), 1 / shift)
     rest = shift_sigmas(torch.linspace(1, 0, kept + 1, dtype=torch.float64) * begin, shift)

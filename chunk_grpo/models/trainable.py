@@ -211,7 +211,7 @@ def swap_weights(
 
 @contextlib.contextmanager
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
-    """Within this context the policy is the base model that training started from."""
+    """Give the policy the weights of the base, from which training started, within this context."""
 
     def switch(enable: bool) -> None:
         """Switch to the trained model if `enable`, else to the base."""

@@ -56,13 +56,16 @@ class _LogFunction(Callback):
 def as_callbacks(
     given: Sequence[Callback | Callable],
 ) -> list[Callback]:  # a plain function listens to `on_log`
-    """Callbacks as objects."""
+    """Turn functions among the callbacks into objects."""
     return [one if isinstance(one, Callback) else _LogFunction(one) for one in given]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #74fa3481
-def format_progress(line: dict, iterations: int, log: bool = False) -> str:  # line: of the metrics
-    # iterations: of the run; log: as the log has it, with standard error, norm of the gradient and seconds
-    """An iteration in one line of text, with the time that is left; what is no usable number is a dash."""
+def format_progress(
+    line: dict,  # of the metrics
+    iterations: int,  # of the run
+    log: bool = False,  # as in the log: with standard error, gradient norm and seconds
+) -> str:
+    """Format an iteration as one line of text with the time left; a missing or huge number becomes a dash."""
 
     def words(x, form: str = ".4f") -> str:
         return format(x, form) if isinstance(x, (int, float)) and abs(x) < 1e15 else "\u2013"
@@ -146,14 +149,14 @@ class Logger(Callback):
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #a1a40002
 def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> bool:
-    """Whether something holds for each of the newest lines of the metrics, and there are so many iterations."""
+    """Return True if the condition holds for each of the newest lines of the metrics, and there are enough lines."""
     # the base's line has none
     last = [line for line in lines[-_IN_A_ROW:] if "reward_mean" in line]
     return len(last) == _IN_A_ROW and all(map(holds, last))
 
 
 def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
-    """The clip takes nearly all gradients of later updates."""
+    """Check whether the clip takes nearly all gradients of later updates."""
 
     def share(line: dict) -> float:
         found = [x for x in line.get("clip_fraction") or [] if x is not None]
@@ -169,7 +172,7 @@ def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
 
 
 def _floor_alarm(lines: Sequence[dict], s: Settings) -> str:
-    """Rounding alone reaches the clip range."""
+    """Check whether rounding alone reaches the clip range."""
     floor = lines[-1].get("ratio_floor") or 0.0
     return (
         f"the floor of the ratio, {floor:.1e}, reaches a tenth of clip_range"
@@ -179,7 +182,7 @@ def _floor_alarm(lines: Sequence[dict], s: Settings) -> str:
 
 
 def _flat_alarm(lines: Sequence[dict], s: Settings) -> str:
-    """No group has rewards that differ."""
+    """Check whether no group has rewards that differ."""
     flat = _holds_in_a_row(
         lines, lambda line: (line.get("advantage_std_zero_groups") or 0) >= s.prompts_per_iteration
     )
@@ -188,7 +191,7 @@ def _flat_alarm(lines: Sequence[dict], s: Settings) -> str:
 
 
 def _norm_alarm(lines: Sequence[dict], s: Settings) -> str:
-    """The gradient explodes: its norm is above ten times the median of up to twenty before it, of at least five."""
+    """Check whether the gradient explodes: its norm is above ten times the median of the five to twenty before it."""
 
     def high(lines: Sequence[dict]) -> bool:
         norms = [
@@ -222,7 +225,7 @@ def _first_and_last(
 
 
 def _hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
-    """The training reward rises while a held-out score falls."""
+    """Check whether the training reward rises while a held-out score falls."""
     moved = _first_and_last(lines, "reward_mean")
     now = lines[-1]
     base = lines[0]
@@ -252,7 +255,7 @@ _IMAGE_WORDS = {
 
 
 def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
-    """A statistic of the images leaves the base's."""
+    """Check whether a statistic of the images leaves the range of the base's."""
     moved = _first_and_last(lines, f"image_{name}")
     reward = _first_and_last(lines, "reward_mean")
     before, after, error = moved or (0.0, 0.0, 0.0)
@@ -277,7 +280,7 @@ _ALARMS = {
 def raised_alarms(
     lines: Sequence[dict], s: Settings
 ) -> dict[str, str]:  # metrics, iteration 0 first -> name: words
-    """The alarms that begin with the newest line."""
+    """List the alarms that begin with the newest line."""
     standing = {name: _ALARMS[name](lines, s) for name in ALARMS}
     before = [lines[:-k] for k in range(1, min(_QUIET, len(lines) - 1) + 1)]
     return {
@@ -290,7 +293,7 @@ def raised_alarms(
 def alarm_history(
     lines: Sequence[dict], s: Settings
 ) -> list[dict]:  # a row an alarm: iteration, alarm, words
-    """Every alarm of a run, in its order."""
+    """List every alarm of a run, in order."""
     return [
         {"iteration": lines[i]["iteration"], "alarm": name, "what": words}
         for i in range(len(lines))

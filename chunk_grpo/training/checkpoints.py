@@ -39,7 +39,7 @@ from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #6d61a375
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by name, `weight.entry`."""
+    """Return the optimizer's tensors by name, `weight.entry`."""
     out = {}
     places = set()
     for i, entry in optimizer.state_dict()["state"].items():
@@ -97,7 +97,7 @@ def write_manifest(
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoints, oldest first, whole or not."""
+    """List the run's checkpoints, oldest first, complete or not."""
     found = [
         p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()
     ]
@@ -118,7 +118,7 @@ Groups = Mapping[str, Mapping[str, Tensor]]  # weights, optimizer, ema ... -> na
 
 
 def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
-    """Every process writes what it holds and hashes some of the files, which are large; the sha256 of all."""
+    """Write this process's part, hash a share of the files, which are large, and return the sha256 of all."""
     name: list[Any] = [str(folder)]
     dist.broadcast_object_list(name)
     named = {f"{group}.{k}": x for group, tensors in groups.items() for k, x in tensors.items()}
@@ -167,13 +167,13 @@ def write_checkpoint(
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #036eaca4
 def damaged(folder: Path, why: str) -> InputError:
-    """The sentence about a checkpoint that cannot be used."""
+    """Build the error about a checkpoint that cannot be used."""
     return InputError(f"resume: the checkpoint {folder} is damaged ({why}).")
 
 
 @contextlib.contextmanager
 def refuse_damaged(folder: Path) -> Iterator[None]:
-    """InputError where reading the checkpoint fails."""
+    """Raise InputError if reading the checkpoint fails within this context."""
     try:
         yield
     except (CheckpointException, SafetensorError, OSError, ValueError) as error:
@@ -183,7 +183,7 @@ def refuse_damaged(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> dict:
-    """The manifest; InputError where it is missing or was changed."""
+    """Read the manifest; raise InputError if it is missing or was changed."""
     with refuse_damaged(folder):
         content = (
             read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
@@ -198,7 +198,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def verify_checkpoint(folder: Path, about: Mapping) -> None:
-    """InputError where a file is not what was written, or the checkpoint is not of the run_id and settings of `about`."""
+    """Raise InputError if a file is not what was written, or if run_id and settings are not those of `about`."""
     manifest = read_manifest(folder)
     there = {file.name for file in folder.iterdir()} - {"manifest.json"}
     odd = sorted(there ^ set(manifest["files"]))
@@ -230,7 +230,7 @@ def verify_checkpoint(folder: Path, about: Mapping) -> None:
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #11567c7c
 def is_finite(tensor: Tensor) -> bool:
-    """Whether this process' part of a tensor holds neither nan nor infinity."""
+    """Return True if this process's part of a tensor holds neither nan nor infinity."""
     local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
     return not local.is_floating_point() or bool(torch.isfinite(local).all())
 
@@ -240,7 +240,7 @@ def tensor_problem(
     trained: Sequence[Tensor],  # weights that they are for
     averages: Sequence[str] = (),  # names of averaged weights: ema, and copies
 ) -> str:  # nothing where all is well
-    """What keeps tensors of a checkpoint from being used."""
+    """Describe why tensors of a checkpoint cannot be used; empty if they can."""
     shapes = {str(i): p.shape for i, p in enumerate(trained)}
     for name in ("weights", "optimizer", *averages):
         if name not in groups:
@@ -263,7 +263,10 @@ def read_tensors(
     like: Mapping[str, Tensor] = MappingProxyType({}),
     only: Sequence[str] = (),  # groups; all
 ) -> dict[str, dict[str, Tensor]]:  # group -> named tensors
-    """What `write_checkpoint` was given; every process calls it. InputError where a file is damaged."""
+    """Read the tensors that `write_checkpoint` wrote; every process calls it.
+
+    Raise InputError if a file is damaged.
+    """
     groups: dict[str, dict[str, Tensor]] = {}
     with refuse_damaged(folder):
         if (folder / "weights.safetensors").is_file():

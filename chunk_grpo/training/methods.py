@@ -834,7 +834,7 @@ def _make_method(
 
 
 def _check_attributes(method: Method) -> None:
-    """InputError where a class has an attribute, or a hook, of another kind than training reads."""
+    """Raise InputError if an attribute or a hook of a class is of another kind than training expects."""
     for hook in _HOOKS:
         own = getattr(type(method), hook, None)
         base = getattr(Method, hook)
@@ -896,7 +896,7 @@ def _check_chunks(
     method: Method,
     count: int,  # transitions that may be trained
 ) -> None:
-    """InputError where a method, or the chunker of the settings, makes chunks of something else."""
+    """Raise InputError if a method, or the chunker of the settings, makes chunks of other transitions."""
     fixed = method.s.chunk_rule.kind == "fixed"
     profile = torch.ones(count) if fixed else torch.linspace(1, 0.5, count, dtype=torch.float64)
     if method.chunker is not None and type(method).chunks is Method.chunks:
@@ -937,7 +937,7 @@ def _check_iteration(
     method: Method,
     iteration: int,
 ) -> None:
-    """InputError where what a method draws and trains in an iteration is not of the kind that training reads."""
+    """Raise InputError if what a method samples and trains in an iteration is not of the kind that training expects."""
     sampler = call_hook(method, "sampler", iteration)
     if not isinstance(sampler, Sampler):
         raise _wrong(
@@ -974,7 +974,7 @@ def _check_iteration(
 
 
 def _check_surrogate(method: Method) -> None:
-    """InputError where the surrogate of the settings cannot be called, or returns something else than worths."""
+    """Raise InputError if the surrogate of the settings cannot be called, or does not return one value per item."""
 
     def fault(name: str, words: str) -> InputError:
         return InputError(

@@ -42,7 +42,7 @@ def above_base_metrics(
     base: dict[str, Tensor],  # reward -> scores of the base's images, of `score_base`
     texts: Sequence[str] | None = None,  # prompt of each group; None: all different
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
-    """How far training is above the base on the prompts of all processes, from the same noise."""
+    """Compute how far training is above the base on the prompts of all processes, from the same noise."""
     s = state.s
 
     def pairs(x: Tensor, images: int) -> Tensor:  # (P, n) of all processes
@@ -126,7 +126,7 @@ def collect_metrics(
     update: Update,  # of this iteration
     base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
-    """The metrics of a finished iteration, over all processes."""
+    """Collect the metrics of a finished iteration over all processes."""
     s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
     gather: Any = state.accelerator.gather  # makes a tensor of a tensor
     columns = {
@@ -243,7 +243,7 @@ def evaluate_held_out(
 
 # %% ../../nbs/07_training/05_metrics.ipynb #0ae5594c
 def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
-    """The numbers of a line, by names in groups."""
+    """Return the numbers of a line of metrics by name, in a tracker's groups."""
     out = {}
     for name, value in line.items():
         if isinstance(value, list):  # a number a chunk, none where it was not drawn
