@@ -302,3 +302,14 @@ def test_a_study_of_two_seeds(name, tmp_path):
     run("study", home, "--out", tmp_path / "out", "--unplanned")
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     assert sorted(row["arm"] for row in rows) == sorted([name] * 2 + ["chunk"] * 2)
+
+
+@pytest.mark.parametrize("name", ["noise", "interval", "flash"])
+def test_weights_of_a_window_fit_a_grid_that_a_merge_shortens(name):
+    changes = {"method": "mix-flash", "step_weights": name, "sampler": "flow", "eta": 0.7}
+    run_settings = settings.load_settings("pocket/tiny", changes)
+    method = load_method(run_settings)
+    sampler = method.sampler(0)
+    weights = method.weights(sampler)
+    assert len(sampler) < run_settings.steps and weights.shape == (len(sampler),)
+    assert weights.nonzero().flatten().tolist() == sampler.stochastic.tolist()

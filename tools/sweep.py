@@ -8,7 +8,7 @@ Outcomes of a pair:
 
     trained    the weights differ by more than rounding
     rejected   one sentence, before training
-    equal      the weights do not differ, and rightly so: the run says why (`why_equal`)
+    equal      the weights do not differ, since the setting chose the chunks that were trained without it
     same       the weights do not differ: the setting does nothing, without a word
     late       one sentence, but only while training
     crashed    an unforeseen error
@@ -182,14 +182,12 @@ class Trained:
         ]
 
 
-def why_equal(name: str, changed: Trained, plain: Trained) -> str:
-    """Say why two runs must be equal although a setting differs; empty if there is no reason.
+def chose_same_chunks(name: str, changed: Trained, plain: Trained) -> bool:
+    """Return True if a setting that chooses chunks chose what was trained without it.
 
-    So short a run has few chunks: a rule that chooses among them may choose the same.
+    The short runs have six transitions, so such a choice is often the same.
     """
-    if name in CHOOSE_CHUNKS and changed.transitions() == plain.transitions():
-        return "the same chunks were trained"
-    return ""
+    return name in CHOOSE_CHUNKS and changed.transitions() == plain.transitions()
 
 
 class Runs:
@@ -282,7 +280,7 @@ class Runs:
         change = (changed.moved - plain.moved).norm() / plain.moved.norm().clamp(min=1e-12)
         if change > SMALLEST_CHANGE:
             return "trained"
-        return "equal" if why_equal(name, changed, plain) else "same"
+        return "equal" if chose_same_chunks(name, changed, plain) else "same"
 
 
 def package_hash() -> str:
