@@ -34,7 +34,12 @@ def _sample_with_predictions(
 ) -> tuple[Tensor, Tensor]:  # latents and predicted images, each (B, T + 1, S, C)
     """Sample latents from noise to image, with the noise of `rollout`, and predict the image from each of them."""
     path = sample_trajectories(
-        policy, rows, torch.arange(len(keys)), keys, sampler, len(keys)
+        policy=policy,
+        conditioning=rows,
+        row=torch.arange(len(keys)),
+        keys=keys,
+        sampler=sampler,
+        batch=len(keys),
     ).latents
     predicted = []
     for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True):
@@ -117,7 +122,12 @@ def measure_distances(
     for low in range(0, len(keys), batch):  # whole trajectories of one batch are in memory
         rows = slice(low, low + batch)
         path = sample_trajectories(
-            policy, conditioning, prompt_index[rows], keys[rows], sampler, batch
+            policy=policy,
+            conditioning=conditioning,
+            row=prompt_index[rows],
+            keys=keys[rows],
+            sampler=sampler,
+            batch=batch,
         ).latents
         for name in DISTANCE_KINDS:
             distances[name].append(relative_distance(path, name).cpu().double())
