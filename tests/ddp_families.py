@@ -11,7 +11,7 @@ from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.training.iteration import refuse_silent_weights
+from chunk_grpo.training.iteration import check_weights_have_gradients
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
@@ -47,7 +47,7 @@ def updates(model, accelerator):
             backward=accelerator.backward,
             sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module),
         )
-        refuse_silent_weights(model, accelerator.num_processes)
+        check_weights_have_gradients(model, accelerator.num_processes)
         found.append(torch.cat([p.grad.flatten() for p in model.trained]))
     return found
 

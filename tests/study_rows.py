@@ -14,26 +14,28 @@ CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "
 def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) -> dict:
     """A finished run of a study; its gain on every reward is `effect` plus what the seed and the run add."""
     asked = analysis.describe_study(name)
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         settings.read_settings_file(design.find_study_folder(name) / "base.yaml"),
         {**asked["arms"][arm], "seed": seed},
     )
     shared = 0.02 * np.random.default_rng(seed).normal()
     rng = np.random.default_rng([seed, *f"{name}{arm}".encode()])
     gain = effect + shared + 0.005 * rng.normal()
-    steps = s.eval_steps
+    steps = run_settings.eval_steps
     splits = range(asked["splits"], steps, asked["splits"]) if asked["splits"] else ()
     places = {"base": 0, **{f"split-{split:02d}": split for split in splits}, "plain": steps}
     base = np.random.default_rng(3).uniform(0.3, 0.7, prompts)
     scores = {
         place: {
             reward: (base + gain * at / steps + (at > 0) * rng.normal(0, 0.02, prompts)).tolist()
-            for reward in s.eval_rewards
+            for reward in run_settings.eval_rewards
         }
         for place, at in places.items()
     }
-    trained = [s.reward] if isinstance(s.reward, str) else list(s.reward)
-    n = s.iterations
+    trained = (
+        [run_settings.reward] if isinstance(run_settings.reward, str) else list(run_settings.reward)
+    )
+    n = run_settings.iterations
     curve = {
         reward: (0.5 + gain * np.arange(n) / n + rng.normal(0, 0.02, n)).tolist()
         for reward in trained
@@ -51,14 +53,14 @@ def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) 
         "missed": 80,
         "gained": int(rng.binomial(80, 0.3)),
     }
-    share = 2 if s.chunks == "whole" else 1
+    share = 2 if run_settings.chunks == "whole" else 1
     return {
         "study": name,
         "arm": arm,
         "seed": seed,
-        "settings": s.model_dump(mode="json"),
+        "settings": run_settings.model_dump(mode="json"),
         "evaluation": asked["evaluation"],
-        "chunks": "2,3,4,7" if s.chunks == "profile" else s.chunks,
+        "chunks": "2,3,4,7" if run_settings.chunks == "profile" else run_settings.chunks,
         "splits": asked["splits"],
         "git_commit": "0" * 40,
         "versions": {"torch": "2.13.0"},
@@ -76,7 +78,7 @@ def row(name: str, arm: str, seed: int, effect: float = 0.1, prompts: int = 24) 
         "curve": curve,
         "held_out_curve": {
             "iteration": [0, n],
-            **{reward: [0.5, 0.5 + gain] for reward in s.eval_rewards},
+            **{reward: [0.5, 0.5 + gain] for reward in run_settings.eval_rewards},
         },
         "scores": scores,
         "categories": {

@@ -28,15 +28,15 @@ def picture(rng: np.random.Generator, side: int) -> Image.Image:
     return image
 
 
-def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: int) -> dict:
+def line(rng: np.random.Generator, settings: setting.Settings, count: int, iteration: int) -> dict:
     """One line of metrics."""
-    drawn = rng.permutation(count) < max(1, int(count * s.chunk_fraction))
+    drawn = rng.permutation(count) < max(1, int(count * settings.chunk_fraction))
     mean = 0.5 + 0.2 * (1 - np.exp(-iteration / 15)) + 0.02 * rng.normal()
     spent = {"rollout": 2.0, "decode": 0.3, "reward": 0.2, "update": 2.4}
     out = {"iteration": iteration, "reward_mean": mean, "reward_std": 0.15, "reward_se": 0.02}
-    out |= {f"reward_{name}": mean for name in setting.reward_weights(s)}
-    if s.baseline_images:
-        gained = {"mean": mean - 0.5, **dict.fromkeys(setting.reward_weights(s), mean - 0.5)}
+    out |= {f"reward_{name}": mean for name in setting.reward_weights(settings)}
+    if settings.baseline_images:
+        gained = {"mean": mean - 0.5, **dict.fromkeys(setting.reward_weights(settings), mean - 0.5)}
         out |= {f"above_base_{name}": gain for name, gain in gained.items()}
         out |= {
             "above_base_se" if name == "mean" else f"above_base_{name}_se": 0.01 for name in gained
@@ -48,7 +48,7 @@ def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: i
         "clip_fraction": np.where(drawn, rng.beta(2, 8, count), None).tolist(),
         "ratio_dev": np.where(drawn, 10 ** rng.normal(-3.3, 0.2, count), None).tolist(),
         "grad_norm": float(np.exp(rng.normal(-0.5, 0.3))),
-        "lr": s.learning_rate,
+        "lr": settings.learning_rate,
         "images": 144,
         "transitions_trained": 1152,
         "skipped_updates": 0,
@@ -56,16 +56,16 @@ def line(rng: np.random.Generator, s: setting.Settings, count: int, iteration: i
     }
     if iteration == 1:
         out |= {"ratio_floor": 3.1e-6, "ratio_floor_rollout": 2.2e-5}
-    if iteration % s.eval_every == 0 or iteration == s.iterations:
+    if iteration % settings.eval_every == 0 or iteration == settings.iterations:
         spent["evaluate"] = 5.0
-        out |= held_out(s, iteration, hybrid=True)
+        out |= held_out(settings, iteration, hybrid=True)
     return out | {"seconds": spent, "seconds_total": 5.1 * iteration}
 
 
-def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
+def held_out(settings: setting.Settings, iteration: int, hybrid: bool) -> dict:
     """Held-out scores of an iteration."""
     out = {}
-    for name in setting.evaluated_rewards(s):
+    for name in setting.evaluated_rewards(settings):
         for arm, gain in (("", 0.004), *([("_hybrid", 0.003)] if hybrid else [])):
             out |= {f"eval_{name}{arm}": 0.5 + gain * iteration, f"eval_{name}{arm}_se": 0.03}
     return out
@@ -73,7 +73,7 @@ def held_out(s: setting.Settings, iteration: int, hybrid: bool) -> dict:
 
 def evaluation(
     rng: np.random.Generator,
-    s: setting.Settings,
+    settings: setting.Settings,
     folder: Path,
     prompts: int,
     gain: float,
@@ -88,17 +88,17 @@ def evaluation(
         for p in range(prompts):
             name = f"{arm}/{p:05d}.png"
             kind = CATEGORIES[p % len(CATEGORIES)]
-            picture(rng, s.eval_resolution).save(folder / name)
+            picture(rng, settings.eval_resolution).save(folder / name)
             scores = {
                 reward: float(np.clip(0.5 + lift + 0.1 * rng.normal(), 0, 1))
-                for reward in setting.evaluated_rewards(s)
+                for reward in setting.evaluated_rewards(settings)
             }
             records.append(
                 {
                     "arm": arm,
                     "prompt_index": p,
                     "image_index": 0,
-                    "seed": s.eval_seed,
+                    "seed": settings.eval_seed,
                     "file": name,
                     "prompt": f"a {COLOURS[p % 6]} circle to the left of a {COLOURS[(p + 1) % 6]} square",
                     "scores": scores,
@@ -115,19 +115,19 @@ def evaluation(
         {
             "n_prompts": prompts,
             "images_per_prompt": 1,
-            "steps": s.eval_steps,
-            "split": s.hybrid_split,
-            "seed": s.eval_seed,
-            "resolution": s.eval_resolution,
+            "steps": settings.eval_steps,
+            "split": settings.hybrid_split,
+            "seed": settings.eval_seed,
+            "resolution": settings.eval_resolution,
             "rewards": summarise_evaluation(records),
         },
     )
 
 
-def inputs_of(s: setting.Settings) -> dict[str, str]:
+def inputs_of(settings: setting.Settings) -> dict[str, str]:
     """What a run would note of its model and lists, where they are here."""
     try:
-        return input_records(s)
+        return input_records(settings)
     except InputError:
         return {}
 
@@ -145,24 +145,26 @@ def write(
 ) -> Path:
     """Write a whole run folder and return it; what was drawn in the evaluation may be said."""
     whole = {"iterations": 45, "prompts_per_iteration": 12, "seed": seed, **dict(overrides)}
-    s = setting.load_settings("pocket/demo", whole)
+    settings = setting.load_settings("pocket/demo", whole)
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    sizes = s.chunk_rule.chunks.sizes
-    append_json_line(folder / "metrics.jsonl", {"iteration": 0, **held_out(s, 0, hybrid=False)})
-    for iteration in range(1, (upto or s.iterations) + 1):
-        append_json_line(folder / "metrics.jsonl", line(rng, s, len(sizes), iteration))
-    steps = np.arange(s.steps)
+    sizes = settings.chunk_rule.chunks.sizes
+    append_json_line(
+        folder / "metrics.jsonl", {"iteration": 0, **held_out(settings, 0, hybrid=False)}
+    )
+    for iteration in range(1, (upto or settings.iterations) + 1):
+        append_json_line(folder / "metrics.jsonl", line(rng, settings, len(sizes), iteration))
+    steps = np.arange(settings.steps)
     write_json(
         folder / "profile.json",
         {
             "kind": "l1",
-            "sampler": s.sampler,
-            "eta": s.eta,
-            "steps": s.steps,
-            "sigmas": np.linspace(1, 0, s.steps + 1).tolist(),
+            "sampler": settings.sampler,
+            "eta": settings.eta,
+            "steps": settings.steps,
+            "sigmas": np.linspace(1, 0, settings.steps + 1).tolist(),
             "mean": (0.6 * np.exp(-steps / 6) + 0.1).tolist(),
-            "std": [0.04] * s.steps,
+            "std": [0.04] * settings.steps,
             "chunks": ",".join(map(str, sizes)),
             "trajectories": 144,
             "latent_numel": 128,
@@ -171,7 +173,7 @@ def write(
     write_json(
         folder / "run.json",
         {
-            "settings": s.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json"),
             "status": status,
             "error": None,
             "versions": {"python": "3.11.0", "torch": "2.13.0"},
@@ -186,7 +188,7 @@ def write(
             "processes": 1,
             "model_sha256": "a" * 64,
             "prompts_sha256": "b" * 64,
-            "inputs": inputs_of(s),
+            "inputs": inputs_of(settings),
             "seconds": 240.0,
             "started": 1.0,
             "finished": 241.0,
@@ -195,6 +197,6 @@ def write(
     if status == "finished":
         (folder / "final").mkdir()
     if evaluated:
-        evaluation(rng, s, folder / "evaluation", prompts, gain, **drawn)
+        evaluation(rng, settings, folder / "evaluation", prompts, gain, **drawn)
     assert json.loads((folder / "run.json").read_text())["status"] == status
     return folder

@@ -9,11 +9,12 @@ STILL = [0.5 + 0.01 * (i % 2) for i in range(12)]
 GROWN = [1 + 0.01 * (i % 2) + (0.7 if i > 5 else 0) for i in range(12)]
 
 
-def told(lines, s=S) -> list:
+def told(lines, settings=S) -> list:
     """The alarms of metrics after the base's line, as (iteration, name)."""
     lines = [{"iteration": i, "reward_mean": 0.5} | line for i, line in enumerate(lines, 1)]
     return [
-        (row["iteration"], row["alarm"]) for row in alarm_history([{"iteration": 0}, *lines], s)
+        (row["iteration"], row["alarm"])
+        for row in alarm_history([{"iteration": 0}, *lines], settings)
     ]
 
 

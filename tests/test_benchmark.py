@@ -174,10 +174,10 @@ def test_geneval_has_its_layout_and_needs_a_detector(trained, tmp_path):
 def test_arms_are_the_evaluations(trained):
     """A benchmark of the held-out prompts shows what the evaluation of the run shows."""
     where = trained / "run"
-    s, arms = benchmarks.prepare_benchmark(
+    settings, arms = benchmarks.prepare_benchmark(
         where, benchmarks.load_benchmark_task("pocket:test"), trained / "held", ()
     )
-    assert arms == evaluate.ode_arms(s)
+    assert arms == evaluate.ode_arms(settings)
     with pytest.raises(Exception, match="learning_rate"):
         benchmarks.prepare_benchmark(
             where,

@@ -33,8 +33,10 @@ def home(tmp_path_factory):
 def fresh(home, run, **changes):
     """The state of a run before its first iteration."""
     run.mkdir(exist_ok=True)
-    s = settings.load_settings(home / "s.yaml", {"reward": "incompressibility", **changes})
-    return load_policy_and_optimizer(prepare_state(s, run))
+    run_settings = settings.load_settings(
+        home / "s.yaml", {"reward": "incompressibility", **changes}
+    )
+    return load_policy_and_optimizer(prepare_state(run_settings, run))
 
 
 @pytest.fixture(scope="module")

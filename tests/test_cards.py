@@ -45,10 +45,12 @@ def run(request, tmp_path, monkeypatch):
         "eval_rewards": [],
         "guidance": 2.5,
     }
-    s = settings.load_settings("pocket/tiny", changes | WAYS[way])
-    made = run_folder.create_run(s, tmp_path / "run")
+    run_settings = settings.load_settings("pocket/tiny", changes | WAYS[way])
+    made = run_folder.create_run(run_settings, tmp_path / "run")
     words = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "lora_rank")
-    model = trainable.load_trainable_policy(s.model, **{name: getattr(s, name) for name in words})
+    model = trainable.load_trainable_policy(
+        run_settings.model, **{name: getattr(run_settings, name) for name in words}
+    )
     with torch.no_grad():
         for i, p in enumerate(model.trained):
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))

@@ -11,7 +11,7 @@ from chunk_grpo import InputError, evaluate, sample_run
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.user_code import code_files, find_code
-from chunk_grpo.evaluation.benchmarks import draw_benchmark, run_benchmark
+from chunk_grpo.evaluation.benchmarks import run_benchmark, sample_benchmark
 from chunk_grpo.reporting.publish import sample_widget
 from chunk_grpo.runs import run_folder, run_images
 from chunk_grpo.runs.verify import verify_run
@@ -192,8 +192,8 @@ def test_a_process_that_starts_again_refuses_code_that_was_edited_meanwhile(tmp_
 
     monkeypatch.chdir(tmp_path)
     write_code(tmp_path)
-    s = settings.load_settings("pocket/tiny", [*FEW, "method=mine_method.py:Rank"])
-    made = run_folder.create_run(s, tmp_path / "run")
+    run_settings = settings.load_settings("pocket/tiny", [*FEW, "method=mine_method.py:Rank"])
+    made = run_folder.create_run(run_settings, tmp_path / "run")
     mark(tmp_path, "mine_method.py")
     with pytest.raises(InputError, match="`method` must be the same code"):
         launch.train_folder(made)
@@ -256,7 +256,7 @@ FUNCTIONS = {
     "sample_widget": lambda run, **how: sample_widget(run, "a red star", **how),
     "verify_run": lambda run, **how: verify_run(run, **how),
     "run_benchmark": lambda run, **how: run_benchmark(run, "pocket:test", **how),
-    "draw_benchmark": lambda run, **how: draw_benchmark(run, ["pocket:test"], run / "b", **how),
+    "sample_benchmark": lambda run, **how: sample_benchmark(run, ["pocket:test"], run / "b", **how),
     "draw_share": lambda run, **how: run_images.draw_share(
         run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how
     ),

@@ -13,7 +13,11 @@ from chunk_grpo.methods.decoupled import Decoupled, renoise
 from chunk_grpo.models import trainable
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import load_method
-from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
+from chunk_grpo.training.update import (
+    accumulate_gradients,
+    build_update_batch,
+    compute_transition_stats,
+)
 
 SMALL = {
     "images_per_prompt": 4,
@@ -49,7 +53,7 @@ def draw(method, context):
     paths = context.trajectories
     profile = context.trajectories.distance.double().mean(0)
     made = method.partition(paths, profile)
-    return made, method.draw(paths, made, profile, 0)
+    return made, method.select_chunks(paths, made, profile, 0)
 
 
 def gradient(context, method, advantage=ADVANTAGE) -> torch.Tensor:
@@ -57,7 +61,12 @@ def gradient(context, method, advantage=ADVANTAGE) -> torch.Tensor:
     made, chosen = draw(method, context)
     sampler = context.trajectories.sampler
     work = build_update_batch(
-        torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler)
+        torch.arange(8),
+        chosen,
+        made,
+        64,
+        method.transition_weights(sampler),
+        method.trainable_steps(sampler),
     )
     context.policy.transformer.zero_grad()
     accumulate_gradients(context, work, advantage, method)
@@ -151,15 +160,15 @@ def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, na
     context = context_of(policy, method)
     moved(context)
     ours = gradient(context, method)
-    levels = list(range(2, len(method.places(context.trajectories.sampler))))
+    levels = list(range(2, len(method.trainable_steps(context.trajectories.sampler))))
     image = torch.arange(8).repeat(len(levels))
     index = torch.tensor(levels).repeat_interleave(8)
     x, target = renoise(context, image, index, method.shared)
     t = context.trajectories.sampler.sigmas[index]
     rows = context.rows(image)
     copy = torch.zeros_like(x)
-    if method.copies:
-        with context.weights(method.reads[0]):
+    if method.reference_decays:
+        with context.use_weights(method.references[0]):
             copy = policy.velocity(x, t, rows)
     worth = worth_by_hand(
         name, policy.velocity(x, t, rows), copy, target, x, t, ADVANTAGE.repeat(len(levels))
@@ -205,7 +214,7 @@ def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(poli
     allowed = [
         set(range(17)[part])
         for k, part in enumerate(chunks.slices)
-        if str(k + 1) in method.s.train_chunks.split(",")
+        if str(k + 1) in method.settings.train_chunks.split(",")
     ]
     for row in chosen.tolist():
         drawn = {level for level in row if level >= 0}
@@ -230,7 +239,7 @@ def test_chunks_of_large_motion_are_drawn_more_often(policy):
             paths = replace(
                 context.trajectories, keys=[(seed, *key[1:]) for key in context.trajectories.keys]
             )
-            chosen = method.draw(paths, [], distance, 0)
+            chosen = method.select_chunks(paths, [], distance, 0)
             counts += torch.tensor(
                 [float((chosen == 0).any(1).sum()), float((chosen == 16).any(1).sum())]
             )
@@ -259,7 +268,7 @@ def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
         "inverse-interval": 1 / length,
         "2,2,3": torch.tensor([7 / 6] * 4 + [7 / 9] * 3),
     }[text]
-    weights = method.weights(context.trajectories.sampler)
+    weights = method.transition_weights(context.trajectories.sampler)
     torch.testing.assert_close(weights, expected / expected.mean())
     each = []
     for level in range(7):
@@ -305,7 +314,7 @@ def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_reject
 def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(policy, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from chunk_grpo.methods.decoupled import Crd\n\n\n"
-        "class Mine(Crd):\n    item_is_chunk = True\n"
+        "class Mine(Crd):\n    sample_is_chunk = True\n"
     )
     name = f"{tmp_path / 'mine.py'}:Mine"
     last = method_of(name, steps=7, chunks="steps", train_chunks="7", chunk_fraction=1)
@@ -322,10 +331,10 @@ def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(
 @pytest.mark.parametrize("name", [name for name, of in METHODS.items() if of.get("contender")])
 def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
     assert METHODS[name]["source"] == "our choice"
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny", {**SMALL, "method": name, "learning_rate": 1e-3, "images_per_prompt": 8}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(
         0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines
@@ -333,13 +342,18 @@ def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
 
 
 def moved_gradient(context, method, advantage=ADVANTAGE):
-    """Return the gradient, its items and their evidence before, after the weights have moved."""
+    """Return the gradient, its items and their transition statistics before, after the weights have moved."""
     made, chosen = draw(method, context)
     sampler = context.trajectories.sampler
     work = build_update_batch(
-        torch.arange(8), chosen, made, 64, method.weights(sampler), method.places(sampler)
+        torch.arange(8),
+        chosen,
+        made,
+        64,
+        method.transition_weights(sampler),
+        method.trainable_steps(sampler),
     )
-    old = all_evidence(context, work, method)
+    old = compute_transition_stats(context, work, method)
     moved(context)
     context.policy.transformer.zero_grad()
     stats = accumulate_gradients(context, work, advantage, method, old)
@@ -535,10 +549,10 @@ def test_a_mixture_that_cannot_be_is_rejected_in_one_sentence(more, field):
     ids=str,
 )
 def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny", {**SMALL, **MIXED, "method": "chunk-mixture", "learning_rate": 1e-3} | more
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(0 < line["grad_norm"] < float("inf") for line in lines)
 
@@ -546,10 +560,10 @@ def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
 def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
     """Guard by chunks, each with its gain: one mean and deviation for all chunks of a prompt's images."""
     more = {"steps": 7, "chunks": "1,2,3", "method": "guard-chunk-gains"}
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     drawn = iteration.sample_groups(state)
     gains = iteration.chunk_gains(state, drawn.context, drawn.scores)
     every = torch.stack([gain["pocket-clip"] for _, gain in gains], 1)[:, [2, 1, 0]].reshape(2, 12)

@@ -340,8 +340,8 @@ def test_the_shell_completes_commands_and_presets():
 def test_what_a_script_reads_is_json():
     said = CliRunner().invoke(main.app, ["plan", "pocket/demo", "--rate", "1", "--json"]).output
     numbers = json.loads(said)["numbers"]
-    s = settings.load_settings("pocket/demo")
-    assert numbers["iterations"] == s.iterations and numbers["least_seconds"]["run"] > 0
+    run_settings = settings.load_settings("pocket/demo")
+    assert numbers["iterations"] == run_settings.iterations and numbers["least_seconds"]["run"] > 0
     assert (
         list(json.loads(CliRunner().invoke(main.app, ["presets", "--json"]).output))
         == settings.list_presets()
@@ -416,13 +416,16 @@ def test_a_mistyped_name_is_said_without_importing_torch(tmp_path, text):
 def test_plan_counts_every_preset(preset):
     answer = CliRunner().invoke(main.app, ["plan", preset, "--rate", "1"])
     assert answer.exit_code == 0, answer.output
-    s = settings.load_settings(preset)
-    images = s.prompts_per_iteration * s.images_per_prompt
+    run_settings = settings.load_settings(preset)
+    images = run_settings.prompts_per_iteration * run_settings.images_per_prompt
     assert (
-        f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
+        f"{images:,} = {run_settings.prompts_per_iteration} prompts x {run_settings.images_per_prompt} images"
         in answer.output
     )
-    assert f"{s.iterations:,} iterations, {images * s.iterations:,} images" in answer.output
+    assert (
+        f"{run_settings.iterations:,} iterations, {images * run_settings.iterations:,} images"
+        in answer.output
+    )
     assert "estimated, not measured" in answer.output and re.search(
         r"memory a process +\S+ [kMG]B", answer.output
     )

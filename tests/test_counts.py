@@ -57,10 +57,10 @@ def settings_of(name: str, **more):
     return load_settings(base, {"method": name, **FITTED.get(name, {}), **more})
 
 
-def count_by_hook(s, folder) -> Counter:
+def count_by_hook(settings, folder) -> Counter:
     """Train the run's iterations and count the images that go through the transformer, and those that are scored."""
     seen = Counter()
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, folder))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, folder))
     phase = ""
 
     def note(module, args, kwargs, out):
@@ -74,28 +74,28 @@ def count_by_hook(s, folder) -> Counter:
             return reward(images, prompts)
 
         state.rewards[name] = scoring
-    for number in range(s.iterations):
+    for number in range(settings.iterations):
         state.iteration = number
         phase = "rollout"
         rollout = iteration.sample_groups(state)
         if number == 0:
             iteration.measure_profile(state, rollout.context.trajectories)
-        if s.baseline_images:
+        if settings.baseline_images:
             phase = "baseline"
             iteration.score_base(state, rollout)
         phase = "update"
         state.iteration = max(number, 1)  # what the first iteration alone measures is not counted
         update = iteration.update_policy(state, rollout)
-        seen["trained"] += sum(len(work.segment) for work in update.works)
+        seen["trained"] += sum(len(work.segment) for work in update.batches)
     state.executor.shutdown()
-    return Counter({name: n / s.iterations for name, n in seen.items()})
+    return Counter({name: n / settings.iterations for name, n in seen.items()})
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
-    s = settings_of(name)
-    counted = count_by_hook(s, tmp_path)
-    planned = load_method(s).counts()
+    settings = settings_of(name)
+    counted = count_by_hook(settings, tmp_path)
+    planned = load_method(settings).counts()
     near = pytest.approx if name not in UNEVEN else lambda x: pytest.approx(x, rel=0.35)
     assert counted["rollout"] == pytest.approx(planned.rollout)
     assert counted["scored"] == pytest.approx(planned.scored)
@@ -134,9 +134,9 @@ def test_every_row_costs_what_a_hook_on_the_transformer_counts(name, tmp_path):
     ],
 )
 def test_settings_beside_a_row_cost_what_a_hook_counts(name, more, tmp_path):
-    s = settings_of(name, **more)
-    counted = count_by_hook(s, tmp_path)
-    planned = load_method(s).counts()
+    settings = settings_of(name, **more)
+    counted = count_by_hook(settings, tmp_path)
+    planned = load_method(settings).counts()
     assert counted["rollout"] == pytest.approx(planned.rollout)
     assert counted["update"] == pytest.approx(planned.trained + planned.extra)
     assert counted["baseline"] == pytest.approx(planned.baseline)
@@ -155,17 +155,21 @@ def test_plan_and_the_table_of_methods_say_one_number(name):
 
 
 def test_a_random_window_costs_its_mean_over_the_run():
-    s = load_settings("paper/chunk", {"method": "tempflow", "iterations": 200})
-    method = load_method(s)
-    images = s.prompts_per_iteration * s.images_per_prompt
+    settings = load_settings("paper/chunk", {"method": "tempflow", "iterations": 200})
+    method = load_method(settings)
+    images = settings.prompts_per_iteration * settings.images_per_prompt
     states = [
         int(method.sampler(i).stochastic) for i in range(200)
     ]  # one forward a group up to the branch
-    expected = sum((k + 1) / s.images_per_prompt + s.steps - 1 - k for k in states) / 200
+    expected = (
+        sum((k + 1) / settings.images_per_prompt + settings.steps - 1 - k for k in states) / 200
+    )
     assert (
         method.counts().rollout / images
         == pytest.approx(expected)
-        != pytest.approx(load_method(load_settings(s, {"iterations": 1})).counts().rollout / images)
+        != pytest.approx(
+            load_method(load_settings(settings, {"iterations": 1})).counts().rollout / images
+        )
     )
 
 

@@ -63,7 +63,7 @@ class OnCUDA(Callback):
 
 def train(folder, out, words, current):
     """Train in this process as rank `current` would, with scores computed in a thread that keeps the rules too."""
-    s = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
+    run_settings = settings.load_settings(folder / "s.yaml", [*EVERYTHING, *words])
     out.mkdir(exist_ok=True)
     with pretended_cuda(current) as mode, pytest.MonkeyPatch.context() as patch:
         score = rewards.score_images
@@ -76,7 +76,7 @@ def train(folder, out, words, current):
         AcceleratorState._reset_state(
             reset_partial_state=True
         )  # other tests of this process have a CPU
-        trainer.train_run(s, out, [OnCUDA()])
+        trainer.train_run(run_settings, out, [OnCUDA()])
         AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -36,7 +36,7 @@ class State(SimpleNamespace):
         note = (
             read_json(self.run / "run.json", RunInfo) if (self.run / "run.json").is_file() else {}
         )
-        return {"run_id": note.get("run_id", ""), "settings": self.s.model_dump(mode="json")}
+        return {"run_id": note.get("run_id", ""), "settings": self.settings.model_dump(mode="json")}
 
 
 def fresh(run: Path, kind: str) -> State:
@@ -53,13 +53,13 @@ def fresh(run: Path, kind: str) -> State:
         if sharded
         else list(net.parameters())
     )
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         "pocket/tiny", {"keep_checkpoints": 3, "sharding": "fsdp" if sharded else "none"}
     )
     one = SimpleNamespace(is_main_process=True, print=print, wait_for_everyone=lambda: None)
     return State(
         run=run,
-        s=s,
+        settings=run_settings,
         accelerator=one,
         policy=SimpleNamespace(trained=trained),
         ema=None,
@@ -97,7 +97,11 @@ def begin(run: Path, kind: str) -> SimpleNamespace:
     """A run folder with its state, before its first iteration."""
     run.mkdir()
     state = fresh(run, kind)
-    note = {"settings": state.s.model_dump(mode="json"), "status": "created", "run_id": "this"}
+    note = {
+        "settings": state.settings.model_dump(mode="json"),
+        "status": "created",
+        "run_id": "this",
+    }
     write_json(run / "run.json", note)
     write_json(run / "profile.json", {"chunks": "2,3,4,7", "mean": [1.0] * 16})
     append_json_line(run / "metrics.jsonl", {"iteration": 0})
@@ -172,7 +176,7 @@ def falls_back(run, kind, seen, capsys) -> None:
 
 
 def other_seed(state):
-    state.s = state.s.model_copy(update={"seed": 7})
+    state.settings = state.settings.model_copy(update={"seed": 7})
 
 
 def other_run(state):
@@ -311,7 +315,7 @@ def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     state = fresh(run, "whole")
     whole = note["settings"] | change.get("settings", {})
     write_json(run / "run.json", note | change | {"settings": whole})
-    state.s = settings.load_settings(whole)
+    state.settings = settings.load_settings(whole)
     with pytest.raises(InputError) as error:
         trainer.resume(state)
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -425,17 +429,17 @@ def finished(tmp_path_factory):
 def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
     """The hash of the run knows all of them, and without it those that no model can have are refused."""
     run = tmp_path / "run"
-    s = settings.load_settings("pocket/tiny")
+    run_settings = settings.load_settings("pocket/tiny")
     shutil.copytree(finished, run)
     run_images.hash_trained_weights(run)
     FINAL[harm](next((run / "final").glob("*.safetensors")))
     with pytest.raises(InputError, match="are not those that the training wrote"):
-        run_images.begun_folder(run, s, {"base": 0, "plain": None}, ["a star"])
+        run_images.begun_folder(run, run_settings, {"base": 0, "plain": None}, ["a star"])
     if harm not in ("flipped", "other values"):
         with pytest.raises(
             InputError, match="the weights in .*final are (damaged|those of another model)"
         ):
-            run_images.load_trained_policy(run, s)
+            run_images.load_trained_policy(run, run_settings)
 
 
 @pytest.fixture(scope="module")

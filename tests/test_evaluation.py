@@ -44,19 +44,19 @@ def finished(tmp_path_factory):
     run = tmp_path_factory.mktemp("evaluation") / "run"
     prompts = ("a red circle", "a blue square", "two stars", "a green star and a red circle")
     (run.parent / "four.txt").write_text("\n".join(prompts))
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         "pocket/tiny", SMALL | {"eval_prompts": str(run.parent / "four.txt")}
     )
     write_json(
         run / "run.json",
-        {"settings": s.model_dump(mode="json"), "status": "finished", "processes": 1},
+        {"settings": run_settings.model_dump(mode="json"), "status": "finished", "processes": 1},
     )
     model = trainable.load_trainable_policy(
         "pocket",
         resolution=64,
-        max_tokens=s.max_tokens,
-        lora_rank=s.lora_rank,
-        lora_targets=s.lora_targets,
+        max_tokens=run_settings.max_tokens,
+        lora_rank=run_settings.lora_rank,
+        lora_targets=run_settings.lora_targets,
     )
     with torch.no_grad():
         for p in model.trained:
@@ -229,9 +229,9 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
         "hybrid",
         "as-trained",
     }
-    s = evaluate.evaluation_settings(run, ())
+    settings = evaluate.evaluation_settings(run, ())
     forwards = 4 * 2 * (3 * 4 + 2 * 5)
-    said = dict(plan.describe_counts(s))["evaluation at the end"]
+    said = dict(plan.describe_counts(settings))["evaluation at the end"]
     assert said.startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forwards")
 
 
@@ -280,10 +280,10 @@ def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run,
 
 
 def test_a_part_that_was_cut_off_is_drawn_again(run):
-    s = evaluate.evaluation_settings(run, ())
-    arms = evaluate.ode_arms(s) | evaluate.AS_TRAINED_ARMS
-    prompts = evaluate.read_prompts(s.eval_prompts)
-    folder = evaluate.begun_folder(run, s, arms, prompts)
+    settings = evaluate.evaluation_settings(run, ())
+    arms = evaluate.ode_arms(settings) | evaluate.AS_TRAINED_ARMS
+    prompts = evaluate.read_prompts(settings.eval_prompts)
+    folder = evaluate.begun_folder(run, settings, arms, prompts)
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
     assert evaluate.read_parts(folder) == {}

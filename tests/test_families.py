@@ -18,8 +18,8 @@ from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_ode, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
-    all_evidence,
     build_update_batch,
+    compute_transition_stats,
     ratio_floor,
 )
 
@@ -214,8 +214,10 @@ def drawn(model):
 def test_ratio_is_one_before_the_first_update(family, scale):
     """The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."""
     what, work = drawn(load(family[1], true_cfg_scale=scale))
-    old = what.trajectories.logp[work.sample, work.index]
-    assert ratio_floor(all_evidence(what, work, Method(Settings()))[0], old, work) < 1e-5
+    old = what.trajectories.log_probs[work.image, work.step]
+    assert (
+        ratio_floor(compute_transition_stats(what, work, Method(Settings()))[0], old, work) < 1e-5
+    )
     assert old.std() > 0
 
 
@@ -242,7 +244,7 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
     )
 
     method = Method(Settings(clip_range=10.0))
-    old = all_evidence(what, work, method)
+    old = compute_transition_stats(what, work, method)
     advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])
     optimizer = torch.optim.AdamW(
         model.trained, lr=1e-2 if rank else 1e-3

@@ -64,14 +64,14 @@ def test_run_with_numbers_that_are_not_finite_is_read_by_everything(skipped):
     assert lines[-1]["own"] == [None, 1.0] and set(lines[-1]["ratio_dev"]) == {None}
     assert len(run_folder.read_metrics(skipped)) == len(lines)
     assert "forward" in run("plan", "--run", skipped)
-    assert figures.watch_run(skipped, lambda line, s: None, 0.05) == "finished"
+    assert figures.watch_run(skipped, lambda line, settings: None, 0.05) == "finished"
     evaluate(skipped)
     assert reports.write_run_report(skipped).is_file()
 
 
 def test_run_with_numbers_that_are_not_finite_is_resumed(skipped):
-    s = run_folder.read_run_settings(skipped)
-    longer = load_settings(s, {"iterations": 3})
+    settings = run_folder.read_run_settings(skipped)
+    longer = load_settings(settings, {"iterations": 3})
     assert train(longer, skipped, resume=True) == skipped
     log = (skipped / "train.log").read_text()
     assert "damaged" not in log and len(run_folder.read_metrics_lines(skipped)) == 4
@@ -119,9 +119,9 @@ class Own(Method):
 )
 def test_metrics_of_a_method_that_cannot_be_kept_are_rejected_by_name(entry, words, tmp_path):
     (tmp_path / "own.py").write_text(OWN % entry)
-    s = load_settings("pocket/tiny", TINY | {"method": f"{tmp_path}/own.py:Own"})
+    settings = load_settings("pocket/tiny", TINY | {"method": f"{tmp_path}/own.py:Own"})
     with pytest.raises(InputError) as error:
-        train(s, tmp_path / "run")
+        train(settings, tmp_path / "run")
     assert (
         "`metrics` of " in str(error.value)
         and words in str(error.value)

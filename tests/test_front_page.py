@@ -190,9 +190,9 @@ def test_memory_of_the_front_page_is_that_of_the_presets():
     }
     for name in memory:
         if (ROOT / f"runs/machines/{name}.yaml").is_file():
-            s = load_settings(f"machines/{name}")
-            assert s.resolution == (512 if name.startswith("24gb") else 720)
-            assert s.reward in ("hpsv3", "pickscore")
+            settings = load_settings(f"machines/{name}")
+            assert settings.resolution == (512 if name.startswith("24gb") else 720)
+            assert settings.reward in ("hpsv3", "pickscore")
 
 
 def test_results_say_what_was_trained_on():

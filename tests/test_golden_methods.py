@@ -134,9 +134,11 @@ def test_repaired_ratios(name):
     then = mean + std * wave(5)
     size = torch.tensor([1.0, 2.0, 3.0, 0.5]).reshape(-1, 1, 1)
     moved = (mean + 0.1 * wave(6) * size).requires_grad_()
-    a, b, _ = sampler.coefficients(4)  # evidence asks for velocities, the numbers are by the mean
+    a, b, _ = sampler.coefficients(
+        4
+    )  # transition statistics asks for velocities, the numbers are by the mean
     new, old = (
-        method.evidence((x - a * wave(0)) / b, {}, then, wave(0), sampler, index)
+        method.transition_stats((x - a * wave(0)) / b, {}, then, wave(0), sampler, index)
         for x in (moved, mean)
     )
     worth = method.objective(method.statistic(new, old), ADVANTAGE, GROUP)

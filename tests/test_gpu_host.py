@@ -140,10 +140,10 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
     assert list(rows) == list(plan.machine_presets())
     assert not [row for row in rows.values() if "does not fit" in row[1]]
     for name in rows:
-        s = settings.load_settings(name)
-        assert (s.sharding == "fsdp") == ("-full-" in name) and bool(s.lora_rank) == (
-            "-lora-" in name
-        )
+        run_settings = settings.load_settings(name)
+        assert (run_settings.sharding == "fsdp") == ("-full-" in name) and bool(
+            run_settings.lora_rank
+        ) == ("-lora-" in name)
 
 
 def test_what_does_not_fit_is_said():
@@ -156,29 +156,39 @@ def test_what_does_not_fit_is_said():
 
 @pytest.mark.slow
 def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         "machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}}
     )
-    total, _ = plan._peak_memory(s, plan.find_model_config(s.model), 8)
+    total, _ = plan._peak_memory(run_settings, plan.find_model_config(run_settings.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
     assert not plan.find_device("h100").fits(total)
 
 
 def preset_row(preset: str) -> list[str]:
     """What a preset takes on its machine, as the page's table has it; hours without decoding and rewards."""
-    s, (device, processes) = settings.load_settings(preset), plan.machine_presets()[preset]
-    config = plan.find_model_config(s.model)
-    where = plan.find_device(device)
-    s = plan.fit_update_batch(config, s)
-    total, _ = plan._peak_memory(s, config, processes)
-    once, times, last = plan._evaluation_flops(s, config)
-    share = plan.rate_share(device, s.dtype, s.eval_resolution, config).value
-    rate = getattr(where, s.dtype) * 1e12 * share * processes
-    training = (
-        sum(plan.iteration_seconds(s, config, where, processes=processes).values()) * s.iterations
+    run_settings, (device, processes) = (
+        settings.load_settings(preset),
+        plan.machine_presets()[preset],
     )
-    hours = training + once * times / rate, last * (1 if plan.held_out_prompts(s) else 400) / rate
-    sizes = plan.run_disk_bytes(s, config), plan._host_memory(s, config, processes)
+    config = plan.find_model_config(run_settings.model)
+    where = plan.find_device(device)
+    run_settings = plan.fit_update_batch(config, run_settings)
+    total, _ = plan._peak_memory(run_settings, config, processes)
+    once, times, last = plan._evaluation_flops(run_settings, config)
+    share = plan.rate_share(device, run_settings.dtype, run_settings.eval_resolution, config).value
+    rate = getattr(where, run_settings.dtype) * 1e12 * share * processes
+    training = (
+        sum(plan.iteration_seconds(run_settings, config, where, processes=processes).values())
+        * run_settings.iterations
+    )
+    hours = (
+        training + once * times / rate,
+        last * (1 if plan.held_out_prompts(run_settings) else 400) / rate,
+    )
+    sizes = (
+        plan.run_disk_bytes(run_settings, config),
+        plan._host_memory(run_settings, config, processes),
+    )
     there = f"{total / 1e9:.0f} of {where.gigabytes}" + (
         "" if where.fits(total) else ": does not fit"
     )

@@ -12,7 +12,11 @@ from chunk_grpo.rewards.rewards import score_images
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import ReplayContext, load_method
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
+from chunk_grpo.training.update import (
+    accumulate_gradients,
+    build_update_batch,
+    compute_transition_stats,
+)
 
 TINY = [
     "iterations=1",
@@ -48,7 +52,7 @@ def moved_gradient(policy, method) -> torch.Tensor:
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     rows = policy.encode(["a red star", "two blue rings"])
     row = torch.arange(8) // 4
-    shared = method.s.shared_noise
+    shared = method.settings.shared_noise
     paths = sample_trajectories(
         policy,
         rows,
@@ -57,18 +61,20 @@ def moved_gradient(policy, method) -> torch.Tensor:
         method.sampler(0),
         8,
         shared,
-        table=method.table,
-        spread=method.s.noise_spread,
+        noise_owner=method.noise_owner,
+        noise_spread=method.settings.noise_spread,
     )
-    copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
+    copies = {
+        name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
+    }
     context = ReplayContext(policy, rows, paths, copies)
-    places = method.places(paths.sampler)
+    places = method.trainable_steps(paths.sampler)
     chunks = method.chunks(torch.ones(len(places)))
     chosen = torch.arange(len(chunks)).expand(8, -1)
     work = build_update_batch(
-        torch.arange(8), chosen, chunks, 64, method.weights(paths.sampler), places
+        torch.arange(8), chosen, chunks, 64, method.transition_weights(paths.sampler), places
     )
-    old = all_evidence(context, work, method) if method.ratio else None
+    old = compute_transition_stats(context, work, method) if method.has_ratio else None
     kept = [p.detach().clone() for p in policy.trained]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -110,8 +116,8 @@ def test_clip_given_as_a_file_has_the_gradient_of_the_built_in_one(name, policy,
     torch.testing.assert_close(
         moved_gradient(policy, own), expected, rtol=1e-4, atol=1e-6 * expected.abs().max()
     )
-    if own.clip is not None:
-        assert own.clip.__globals__["SHAPES"] <= {(1, True)}  # (N,) and (N,)
+    if own.custom_surrogate is not None:
+        assert own.custom_surrogate.__globals__["SHAPES"] <= {(1, True)}  # (N,) and (N,)
 
 
 WRONG = {
@@ -148,7 +154,7 @@ WRONG = {
     "two declared statistics, one of which is read": (
         "statistic",
         """
-    parts = 2
+    statistic_size = 2
 
     def statistic(self, new, old):
         return torch.stack([new[0] - old[0]] * 2, 1)""",
@@ -190,58 +196,58 @@ WRONG = {
         return torch.tensor([2, 4])""",
     ),
     "drawn chunks in one row": (
-        "draw",
+        "select_chunks",
         """
-    def draw(self, paths, chunks, profile, iteration):
+    def select_chunks(self, paths, chunks, profile, iteration):
         return torch.zeros(len(paths.keys), dtype=torch.long)""",
     ),
     "drawn chunks of some images": (
-        "draw",
+        "select_chunks",
         """
-    def draw(self, paths, chunks, profile, iteration):
+    def select_chunks(self, paths, chunks, profile, iteration):
         return torch.zeros(5, 1, dtype=torch.long)""",
     ),
     "a chunk that is not there": (
-        "draw",
+        "select_chunks",
         """
-    def draw(self, paths, chunks, profile, iteration):
+    def select_chunks(self, paths, chunks, profile, iteration):
         return torch.full((len(paths.keys), 1), 2)""",
     ),
     "weights of too many steps": (
-        "weights",
+        "transition_weights",
         """
-    def weights(self, sampler):
+    def transition_weights(self, sampler):
         return torch.ones(len(sampler) + 3)""",
     ),
     "weights that are no numbers": (
-        "weights",
+        "transition_weights",
         """
-    def weights(self, sampler):
+    def transition_weights(self, sampler):
         return torch.full((len(sampler),), float("nan"))""",
     ),
     "places out of order": (
-        "places",
+        "trainable_steps",
         """
-    def places(self, sampler):
+    def trainable_steps(self, sampler):
         return torch.tensor([5, 4, 3, 2, 1, 0])""",
     ),
     "evidence that is no tuple": (
-        "evidence",
+        "transition_stats",
         """
-    def evidence(self, v, others, target, x, sampler, index):
-        return super().evidence(v, others, target, x, sampler, index)[0]""",
+    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
+        return super().transition_stats(v, reference_velocities, target, x, sampler, index)[0]""",
     ),
     "evidence of each latent": (
-        "evidence",
+        "transition_stats",
         """
-    def evidence(self, v, others, target, x, sampler, index):
+    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
         return (-(v - target).square(),)""",
     ),
     "evidence that is no number": (
-        "evidence",
+        "transition_stats",
         """
-    def evidence(self, v, others, target, x, sampler, index):
-        return (super().evidence(v, others, target, x, sampler, index)[0] / 0,)""",
+    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
+        return (super().transition_stats(v, reference_velocities, target, x, sampler, index)[0] / 0,)""",
     ),
     "one objective for all": (
         "objective",
@@ -262,27 +268,27 @@ WRONG = {
         return super().objective(statistic, advantage, group).detach()""",
     ),
     "metrics that are no items": (
-        "item_metrics",
+        "chunk_metrics",
         """
-    def item_metrics(self, statistic, slope, advantage, worth):
+    def chunk_metrics(self, statistic, slope, advantage, objective):
         return {"ratio": statistic.mean(), "clipped": statistic.mean()}""",
     ),
     "a copy that doubles": (
-        "copies",
+        "reference_decays",
         """
-    copies = {"old": lambda iteration: 2.0}""",
+    reference_decays = {"old": lambda iteration: 2.0}""",
     ),
     "a copy that doubles later": (
-        "copies",
+        "reference_decays",
         """
-    copies = {"old": lambda iteration: 0.5 + 2 * iteration}""",
+    reference_decays = {"old": lambda iteration: 0.5 + 2 * iteration}""",
     ),
     "latents written into while chunks are drawn": (
-        "draw",
+        "select_chunks",
         """
-    def draw(self, paths, chunks, profile, iteration):
+    def select_chunks(self, paths, chunks, profile, iteration):
         paths.latents[:, 3] = 0
-        return super().draw(paths, chunks, profile, iteration)""",
+        return super().select_chunks(paths, chunks, profile, iteration)""",
     ),
     "latents written into in the update": (
         "replay",
@@ -295,8 +301,8 @@ WRONG = {
         "replay",
         """
     def replay(self, context, image, index, anchor=True):
-        evidence, penalty = super().replay(context, image, index, anchor)
-        return evidence, None if penalty is None else penalty.mean()""",
+        transition_stats, penalty = super().replay(context, image, index, anchor)
+        return transition_stats, None if penalty is None else penalty.mean()""",
     ),
 }
 HEAD = """import torch
@@ -386,8 +392,8 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
         weights.clear()
         return out
 
-    def draw(self, paths, chunks, profile, iteration):
-        out = super().draw(paths, chunks, profile, iteration)
+    def select_chunks(self, paths, chunks, profile, iteration):
+        out = super().select_chunks(paths, chunks, profile, iteration)
         profile.zero_()
         return out
 
@@ -396,9 +402,9 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
         group.zero_()
         return out
 
-    def item_metrics(self, statistic, slope, advantage, worth):
-        worth.mul_(0)
-        return super().item_metrics(statistic, slope, advantage, worth)
+    def chunk_metrics(self, statistic, slope, advantage, objective):
+        objective.mul_(0)
+        return super().chunk_metrics(statistic, slope, advantage, objective)
 """
     )
     plain = trained(tmp_path)

@@ -66,11 +66,11 @@ def test_idle_setting_is_rejected_by_name(method, changes, name):
 @pytest.mark.parametrize("method", ["nft", "neighbor", "tree", "whole", "self-opd"])
 def test_what_a_preset_sets_for_its_own_method_does_not_keep_another_from_training(base, method):
     more = {"neighbor": {"shared_noise": True}, "nft": {"shared_noise": False}}
-    s = load_settings(base, {"method": method, **more.get(method, {})})
-    load_method(s)
-    load_method(load_settings(s))
-    load_method(load_settings(s.model_dump(mode="json")))
-    assert load_settings(s, {"seed": 3}).seed == 3
+    settings = load_settings(base, {"method": method, **more.get(method, {})})
+    load_method(settings)
+    load_method(load_settings(settings))
+    load_method(load_settings(settings.model_dump(mode="json")))
+    assert load_settings(settings, {"seed": 3}).seed == 3
 
 
 def test_idle_setting_in_a_file_is_rejected_and_one_of_the_file_that_it_is_like_is_not(tmp_path):
@@ -84,8 +84,12 @@ def test_idle_setting_in_a_file_is_rejected_and_one_of_the_file_that_it_is_like_
 def test_another_method_takes_the_axes_of_the_one_before_away(tmp_path):
     guard = load_settings("authors/guard")
     for base in ("authors/guard", guard, guard.model_dump(mode="json")):
-        s = load_settings(base, {"method": "steps"})
-        assert (s.statistic, s.step_weights, s.clip_range) == ("ratio", "one", 2e-6), base
+        settings = load_settings(base, {"method": "steps"})
+        assert (settings.statistic, settings.step_weights, settings.clip_range) == (
+            "ratio",
+            "one",
+            2e-6,
+        ), base
     tree = load_settings("pocket/tiny", {"method": "tree"})
     assert load_settings(tree, {"method": "steps", "images_per_prompt": 4}).sharing == "own"
     (tmp_path / "one.yaml").write_text("like: authors/guard\nmethod: mix\n")
@@ -98,8 +102,13 @@ def test_another_method_takes_the_axes_of_the_one_before_away(tmp_path):
 
 
 def test_what_a_base_says_itself_stays_with_another_method():
-    s = load_settings("pocket/demo", {"method": "guard"})
-    assert (s.eta, s.shared_noise, s.steps, s.statistic) == (1.0, False, 13, "guard")
+    settings = load_settings("pocket/demo", {"method": "guard"})
+    assert (settings.eta, settings.shared_noise, settings.steps, settings.statistic) == (
+        1.0,
+        False,
+        13,
+        "guard",
+    )
 
 
 def test_share_of_held_images_is_exact_without_other_rewards():
@@ -128,9 +137,9 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
     rows = policy.encode(["a red star", "two cats"])
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     paths = sample_trajectories(
-        policy, rows, torch.arange(8) // 4, keys, sampler, batch, table=method.table
+        policy, rows, torch.arange(8) // 4, keys, sampler, batch, noise_owner=method.noise_owner
     )
-    states = shared_states(method.table[: len(sampler) + 1], sampler.stochastic)
+    states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
     assert (states[:-1] != torch.arange(4)).any()
     for step, row in enumerate(states.tolist()):
         for group in range(2):
@@ -153,11 +162,11 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
     context = ReplayContext(policy, rows, paths)
     chosen = torch.full((4, 1), 2)
     chunks = method.chunks(torch.ones(6))
-    places = method.places(sampler)
+    places = method.trainable_steps(sampler)
     found = []
     for weights in (None, torch.full((7,), 3.0)):
         work = build_update_batch(torch.arange(4), chosen, chunks, 64, weights, places)
-        new = method.replay(context, work.sample, work.index)[0]
+        new = method.replay(context, work.image, work.step)[0]
         old = tuple(x.detach() - 0.3 for x in new)
         policy.transformer.zero_grad()
         stats = accumulate_gradients(
@@ -165,7 +174,7 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
         )
         found.append((torch.cat([p.grad.flatten() for p in policy.trained]), stats.objective))
     (plain, worth), (weighted, more) = found
-    assert method.proportional == proportional and plain.norm() > 0
+    assert method.is_proportional == proportional and plain.norm() > 0
     torch.testing.assert_close(weighted, 3 * plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
     assert more == pytest.approx(3 * worth, rel=1e-3)
 

@@ -40,15 +40,15 @@ def test_an_early_window_reaches_the_last_transition_of_the_first_half(steps, wi
 
 def test_mix_flash_frozen_takes_the_papers_eight_forward_passes():
     method = method_of("mix-flash-frozen", steps=25)
-    assert len(method.sampler(0)) == 8 and method.s.merge == "rest:0.2"
+    assert len(method.sampler(0)) == 8 and method.settings.merge == "rest:0.2"
     assert method.sampler(0).second_order.any()
     assert len(method_of("mix-flash-frozen", steps=17).sampler(0)) == 6
 
 
 def test_crd_compares_with_one_copy_and_draws_with_another():
     method = method_of("crd")
-    old, sampling = method.copies["old"], method.copies["sampling"]
-    assert method.sampled_by == "sampling" and method.reads == ("old",)
+    old, sampling = method.reference_decays["old"], method.reference_decays["sampling"]
+    assert method.sampling_reference == "sampling" and method.references == ("old",)
     assert [round(old(i), 3) for i in (0, 1, 100, 1000)] == [0.25, 0.255, 0.75, 0.999]
     assert [round(sampling(i), 4) for i in (0, 75, 76, 1000)] == [0, 0, 0.0075, 0.999]
 
@@ -71,8 +71,8 @@ def test_a_merge_from_sigma_one_on_has_the_noise_of_the_whole_grid():
 def test_fast_and_cps_are_flow_grpo_but_for_window_and_noise(name):
     settings = dict(METHODS["flow"]["settings"])
     assert settings.items() <= METHODS[name]["settings"].items() or name == "fast"
-    s, flow = method_of(name).s, method_of("flow").s
-    changed = {key for key, value in s if getattr(flow, key) != value}
+    run_settings, flow = method_of(name).settings, method_of("flow").settings
+    changed = {key for key, value in run_settings if getattr(flow, key) != value}
     assert changed == {"fast": {"window"}, "cps": {"sampler"}}[name]
 
 
@@ -127,14 +127,14 @@ def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when
     values = SMALL | {"shared_noise": name == "neighbor", "method": name} | more | shape
     for reward in (f"{tmp_path / 'equal.py'}:same", "pocket-clip"):
         try:
-            s = load_settings(
+            settings = load_settings(
                 "pocket/tiny", values | {"reward": reward, "eval_rewards": ("pocket-clip",)}
             )
-            load_method(s)
+            load_method(settings)
         except InputError as error:
             assert len(str(error).splitlines()) == 1
             return
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
         for _ in range(2):
             line = trainer.train_iteration(state)
             assert line["skipped_updates"] == 0 and line["grad_norm"] < float("inf")
@@ -145,9 +145,9 @@ def test_online_dpo_goes_on_where_all_groups_have_equal_rewards(tmp_path):
     (tmp_path / "equal.py").write_text(
         "def same(images, prompts):\n    return [0.5] * len(images)\n"
     )
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny", SMALL | {"method": "online-dpo", "reward": f"{tmp_path / 'equal.py'}:same"}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     line = trainer.train_iteration(state)
     assert line["grad_norm"] == 0 and line["skipped_updates"] == 0

@@ -29,7 +29,11 @@ from chunk_grpo.models import trainable
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import Method, ReplayContext, load_method
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
+from chunk_grpo.training.update import (
+    accumulate_gradients,
+    build_update_batch,
+    compute_transition_stats,
+)
 
 FOLDER = Path(__file__).parent / "methods"
 KEYS = [(0, 0, p, g) for p in range(2) for g in range(4)]
@@ -52,19 +56,26 @@ def context_of(policy, method, iteration: int = 0) -> ReplayContext:
     paths = sample_trajectories(
         policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8
     )
-    copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
+    copies = {
+        name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
+    }
     return ReplayContext(policy, rows, paths, copies)
 
 
 def gradient(context, method, chosen=None, moved: float = 0.0) -> torch.Tensor:
     """Of an update with these chunks, all if left out; after the weights have moved by so much, if at all."""
-    places = method.places(context.trajectories.sampler)
+    places = method.trainable_steps(context.trajectories.sampler)
     chunks = method.chunks(torch.ones(len(places)))
     chosen = torch.arange(len(chunks)).expand(8, -1) if chosen is None else chosen
     work = build_update_batch(
-        torch.arange(8), chosen, chunks, 64, method.weights(context.trajectories.sampler), places
+        torch.arange(8),
+        chosen,
+        chunks,
+        64,
+        method.transition_weights(context.trajectories.sampler),
+        places,
     )
-    old = all_evidence(context, work, method) if moved and method.ratio else None
+    old = compute_transition_stats(context, work, method) if moved and method.has_ratio else None
     generator = torch.Generator().manual_seed(0)
     trained = context.policy.trained
     steps = [moved * torch.randn(p.shape, generator=generator) * (moved > 0) for p in trained]
@@ -151,16 +162,18 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     sampler = method.sampler(0)
     rows = policy.encode(["a red star"])
     row = torch.zeros(images, dtype=torch.long)
-    paths = sample_trajectories(policy, rows, row, keys, sampler, images, False, table=method.table)
-    places = method.places(sampler)
-    weights = method.weights(sampler)
+    paths = sample_trajectories(
+        policy, rows, row, keys, sampler, images, False, noise_owner=method.noise_owner
+    )
+    places = method.trainable_steps(sampler)
+    weights = method.transition_weights(sampler)
     chunks = method.chunks(torch.ones(len(places)))
     credit = torch.randn(images, len(sampler), generator=torch.Generator().manual_seed(0))
     for (
         part
     ) in chunks.slices:  # alike within a chunk, and over all of a path where credit is an image's
         credit[:, places[part]] = (
-            credit[:, :1] if method.s.credit_of == "image" else credit[:, places[part][:1]]
+            credit[:, :1] if method.settings.credit_of == "image" else credit[:, places[part][:1]]
         )
     work = build_update_batch(
         torch.arange(images),
@@ -170,7 +183,7 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
         weights,
         places,
     )
-    given = credit[:, places[0]] if method.s.credit_of == "image" else credit
+    given = credit[:, places[0]] if method.settings.credit_of == "image" else credit
     policy.transformer.zero_grad()
     accumulate_gradients(ReplayContext(policy, rows, paths), work, given, method)
     ours = torch.cat([p.grad.flatten() for p in policy.trained])
@@ -188,7 +201,9 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
             density = (
                 -away if sampler.kind == "cps" else -away / (2 * std.flatten() ** 2)
             )  # CPS leaves it out
-            scale = std.flatten() if method.s.statistic in ("scaled", "guard") else 1.0  # Guard's
+            scale = (
+                std.flatten() if method.settings.statistic in ("scaled", "guard") else 1.0
+            )  # Guard's
             weight = 1.0 if weights is None else weights[places[part]].mean()
             worth = worth + (credit[:, place] * weight * scale * density).mean() / len(
                 places[part]
@@ -243,7 +258,10 @@ def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
     pull = sampler.coefficients(2)[1]
     guard, raw = (
         method.statistic(
-            *(method.evidence(at, {}, then, x, sampler, index) for at in (v + 0.2 / pull, v))
+            *(
+                method.transition_stats(at, {}, then, x, sampler, index)
+                for at in (v + 0.2 / pull, v)
+            )
         )
         for method in (method_of("guard"), method_of("steps"))
     )
@@ -276,7 +294,7 @@ def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
         method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4)
     )
     bent = 4 * (v - target).square().mean((1, 2)) ** 0.25
-    expected = -ADVANTAGE[:4] / method.s.advantage_clamp * levels * bent
+    expected = -ADVANTAGE[:4] / method.settings.advantage_clamp * levels * bent
     torch.testing.assert_close(
         *(torch.autograd.grad(y.sum(), v)[0] for y in (worth, expected)), rtol=1e-4, atol=1e-6
     )
@@ -315,7 +333,7 @@ def test_a_row_is_the_method_that_a_users_file_wrote(policy, name, file):
         load_settings("pocket/tiny", {**SMALL, "method": f"{FOLDER / file}", "chunks": "steps"})
     )
     context = context_of(policy, ours)
-    count = len(ours.places(context.trajectories.sampler))
+    count = len(ours.trainable_steps(context.trajectories.sampler))
     for moved in (0.0, 1e-3):
         given = [
             gradient(context, method, torch.arange(count).expand(8, -1), moved)
@@ -355,10 +373,10 @@ def test_v_grpo_shares_levels_and_noise_in_a_group_and_takes_one_level_of_each_p
 
     method = method_of("v-grpo", chunk_fraction=0.5)
     context = context_of(policy, method)
-    chosen = method.draw(context.trajectories, Chunks.steps(7), torch.ones(7), 0)
+    chosen = method.select_chunks(context.trajectories, Chunks.steps(7), torch.ones(7), 0)
     assert chosen.shape == (8, 3) and torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
     assert ((chosen >= torch.tensor([0, 2, 4])) & (chosen < torch.tensor([2, 4, 7]))).all()
-    x, target = renoise(context, torch.arange(8), torch.full((8,), 3), shared=True)
+    x, target = renoise(context, torch.arange(8), torch.full((8,), 3), shared_noise=True)
     noise = x + (1 - context.trajectories.sampler.sigmas[3]) * target
     torch.testing.assert_close(noise[0], noise[3], rtol=0, atol=1e-5)
     assert (noise[0] - noise[4]).abs().max() > 0.1
@@ -397,7 +415,7 @@ def test_an_anchor_is_nothing_at_the_base_and_grows_away_from_it(policy, anchor)
 @pytest.mark.parametrize("name", ["steps", "awm"])
 def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path):
     """With two iterations between its moves the anchor is 0 at the beginning of iterations 1, 3, 5 and of no other."""
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny",
         {
             **SMALL,
@@ -413,14 +431,16 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
             "learning_rate": 1e-3,
         },
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     found = []
     for _ in range(4):
         trainer.train_iteration(state)
         found.append(
             [
                 torch.equal(a, b)
-                for a, b in zip(state.copies["reference"], state.policy.trained, strict=True)
+                for a, b in zip(
+                    state.reference_weights["reference"], state.policy.trained, strict=True
+                )
             ]
         )
     assert [all(same) for same in found] == [False, True, False, True]
@@ -431,7 +451,9 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
         KEYS[:4],
         state.method.sampler(0),
     )
-    context = ReplayContext(state.policy, state.policy.encode(["a red star"]), paths, state.copies)
+    context = ReplayContext(
+        state.policy, state.policy.encode(["a red star"]), paths, state.reference_weights
+    )
     away = [state.method.replay(context, torch.arange(3), torch.arange(3))[1]]
     with torch.no_grad():
         for p in state.policy.trained:
@@ -497,7 +519,7 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
 
 
 def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny",
         {
             **SMALL,
@@ -510,7 +532,7 @@ def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
             "learning_rate": 1e-2,
         },
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     profiles = []
     for _ in range(3):
         trainer.train_iteration(state)
@@ -548,8 +570,8 @@ def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypat
         "eval_every": 0,
     }
     for name in ("guard", "mix", "tempflow", "awm", "nft", "dgpo"):
-        s = load_settings({**base, "method": name})
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+        settings = load_settings({**base, "method": name})
+        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
         line = trainer.train_iteration(state)
         assert 0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0, name
 
@@ -566,7 +588,7 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
         method.sampler(0),
         4,
         True,
-        spread=0.3,
+        noise_spread=0.3,
     )
     context = ReplayContext(policy, rows, paths)
     image = torch.arange(4)
@@ -580,7 +602,7 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
         Chunks.steps(6),
         64,
         None,
-        method.places(paths.sampler),
+        method.trainable_steps(paths.sampler),
     )
     policy.transformer.zero_grad()
     accumulate_gradients(context, work, torch.tensor([-1.0, 3.0, -1.0, -1.0]), method)
@@ -591,11 +613,11 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
         (after, _), _ = method.replay(context, image, index)
         for p, before in zip(policy.trained, kept, strict=True):
             p.copy_(before)
-    others = torch.tensor([0, 2, 3])
-    assert (after[others, 1] > chances[others, 1]).all()
+    reference_velocities = torch.tensor([0, 2, 3])
+    assert (after[reference_velocities, 1] > chances[reference_velocities, 1]).all()
     moved = torch.cat([after - chances, own[:, None]], 1)
     slope = torch.ones_like(moved)
-    said = method.item_metrics(moved, slope, torch.ones(4), torch.zeros(4))
+    said = method.chunk_metrics(moved, slope, torch.ones(4), torch.zeros(4))
     torch.testing.assert_close(
         (said["ratio"] - 1).abs(), (moved[:, :-1].exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7
     )
@@ -625,7 +647,9 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     place = int(sampler.stochastic)
     rows = policy.encode(["a red star"])
     row = torch.zeros(4, dtype=torch.long)
-    paths = sample_trajectories(policy, rows, row, KEYS[:4], sampler, 4, False, table=method.table)
+    paths = sample_trajectories(
+        policy, rows, row, KEYS[:4], sampler, 4, False, noise_owner=method.noise_owner
+    )
     paths.latents[3, place + 1] = paths.latents[
         1, place + 1
     ]  # the last branch is the best one's twin
@@ -660,8 +684,8 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
         "eval_count": 1,
         "threads": 1,
     }
-    s = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    settings = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     asked = []
     scored = []
     velocity, reward = state.policy.velocity, state.rewards["pocket-clip"]
@@ -691,8 +715,8 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
         "threads": 1,
         "updates_per_iteration": 1,
     }
-    s = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    settings = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     drawn = iteration.sample_groups(state)
     assert set(drawn.scores) == {"pocket-clip"} and drawn.context.anchored.sum() >= 4
     assert not drawn.context.anchored.all()
@@ -722,7 +746,7 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
     }
     made = {}
     for diverse in (False, True):
-        s = load_settings(
+        settings = load_settings(
             "pocket/tiny",
             {
                 **base,
@@ -731,7 +755,7 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
                 "reward_options": {"pocket-clip": {"worker": False}},
             },
         )
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
         made[diverse] = iteration.sample_groups(state).advantage
     good = made[False] > 0
     assert torch.equal(made[True][~good], made[False][~good]) and good.any()
@@ -819,10 +843,10 @@ def test_wrong_pairs_are_refused_in_words(name, more, field):
 @pytest.mark.parametrize("preset", [name for name in list_presets() if name.startswith("authors/")])
 def test_a_preset_of_a_methods_authors_trains_its_row_with_their_numbers(preset):
     name = read_yaml_file(find_settings_file(preset), preset)["method"]
-    s = load_settings(preset)
+    settings = load_settings(preset)
     assert preset == f"authors/{name}" and name in METHODS
     assert sum(type(theirs) in (int, float) for theirs in read_settings_file(preset).values()) >= 5
-    method = load_method(s)
+    method = load_method(settings)
     method.check()
     counts = method.counts()
     assert min(counts.rollout, counts.trained, counts.scored) > 0 <= counts.extra

@@ -17,8 +17,8 @@ from chunk_grpo.training.methods import Method, ReplayContext, load_method, samp
 from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
-    all_evidence,
     build_update_batch,
+    compute_transition_stats,
     split_updates,
 )
 
@@ -66,7 +66,9 @@ def context_of(policy, method, iteration=0) -> ReplayContext:
     rows = policy.encode(["a red star", "two blue rings"])
     row = torch.arange(8) // 4
     paths = sample_trajectories(policy, rows, row, KEYS, method.sampler(iteration), batch=8)
-    copies = {name: [p.detach().clone() for p in policy.trained] for name in method.copies}
+    copies = {
+        name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
+    }
     return ReplayContext(policy, rows, paths, copies)
 
 
@@ -75,13 +77,13 @@ def work_of(context, method, share=0, limit=64):
     profile = torch.linspace(2, 1, len(context.trajectories.sampler))
     chunks = method.partition(context.trajectories, profile)
     chosen = sample_chunks(context.trajectories, chunks, 1.0)
-    places = method.places(context.trajectories.sampler)
+    places = method.trainable_steps(context.trajectories.sampler)
     return build_update_batch(
         split_updates(KEYS, 4, 2)[share],
         chosen,
         chunks,
         limit,
-        method.weights(context.trajectories.sampler),
+        method.transition_weights(context.trajectories.sampler),
         places,
     )
 
@@ -136,7 +138,7 @@ def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has
     mean, std = sampler.mean_std(v, x, index)
     then = mean + std * torch.randn(mean.shape, generator=generator)
     moved = v + 0.2 / sampler.coefficients(2)[1]
-    new, old = (method.evidence(at, {}, then, x, sampler, index) for at in (moved, v))
+    new, old = (method.transition_stats(at, {}, then, x, sampler, index) for at in (moved, v))
     guard = method.statistic(new, old)
     raw = Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5
@@ -168,7 +170,9 @@ def test_a_window_of_all_transitions_is_steps(policy):
         module.WIDTH = before
     (a, one), (b, two) = made
     assert (
-        torch.equal(a.latents, b.latents) and torch.equal(a.logp, b.logp) and torch.equal(one, two)
+        torch.equal(a.latents, b.latents)
+        and torch.equal(a.log_probs, b.log_probs)
+        and torch.equal(one, two)
     )
 
 
@@ -177,16 +181,16 @@ def test_a_window_slides_and_its_weights_stay_inside(policy):
     starts = [method.sampler(i).stochastic.tolist() for i in (0, 24, 25, 50, 75)]
     assert starts == [[0, 1, 2, 3]] * 2 + [[1, 2, 3, 4], [2, 3, 4, 5], [0, 1, 2, 3]]
     context = context_of(policy, method, 25)
-    assert context.trajectories.logp.shape == (8, 4)
+    assert context.trajectories.log_probs.shape == (8, 4)
     work = work_of(context, method)
     assert (
-        set(work.index.tolist()) == {1, 2, 3, 4}
-        and method.weights(context.trajectories.sampler)[1:5].mean() == 1
+        set(work.step.tolist()) == {1, 2, 3, 4}
+        and method.transition_weights(context.trajectories.sampler)[1:5].mean() == 1
     )
-    again, _ = method.replay(context, work.sample, work.index)
-    places = work.index - 1
+    again, _ = method.replay(context, work.image, work.step)
+    places = work.step - 1
     torch.testing.assert_close(
-        again[0].detach(), context.trajectories.logp[work.sample, places], rtol=0, atol=1e-4
+        again[0].detach(), context.trajectories.log_probs[work.image, places], rtol=0, atol=1e-4
     )
 
 
@@ -200,7 +204,7 @@ def test_nfts_terms_cancel_in_value_before_the_first_update_and_not_in_gradient(
         found[strength] = gradient(context, work, advantage, method)
     assert found[2.0][1].objective == pytest.approx(found[0.0][1].objective, rel=1e-6)
     assert (found[2.0][0] - found[0.0][0]).norm() > 0.1 * found[2.0][0].norm()
-    (losses,), _ = method.replay(context, work.sample, work.index)
+    (losses,), _ = method.replay(context, work.image, work.step)
     assert torch.equal(losses[:, 0], losses[:, 1])
 
 
@@ -210,9 +214,13 @@ def test_the_ratio_is_exactly_one_before_the_first_update(policy, name):
     context = context_of(policy, method)
     for limit in (64, 1):  # in one pass and in two
         work = work_of(context, method, limit=limit)
-        for old in (None, all_evidence(context, work, method)):
+        for old in (None, compute_transition_stats(context, work, method)):
             ratio = gradient(context, work, torch.ones(8), method, old)[1].items["ratio"]
-            assert torch.equal(ratio, torch.ones(len(work.owner))) or old is not None and limit == 1
+            assert (
+                torch.equal(ratio, torch.ones(len(work.chunk_image)))
+                or old is not None
+                and limit == 1
+            )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +237,7 @@ def test_wrong_pairs_are_refused_in_words(name, more, sentence):
 
 def test_a_ratio_of_deterministic_transitions_is_refused():
     class Clipped(import_callable(METHODS["NFT"], "method")):
-        ratio = density = True
+        has_ratio = has_log_prob = True
 
     with pytest.raises(InputError, match="must take ratios of transitions with noise"):
         Clipped(settings.load_settings("pocket/tiny", words("NFT"))).check()
@@ -240,8 +248,11 @@ def test_a_file_is_found_beside_its_settings_and_a_missing_one_is_said_before_an
 ):
     shutil.copy(FOLDER / "mix.py", tmp_path / "mix.py")
     (tmp_path / "mine.yaml").write_text("like: pocket/tiny\nmethod: mix.py:Mix\n")
-    s = settings.load_settings(tmp_path / "mine.yaml")
-    assert s.method == f"{tmp_path / 'mix.py'}:Mix" and type(load_method(s)).__name__ == "Mix"
+    run_settings = settings.load_settings(tmp_path / "mine.yaml")
+    assert (
+        run_settings.method == f"{tmp_path / 'mix.py'}:Mix"
+        and type(load_method(run_settings)).__name__ == "Mix"
+    )
     done = call(
         "train", "pocket/tiny", "method=nowhere.py:Mix", "--out", tmp_path / "run", cwd=tmp_path
     )
@@ -253,8 +264,13 @@ def test_a_file_is_found_beside_its_settings_and_a_missing_one_is_said_before_an
 
 
 def test_a_preset_sets_axes_and_what_stands_beside_it_wins():
-    s = settings.load_settings("pocket/tiny", ["method=dance", "eta=0.2"])
-    assert (s.method, s.sampler, s.eta, s.chunks) == ("chunk", "dance", 0.2, "steps")
+    run_settings = settings.load_settings("pocket/tiny", ["method=dance", "eta=0.2"])
+    assert (run_settings.method, run_settings.sampler, run_settings.eta, run_settings.chunks) == (
+        "chunk",
+        "dance",
+        0.2,
+        "steps",
+    )
     with pytest.raises(InputError, match="`method` must be one that `chunk-grpo methods` lists"):
         settings.load_settings("pocket/tiny", ["method=grpo"])
 
@@ -310,6 +326,6 @@ def test_weights_of_a_window_fit_a_grid_that_a_merge_shortens(name):
     run_settings = settings.load_settings("pocket/tiny", changes)
     method = load_method(run_settings)
     sampler = method.sampler(0)
-    weights = method.weights(sampler)
+    weights = method.transition_weights(sampler)
     assert len(sampler) < run_settings.steps and weights.shape == (len(sampler),)
     assert weights.nonzero().flatten().tolist() == sampler.stochastic.tolist()

@@ -334,9 +334,9 @@ def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, mo
         "max_tokens": 8,
         "update_memory": 0.01,
     }
-    s = settings.load_settings("pocket/tiny", given)
+    run_settings = settings.load_settings("pocket/tiny", given)
     (tmp_path / "run").mkdir()
-    state = load_policy_and_optimizer(prepare_state(s, tmp_path / "run"))
+    state = load_policy_and_optimizer(prepare_state(run_settings, tmp_path / "run"))
     pair = read_model_config(own), find_model_config("pocket")
-    fits, shipped = (fit_update_batch(one, s).update_batch for one in pair)
+    fits, shipped = (fit_update_batch(one, run_settings).update_batch for one in pair)
     assert state.limit == fits != shipped

@@ -41,10 +41,10 @@ def sentence(action):
 def rejected(model, tmp_path, monkeypatch, *words, load=True, planned=True):
     """Load the model, plan with it and make a run: each says one sentence, reads no weights and leaves no folder."""
     monkeypatch.setattr(policy, "_load_network", lambda *given: pytest.fail("weights were read"))
-    s = settings.load_settings("pocket/tiny", {"model": str(model)})
-    actions = [lambda: run_folder.create_run(s, tmp_path / "run")]
+    run_settings = settings.load_settings("pocket/tiny", {"model": str(model)})
+    actions = [lambda: run_folder.create_run(run_settings, tmp_path / "run")]
     actions += [lambda: policy.load_policy(str(model), resolution=64, max_tokens=12)] * load
-    actions += [lambda: plan.describe_estimates(s, 1e12)] * planned
+    actions += [lambda: plan.describe_estimates(run_settings, 1e12)] * planned
     for action in actions:
         said = sentence(action)
         assert all(word in said for word in words), said
@@ -135,8 +135,8 @@ def test_text_encoder_of_a_wrong_type_is_one_sentence(model, tmp_path, monkeypat
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     file = model / "text_encoder/config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    s = settings.load_settings("pocket/tiny", {"model": str(model)})
-    assert "text_encoder" in sentence(lambda: run_folder.create_run(s, tmp_path / "run"))
+    run_settings = settings.load_settings("pocket/tiny", {"model": str(model)})
+    assert "text_encoder" in sentence(lambda: run_folder.create_run(run_settings, tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     loaded = policy.load_policy(str(model), resolution=64, max_tokens=12)
     assert "text encoders" in sentence(lambda: loaded.encode(["a red star"]))

@@ -42,7 +42,7 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
     """Every iteration is printed, in signs that the stream lacks, and the run gets to its end."""
     done = []
 
-    def train(s, out, *rest, **how):
+    def train(settings, out, *rest, **how):
         for i in range(5):
             print(f"iteration {i}: 1 \u00b1 0.5 \u2192 2", flush=True)
             done.append(i)

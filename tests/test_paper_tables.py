@@ -27,10 +27,12 @@ def pretend(tmp_path):
     """Makes a run folder with settings and the scores of a benchmark."""
 
     def make(name, mean, **chosen):
-        s = setting.Settings(**({"reward": "hpsv3", "chunks": "2,3,4,7", "steps": 17} | chosen))
+        settings = setting.Settings(
+            **({"reward": "hpsv3", "chunks": "2,3,4,7", "steps": 17} | chosen)
+        )
         write_json(
             tmp_path / name / "run.json",
-            {"settings": s.model_dump(mode="json"), "status": "finished"},
+            {"settings": settings.model_dump(mode="json"), "status": "finished"},
         )
         arms = {
             arm: {"mean": x, "se": 0.1, "n": 400} for arm, x in (("base", 13.8), ("hybrid", mean))

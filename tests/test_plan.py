@@ -49,27 +49,29 @@ def test_transitions_of_an_image(chunks, expected):
 
 def test_an_iterations_forwards():
     """Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."""
-    s = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
-    counts = plan.iteration_counts(s)
+    run_settings = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
+    counts = plan.iteration_counts(run_settings)
     assert (
         counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192)
-        and plan._backward_forwards(s) == 3
+        and plan._backward_forwards(run_settings) == 3
     )
     two = settings.load_settings(
-        s, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4}
+        run_settings, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4}
     )
     assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan._backward_forwards(two) == 3
-    looking = plan.iteration_counts(settings.load_settings(s, {"baseline_images": 2}))
+    looking = plan.iteration_counts(settings.load_settings(run_settings, {"baseline_images": 2}))
     assert looking == dataclasses.replace(counts, baseline=16 * 2 * 16 + 16, scored=192 + 32)
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     flops = [
-        plan.iteration_flops(settings.load_settings(s, {"true_cfg_scale": scale}), network)
+        plan.iteration_flops(
+            settings.load_settings(run_settings, {"true_cfg_scale": scale}), network
+        )
         for scale in (1, 3)
     ]
     assert all(flops[1][phase] == 2 * n for phase, n in flops[0].items())
     other = plan.IterationCounts(rollout=10, trained=2, extra=1)  # of another method
-    forward = plan.forward_flops(network, s.resolution, s.max_tokens)
-    assert plan.iteration_flops(s, network, other) == {
+    forward = plan.forward_flops(network, run_settings.resolution, run_settings.max_tokens)
+    assert plan.iteration_flops(run_settings, network, other) == {
         "rollout": 10 * forward,
         "update": 7 * forward,
     }
@@ -182,20 +184,28 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
         "dtype": "float32",
         "lora_rank": rank,
     }
-    s = settings.load_settings({**words, "update_batch": 2, "gradient_checkpointing": False})
-    assert counted_bytes(network, s) == pytest.approx(sum(kept.values()), rel=0.001)
+    run_settings = settings.load_settings(
+        {**words, "update_batch": 2, "gradient_checkpointing": False}
+    )
+    assert counted_bytes(network, run_settings) == pytest.approx(sum(kept.values()), rel=0.001)
 
 
-def counted_bytes(network: policy.ModelConfig, s: settings.Settings) -> int:
+def counted_bytes(network: policy.ModelConfig, run_settings: settings.Settings) -> int:
     """What the settings' own batch keeps, counted for every family."""
-    given = s.resolution, s.max_tokens, s.dtype, s.lora_rank, s.lora_targets if s.lora_rank else ()
-    fixed, row = plan._counted_bytes(network, *given, s.gradient_checkpointing)
-    return fixed + row * s.update_batch
+    given = (
+        run_settings.resolution,
+        run_settings.max_tokens,
+        run_settings.dtype,
+        run_settings.lora_rank,
+        run_settings.lora_targets if run_settings.lora_rank else (),
+    )
+    fixed, row = plan._counted_bytes(network, *given, run_settings.gradient_checkpointing)
+    return fixed + row * run_settings.update_batch
 
 
 @contextlib.contextmanager
 def run_every_block(net, total):
-    """In place of `_run_alike_once`."""
+    """In place of `_run_two_per_kind`."""
     blocks = [
         block for part in net.children() if isinstance(part, torch.nn.ModuleList) for block in part
     ]
@@ -238,7 +248,7 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
         checkpointing,
     )
     few = plan._counted_bytes.__wrapped__(*given)
-    monkeypatch.setattr(plan, "_run_alike_once", run_every_block)
+    monkeypatch.setattr(plan, "_run_two_per_kind", run_every_block)
     assert few == plan._counted_bytes.__wrapped__(*given)
 
 
@@ -248,7 +258,7 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     network = plan.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
     given = network, resolution, "float32", True, 2
     few = plan._decode_bytes.__wrapped__(*given)
-    monkeypatch.setattr(plan, "_run_tile_once", lambda run: run)
+    monkeypatch.setattr(plan, "_run_once_per_shape", lambda run: run)
     assert few == plan._decode_bytes.__wrapped__(*given)
 
 
@@ -263,7 +273,7 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
 )
 def test_every_known_model_has_a_whole_plan(model):
     """On a device that has no room for some of them."""
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         {
             "model": model,
             "resolution": 512,
@@ -273,9 +283,9 @@ def test_every_known_model_has_a_whole_plan(model):
             "update_batch": 1,
         }
     )
-    names = [name for name, _ in plan.describe_estimates(s, 1e15)]
+    names = [name for name, _ in plan.describe_estimates(run_settings, 1e15)]
     assert {"parameters", "one forward", "memory a process"} <= set(names)
-    text = dict(plan.describe_estimates(s, 1e15, device="a100-80"))
+    text = dict(plan.describe_estimates(run_settings, 1e15, device="a100-80"))
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
@@ -333,10 +343,12 @@ def test_update_memory_is_used_and_not_exceeded():
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
     base = {"lora_rank": 32, "true_cfg_scale": 2.0}
     for gigabytes in (8, 30, 60.5):
-        s = plan.fit_update_batch(m, settings.load_settings({**base, "update_memory": gigabytes}))
-        more = settings.load_settings(s, {"update_batch": s.update_batch + 1})
+        run_settings = plan.fit_update_batch(
+            m, settings.load_settings({**base, "update_memory": gigabytes})
+        )
+        more = settings.load_settings(run_settings, {"update_batch": run_settings.update_batch + 1})
         assert (
-            plan._batch_activation_bytes(m, s)
+            plan._batch_activation_bytes(m, run_settings)
             <= gigabytes * 1e9
             < plan._batch_activation_bytes(m, more)
         )
@@ -390,11 +402,11 @@ def test_what_does_not_fit_is_said():
 
 def test_a_share_makes_it_longer():
     m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    s = settings.load_settings({"lora_rank": 16})
+    run_settings = settings.load_settings({"lora_rank": 16})
     where = plan.find_device("h100")
-    half, full = (plan.iteration_seconds(s, m, where, share) for share in (0.5, 1.0))
+    half, full = (plan.iteration_seconds(run_settings, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
-    text = dict(plan.describe_estimates(s, 1e15, device="h100", share=0.3))
+    text = dict(plan.describe_estimates(run_settings, 1e15, device="h100", share=0.3))
     assert "at a share of 989 TFLOP/s: 30%, given" in text["time an iteration"]
 
 
@@ -490,7 +502,7 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
 ):
     seen = {}
     monkeypatch.setattr(
-        launch, "train", lambda s, out, resume, n, *rest, **how: seen.update(n=n) or out
+        launch, "train", lambda settings, out, resume, n, *rest, **how: seen.update(n=n) or out
     )
     monkeypatch.setattr(main, "_finish_training", lambda run, report: None)
     if before:
@@ -506,9 +518,9 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
     monkeypatch.setattr(
         machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
     )
-    s = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    assert plan.processes_here(s, "machines/8x80gb-full-flux1-dev") == wanted
-    assert plan.processes_here(s, "paper/chunk") == 1
+    run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
+    assert plan.choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
+    assert plan.choose_processes(run_settings, "paper/chunk") == 1
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
     assert ", 8 processes" in said
 
@@ -525,13 +537,15 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
 
 def test_what_would_fit_is_looked_for_among_settings_that_go_together():
     """A sharded run has no moments of 8 bits: such a change is not tried, alone or beside another."""
-    s = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    network = plan.find_model_config(s.model)
+    run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
+    network = plan.find_model_config(run_settings.model)
     where = plan.find_device("rtx4090")
-    assert s.sharding == "fsdp" and not where.fits(plan._peak_memory(s, network, 8)[0])
-    changes, least = plan._find_smaller(s, network, where, 8)
+    assert run_settings.sharding == "fsdp" and not where.fits(
+        plan._peak_memory(run_settings, network, 8)[0]
+    )
+    changes, least = plan._find_savings(run_settings, network, where, 8)
     assert changes is None or changes.get("sharding") == "none"
-    assert least < plan._peak_memory(s, network, 8)[0]
+    assert least < plan._peak_memory(run_settings, network, 8)[0]
 
 
 @pytest.mark.parametrize(
@@ -553,23 +567,23 @@ def test_what_would_fit_is_looked_for_among_settings_that_go_together():
     ],
 )
 def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
-    s = settings.load_settings(preset, changes)
-    network = plan.find_model_config(s.model)
+    run_settings = settings.load_settings(preset, changes)
+    network = plan.find_model_config(run_settings.model)
     where = plan.find_device(device)
-    assert not where.fits(plan._peak_memory(s, network)[0])
-    found, total = plan._find_smaller(s, network, where)
+    assert not where.fits(plan._peak_memory(run_settings, network)[0])
+    found, total = plan._find_savings(run_settings, network, where)
     assert set(found) == expected
     assert (
         where.fits(total)
-        and plan._peak_memory(settings.load_settings(s, found), network)[0] == total
+        and plan._peak_memory(settings.load_settings(run_settings, found), network)[0] == total
     )
-    text = dict(plan.describe_estimates(s, 1e15, device=device))["  would fit with"]
+    text = dict(plan.describe_estimates(run_settings, 1e15, device=device))["  would fit with"]
     assert all(name in text for name in expected)
 
 
 def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
-    s = settings.load_settings("paper/one-h200-lora")  # its weights alone are 24 GB
-    text = dict(plan.describe_estimates(s, 1e15, device="rtx4090"))["  would fit with"]
+    run_settings = settings.load_settings("paper/one-h200-lora")  # its weights alone are 24 GB
+    text = dict(plan.describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
     assert text.startswith(
         "nothing that plan knows: with every saving it still takes 2"
     ) and text.endswith(" GB")
@@ -612,14 +626,15 @@ def test_a_gpu_is_recognised_by_what_torch_calls_it(gpu, name):
 def test_decoding_is_counted_by_the_batch_that_is_decoded():
     """Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."""
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    s = settings.load_settings("paper/one-h200-lora")
+    run_settings = settings.load_settings("paper/one-h200-lora")
     assert (
         plan.images_decoded_at_once(network, 1024, 12) == 7
         and plan.images_decoded_at_once(network, 512, 12) == 12
     )
-    planned = plan.decode_bytes_on_gpu(network, 1024, s.dtype, False, 7)
-    assert plan._peak_memory(s, network)[1]["decoding"] == planned
+    planned = plan.decode_bytes_on_gpu(network, 1024, run_settings.dtype, False, 7)
+    assert plan._peak_memory(run_settings, network)[1]["decoding"] == planned
     assert planned == pytest.approx(15.052e9, rel=1e-3)  # measured on an H200, see the page speed
     assert (
-        planned - plan._decode_bytes(network, 1024, s.dtype, False, 7)[0] == 7 * 256 * 1024**2 * 2
+        planned - plan._decode_bytes(network, 1024, run_settings.dtype, False, 7)[0]
+        == 7 * 256 * 1024**2 * 2
     )

@@ -51,8 +51,10 @@ def test_a_run_on_20000_prompts_encodes_those_it_draws(encoded, tmp_path):
     (tmp_path / "run").mkdir()
     for iterations, wanted in ((3, 3 * 2 + 2), (3, 0), (4, 2)):
         encoded.clear()
-        s = settings.load_settings("pocket/tiny", SMALL | files | {"iterations": iterations})
-        trainer.train_run(s, tmp_path / "run")
+        run_settings = settings.load_settings(
+            "pocket/tiny", SMALL | files | {"iterations": iterations}
+        )
+        trainer.train_run(run_settings, tmp_path / "run")
         assert len(encoded) == len(set(encoded)) == wanted
     assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == 10
 
@@ -82,13 +84,15 @@ def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(
 
 def test_processes_share_the_prompts(monkeypatch, tmp_path):
     """Together they need what one alone needs, and no prompt of an iteration is needed twice."""
-    s = settings.load_settings("pocket/tiny", SMALL | {"prompts_per_iteration": 4, "eval_count": 6})
+    run_settings = settings.load_settings(
+        "pocket/tiny", SMALL | {"prompts_per_iteration": 4, "eval_count": 6}
+    )
 
     def needed(rank, processes):
         accelerator = type("A", (), {"process_index": rank, "num_processes": processes})
         texts = [f"train {i}" for i in range(1000)], [f"test {i}" for i in range(50)]
         return iteration.TrainingState(
-            s, tmp_path, accelerator, *texts, {}, {}, None
+            run_settings, tmp_path, accelerator, *texts, {}, {}, None
         ).needed_prompts()
 
     alone = needed(0, 1)

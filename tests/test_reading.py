@@ -282,11 +282,11 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     figure = compare.plot_comparison(part, "pocket-clip", colours)
     assert not [text for text in labels(figure) if "lll" in text]
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
-    said = reports.unequal_evaluations(unequal)
+    said = reports.describe_evaluation_differences(unequal)
     assert (
         f"differ in steps of the ODE (A1 {steps}, B1 5); pixels a side (A1 64, B1 128), so" in said
     )
-    assert reports.unequal_evaluations(unequal[:1] * 2) == ""
+    assert reports.describe_evaluation_differences(unequal[:1] * 2) == ""
 
 
 def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):

@@ -54,8 +54,10 @@ def test_a_reward_gets_its_own_options_whatever_they_are_called(tmp_path, monkey
     )
     assert reward(torch.ones(1, 3, 8, 8), ["x"]).tolist() == [6.0]
     getattr(reward, "close", lambda: None)()
-    s = settings.load_settings("pocket/tiny", {"reward": {"name": "pocket-clip", "here": 1}})
-    assert s.reward_options == {"pocket-clip": {"here": 1}}
+    run_settings = settings.load_settings(
+        "pocket/tiny", {"reward": {"name": "pocket-clip", "here": 1}}
+    )
+    assert run_settings.reward_options == {"pocket-clip": {"here": 1}}
 
 
 @pytest.mark.parametrize("key", ["1", "true", "null", "1.5"])

@@ -76,9 +76,10 @@ def no_child_left():
 def train(folder, chosen: dict) -> None:
     """Train in this process what a run folder asks for, or go on with it."""
     if not folder.exists():
-        s = settings.Settings(**chosen)
+        run_settings = settings.Settings(**chosen)
         write_json(
-            folder / "run.json", {"status": "created", "settings": s.model_dump(mode="json")}
+            folder / "run.json",
+            {"status": "created", "settings": run_settings.model_dump(mode="json")},
         )
     launch.train_folder(folder)
 

@@ -68,8 +68,8 @@ def sentence(done) -> str:
 
 
 def test_a_run_notes_its_inputs_from_the_root(trained):
-    s = run_folder.read_run_settings(trained / "run")
-    assert (s.model, s.prompts, s.eval_prompts) == (
+    settings = run_folder.read_run_settings(trained / "run")
+    assert (settings.model, settings.prompts, settings.eval_prompts) == (
         str(trained / "model"),
         *[str(trained / "mine.txt")] * 2,
     )
@@ -190,18 +190,18 @@ def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch)
 
     (tmp_path / "mine.txt").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         "pocket/tiny",
         {"prompts": "mine.txt", "eval_prompts": "mine.txt", "prompts_per_iteration": 2},
     )
-    whole = s.model_copy(
+    whole = run_settings.model_copy(
         update={name: str(tmp_path / "mine.txt") for name in ("prompts", "eval_prompts")}
     )
     row = {
         "settings": whole.model_dump(mode="json"),
         "evaluation": {},
         "splits": 0,
-    } | content_hashes(s)
-    trial = Trial("study", "arm", 0, s, {}, 0)
+    } | content_hashes(run_settings)
+    trial = Trial("study", "arm", 0, run_settings, {}, 0)
     assert find_finished_row(trial, tmp_path, [row]) is not None
     assert find_finished_row(trial, tmp_path, [row | {"prompts_sha256": "0"}]) is None

@@ -33,8 +33,8 @@ def settings(tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
-    monkeypatch.setattr(run_folder, "content_hashes", lambda s: real)
-    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (1, 0))
+    monkeypatch.setattr(run_folder, "content_hashes", lambda settings: real)
+    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (1, 0))
     return setting.load_settings(
         "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
     )
@@ -64,7 +64,7 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (run * GB, cache * GB))
+    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (run * GB, cache * GB))
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
@@ -83,11 +83,13 @@ def trainer(monkeypatch):
     """Puts a function of the run folder in the place of the loop; it may say something."""
 
     def put(act):
-        def train_run(s, run, callbacks, say):
+        def train_run(settings, run, callbacks, say):
             act(run, say)
             (run / "final").mkdir(exist_ok=True)
             (run / "final" / "weights.safetensors").touch()
-            state = SimpleNamespace(run=run, s=s, accelerator=SimpleNamespace(is_main_process=True))
+            state = SimpleNamespace(
+                run=run, settings=settings, accelerator=SimpleNamespace(is_main_process=True)
+            )
             for callback in callbacks:
                 for line in run_folder.read_metrics_lines(run):
                     callback.on_log(state, line)
@@ -118,7 +120,9 @@ def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path
     seen = []
     out = tmp_path / "run"
     assert (
-        launch.train(settings, out, callbacks=[lambda line, s: seen.append(line["iteration"])])
+        launch.train(
+            settings, out, callbacks=[lambda line, settings: seen.append(line["iteration"])]
+        )
         == out
     )
     assert seen == [0, 1, 2, 3]
@@ -152,7 +156,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
     out = tmp_path / "run"
     resume = False
     processes = 1
-    s = settings
+    run_settings = settings
     if case == "other files":
         out.mkdir()
         (out / "thesis.tex").write_text("dear")
@@ -163,9 +167,9 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
     elif case == "other settings":
         run_folder.create_run(settings, out)
         resume = True
-        s = settings.model_copy(update={"clip_range": 0.5})
+        run_settings = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(plan, "estimate_disk_bytes", lambda s: (10**18, 0))
+        monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (10**18, 0))
     else:
         processes = 3
     words = {
@@ -178,7 +182,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
     }
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=words[case]) as caught:
-        run_folder.create_run(s, out, resume=resume, processes=processes)
+        run_folder.create_run(run_settings, out, resume=resume, processes=processes)
     assert "\n" not in str(caught.value)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 

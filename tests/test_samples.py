@@ -27,26 +27,30 @@ from chunk_grpo.training import checkpoints
 PROMPTS = ["a photo of a red star", "a drawing of two circles", "a green square"]
 
 
-def perturbed(s):
+def perturbed(settings):
     """A policy whose trained weights are not the base's."""
     policy = trainable.load_trainable_policy(
-        s.model, resolution=64, max_tokens=12, lora_rank=s.lora_rank, lora_alpha=s.lora_alpha
+        settings.model,
+        resolution=64,
+        max_tokens=12,
+        lora_rank=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
     )
     with torch.no_grad():
         for i, p in enumerate(policy.trained):
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-            p.add_(0.2 * noise if s.lora_rank else 0.1 * p.std(correction=0) * noise)
+            p.add_(0.2 * noise if settings.lora_rank else 0.1 * p.std(correction=0) * noise)
     return policy
 
 
 def make(folder, **changes):
     """A finished run without its training."""
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    s = settings.load_settings(
+    run_settings = settings.load_settings(
         "pocket/tiny", {"eval_prompts": str(folder / "prompts.txt"), "threads": 1} | changes
     )
-    run = run_folder.create_run(s, folder / "run")
-    trainable.save_trained_weights(perturbed(s), run / "final")
+    run = run_folder.create_run(run_settings, folder / "run")
+    trainable.save_trained_weights(perturbed(run_settings), run / "final")
     run_folder.update_run_json(run, status="finished")
     return run
 
@@ -233,13 +237,13 @@ def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_leaves_no_folder(lora, tmp_path, monkeypatch, number, code):
-    drawing = publish.draw_samples
+    drawing = publish.sample_run_images
 
     def interrupted(*given):
         yield next(drawing(*given))
         signal.raise_signal(number)
 
-    monkeypatch.setattr(publish, "draw_samples", interrupted)
+    monkeypatch.setattr(publish, "sample_run_images", interrupted)
     answer = CliRunner().invoke(
         main.app, ["sample", str(lora), *PROMPTS, "--out", str(tmp_path / "out")]
     )
@@ -372,8 +376,8 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
 
     card = ModelCard.load(export_run(lora, tmp_path / "mine") / "README.md")
     assert card.data.pipeline_tag == "text-to-image" and "lora" in card.data.tags
-    s = settings.load_settings("paper/one-h200-lora")
-    assert publish.card_data(s).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(
+    run_settings = settings.load_settings("paper/one-h200-lora")
+    assert publish.card_data(run_settings).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(
         card.data.to_dict()
     )
 

@@ -262,12 +262,17 @@ def test_a_date_is_text_and_shared_lists_are_written_out(tmp_path):
 
 
 def test_settings_are_frozen_and_come_back_from_yaml_and_json():
-    s = settings.load_settings("pocket/demo", ["seed=3", "reward={pocket-clip: 2}"])
+    run_settings = settings.load_settings("pocket/demo", ["seed=3", "reward={pocket-clip: 2}"])
     with pytest.raises(ValueError, match="frozen"):
-        s.seed = 4
-    assert settings.load_settings(yaml.safe_load(settings.dump_settings(s))) == s
-    assert settings.load_settings(json.loads(json.dumps(s.model_dump(mode="json")))) == s
-    assert [row["name"] for row in settings.settings_table(s)] == list(FIELDS)
+        run_settings.seed = 4
+    assert (
+        settings.load_settings(yaml.safe_load(settings.dump_settings(run_settings))) == run_settings
+    )
+    assert (
+        settings.load_settings(json.loads(json.dumps(run_settings.model_dump(mode="json"))))
+        == run_settings
+    )
+    assert [row["name"] for row in settings.settings_table(run_settings)] == list(FIELDS)
 
 
 @example(deadline=None)
@@ -281,8 +286,10 @@ def test_settings_are_frozen_and_come_back_from_yaml_and_json():
     )
 )
 def test_every_value_survives_a_round_trip(values):
-    s = settings.load_settings(values)
-    assert settings.load_settings(yaml.safe_load(settings.dump_settings(s))) == s
+    run_settings = settings.load_settings(values)
+    assert (
+        settings.load_settings(yaml.safe_load(settings.dump_settings(run_settings))) == run_settings
+    )
 
 
 def test_every_field_has_unit_source_and_meaning():
@@ -355,8 +362,10 @@ def test_defaults_are_the_papers():
 def test_paper_files_write_the_papers_values_out(name, differs):
     written = settings.read_settings_file(f"paper/{name}")
     assert not set(PAPER) - set(written)
-    s = settings.load_settings(written)
-    assert {n: b for n, (_, b) in settings.diff_settings(settings.Settings(), s).items()} == differs
+    run_settings = settings.load_settings(written)
+    assert {
+        n: b for n, (_, b) in settings.diff_settings(settings.Settings(), run_settings).items()
+    } == differs
 
 
 REWARDS = {"Table 1": "hpsv3", "Table 3": "hpsv3", "Table 4": "pickscore", "Table 5": "clip"}
@@ -367,9 +376,9 @@ def test_every_row_of_the_papers_tables_has_its_file():
     found = {}
     for name in settings.list_presets():
         if name.startswith("paper/table"):
-            s = settings.load_settings(name)
+            run_settings = settings.load_settings(name)
             table = f"Table {name[len('paper/table')]}"
-            sizes = s.chunk_rule.chunks.sizes
+            sizes = run_settings.chunk_rule.chunks.sizes
             cut = (
                 "step"
                 if set(sizes) == {1}
@@ -382,18 +391,18 @@ def test_every_row_of_the_papers_tables_has_its_file():
                 )
             )
             method = "Dance-GRPO" if cut == "step" else "Chunk-GRPO"
-            row = method + " +ws" * (s.chunk_weighting == "dynamics")
+            row = method + " +ws" * (run_settings.chunk_weighting == "dynamics")
             if table == "Table 3":
                 row += "" if cut == "step" else " w/ td" if cut == "2,3,4,7" else " w/o td"
-                row = (row, s.steps, cut)
+                row = (row, run_settings.steps, cut)
             found.setdefault(table, []).append(row)
-            assert set(settings.diff_settings(settings.Settings(), s)) <= {
+            assert set(settings.diff_settings(settings.Settings(), run_settings)) <= {
                 "chunks",
                 "chunk_weighting",
                 "reward",
                 "steps",
             }
-            assert s.reward == REWARDS[table]
+            assert run_settings.reward == REWARDS[table]
     for key, table in benchmarks.PAPER_TABLES.items():
         if table in REWARDS:
             rows = benchmarks.paper_table_rows(key)

@@ -33,7 +33,7 @@ def draw(policy, batch=8, **more):
     row = torch.arange(8) // 4
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     return sample_trajectories(
-        policy, rows, row, keys, method.sampler(0), batch, table=method.table
+        policy, rows, row, keys, method.sampler(0), batch, noise_owner=method.noise_owner
     ), method
 
 
@@ -43,7 +43,7 @@ def draw(policy, batch=8, **more):
 )
 def test_images_in_one_state_have_one_path(policy, sharing, window):
     paths, method = draw(policy, sharing=sharing, window=window)
-    states = shared_states(method.table, paths.sampler.stochastic)
+    states = shared_states(method.noise_owner, paths.sampler.stochastic)
     for i, row in enumerate(states.tolist()):
         for g, first in enumerate(row):
             for group in (0, 4):
@@ -63,7 +63,9 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
     blind = Sharing.parse("own").table(4, 6)  # every image a state of its own
     start = shared.latents[:, 0]
     sampler = method.sampler(0)
-    latents, _ = sample_sde(policy, rows, start, shared.keys, sampler, torch.float32, table=blind)
+    latents, _ = sample_sde(
+        policy, rows, start, shared.keys, sampler, torch.float32, noise_owner=blind
+    )
     assert not torch.allclose(latents, shared.latents)
     torch.testing.assert_close(
         latents[0], shared.latents[0], rtol=0, atol=1e-4
@@ -74,10 +76,10 @@ def test_a_plan_counts_shared_forwards(policy):
     """A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."""
     _, method = draw(policy, sharing="tree:2@1,3", window="all")
     assert (
-        rollout_forwards(shared_states(method.table, method.sampler(0).stochastic))
+        rollout_forwards(shared_states(method.noise_owner, method.sampler(0).stochastic))
         == 2 * 1 + 2 * 2 + 2 * 4
     )
-    assert method.counts().rollout == 14 * method.s.prompts_per_iteration
+    assert method.counts().rollout == 14 * method.settings.prompts_per_iteration
 
 
 def test_an_edge_gets_what_the_images_below_it_are_worth():
@@ -116,10 +118,10 @@ def test_what_cannot_be_shared_is_refused(more, field):
 
 def groups(tmp_path, changes=(), **more):
     """An iteration's groups, drawn and scored; `changes` are settings that are not checked."""
-    s = load_settings("pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}).model_copy(
-        update=dict(changes)
-    )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    settings = load_settings(
+        "pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}
+    ).model_copy(update=dict(changes))
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
     return state, iteration.sample_groups(state)
 
 
@@ -175,17 +177,17 @@ def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
 
 def test_a_plan_counts_completions():
     """Chunks of 1 and 4 of 6: their first states are 0 and 1, completed by 6 and 5 forwards and scored once each."""
-    s = load_settings(
+    settings = load_settings(
         "pocket/tiny", {**BASE, "chunks": "1,4", "train_chunks": "all", "credit_of": "gain"}
     )
-    plain = load_method(load_settings(s, {"credit_of": "image"})).counts()
-    counts = load_method(s).counts()
-    images = s.prompts_per_iteration * s.images_per_prompt
+    plain = load_method(load_settings(settings, {"credit_of": "image"})).counts()
+    counts = load_method(settings).counts()
+    images = settings.prompts_per_iteration * settings.images_per_prompt
     assert (counts.rollout - plain.rollout, counts.scored - plain.scored) == (
         11 * images,
         2 * images,
     )
-    few = load_method(load_settings(s, {"completion_steps": 2})).counts()
+    few = load_method(load_settings(settings, {"completion_steps": 2})).counts()
     assert (few.rollout - plain.rollout, few.scored) == (4 * images, counts.scored)
 
 
@@ -214,10 +216,10 @@ def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
     torch.testing.assert_close(drawn.advantage, total, rtol=0, atol=2e-2)
     assert (drawn.advantage - plain.advantage).abs().max() > 0.1
     counts, before = (
-        load_method(load_settings(state.s, {"completion_strides": x})).counts()
+        load_method(load_settings(state.settings, {"completion_strides": x})).counts()
         for x in ("1,2,6", "1")
     )
-    images = state.s.prompts_per_iteration * 4
+    images = state.settings.prompts_per_iteration * 4
     assert (counts.rollout - before.rollout, counts.scored - before.scored) == (
         4 * images,
         2 * images,

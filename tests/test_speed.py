@@ -104,10 +104,10 @@ def test_a_row_that_the_table_lacks_is_refused(tmp_path):
 
 
 def test_the_orders_of_other_code_are_measured_in_turn():
-    s = speed.load_workload_settings(
+    settings = speed.load_workload_settings(
         "pocket", ["prompts_per_iteration=1", "images_per_prompt=2", "steps=4", *FEW]
     )
-    found = orders.measure(s, 1)
+    found = orders.measure(settings, 1)
     assert list(found["orders"]) == [
         "batched, as here",
         "DanceGRPO",
@@ -178,24 +178,26 @@ def test_settings_that_cannot_be_measured(change, sentence):
 )
 def test_flux_size_goes_the_same_way(changes):
     small = ["resolution=64", "max_tokens=8", "steps=4", "images_per_prompt=2"]
-    s = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
-    result = orders.measure(s, 1, configs=(LAYERS, LEVELS))
+    settings = speed.load_workload_settings("flux-size", [*small, *FEW, *changes])
+    result = orders.measure(settings, 1, configs=(LAYERS, LEVELS))
     assert (
         "reward" not in result["phases"]
-        and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[s.dtype]
+        and result["gradient_error"] <= orders.GRADIENT_TOLERANCE[settings.dtype]
     )
     assert (
         result["transitions"] == 6
         and result["phases"]["update"]["flop"] > 6 * result["flop"]["forward"]
     )
-    assert bool(result["recomputed_flop"]) == s.gradient_checkpointing
-    assert ("computes" in "\n".join(speed.speed_lines(result))) == s.gradient_checkpointing
-    assert (result["trained"] == result["parameters"]) == (s.lora_rank == 0)
+    assert bool(result["recomputed_flop"]) == settings.gradient_checkpointing
+    assert ("computes" in "\n".join(speed.speed_lines(result))) == settings.gradient_checkpointing
+    assert (result["trained"] == result["parameters"]) == (settings.lora_rank == 0)
 
 
 def test_two_passes_take_the_memory_of_one_transition():
-    s = speed.load_workload_settings("pocket", ["prompts_per_iteration=1", "images_per_prompt=2"])
-    one, two, whole = orders.measure_two_passes(speed.prepare_workload(s)).values()
+    settings = speed.load_workload_settings(
+        "pocket", ["prompts_per_iteration=1", "images_per_prompt=2"]
+    )
+    one, two, whole = orders.measure_two_passes(speed.prepare_workload(settings)).values()
     assert abs(two / one - 1) < 0.1 and whole > 4 * one
 
 

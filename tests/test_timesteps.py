@@ -51,8 +51,8 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
 @pytest.mark.parametrize("truncated", [False, True])
 def test_whole_timesteps_are_told_where_they_are_asked_for(truncated, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
-    s = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, tmp_path))
+    run_settings = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
+    state = iteration.load_policy_and_optimizer(iteration.prepare_state(run_settings, tmp_path))
     found = told(state, monkeypatch)
     grid = [1000 * x for x in state.method.sigmas.double().tolist()]
     assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), (

@@ -18,21 +18,25 @@ from chunk_grpo.training.methods import Method
 """
 FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
     "init takes more": (
-        "def __init__(self, s, rank):\n    super().__init__(s)",
+        "def __init__(self, settings, rank):\n    super().__init__(settings)",
         "__init__",
-        "must take (s); it takes",
+        "must take (settings); it takes",
     ),
-    "init takes nothing": ("def __init__(self):\n    pass", "__init__", "must take (s)"),
+    "init takes nothing": ("def __init__(self):\n    pass", "__init__", "must take (settings)"),
     "init raises": (
-        "def __init__(self, s):\n    raise ValueError('a\\nb')",
+        "def __init__(self, settings):\n    raise ValueError('a\\nb')",
         "__init__",
         "ValueError: a b",
     ),
-    "init exits": ("def __init__(self, s):\n    raise SystemExit(3)", "__init__", "SystemExit: 3"),
-    "init without super": (
-        "def __init__(self, s):\n    self.s = s",
+    "init exits": (
+        "def __init__(self, settings):\n    raise SystemExit(3)",
         "__init__",
-        "must call super().__init__(s)",
+        "SystemExit: 3",
+    ),
+    "init without super": (
+        "def __init__(self, settings):\n    self.settings = settings",
+        "__init__",
+        "must call super().__init__(settings)",
     ),
     "new returns another": (
         "def __new__(cls, s):\n    return 3",
@@ -78,28 +82,28 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
     ),
     "sampler is no function": ("sampler = 3", "sampler", "must be a function; it is 3"),
     "places returns a list": (
-        "def places(self, sampler):\n    return [0, 1]",
-        "places",
+        "def trainable_steps(self, sampler):\n    return [0, 1]",
+        "trainable_steps",
         "it returned a list",
     ),
     "places returns floats": (
-        "def places(self, sampler):\n    return torch.arange(3.0)",
-        "places",
+        "def trainable_steps(self, sampler):\n    return torch.arange(3.0)",
+        "trainable_steps",
         "float32 of shape",
     ),
     "places too far": (
-        "def places(self, sampler):\n    return torch.tensor([0, 99])",
-        "places",
+        "def trainable_steps(self, sampler):\n    return torch.tensor([0, 99])",
+        "trainable_steps",
         "[0, 99]",
     ),
     "places twice": (
-        "def places(self, sampler):\n    return torch.tensor([1, 1])",
-        "places",
+        "def trainable_steps(self, sampler):\n    return torch.tensor([1, 1])",
+        "trainable_steps",
         "[1, 1]",
     ),
     "places raises": (
-        "def places(self, sampler):\n    return sampler.nothing",
-        "places",
+        "def trainable_steps(self, sampler):\n    return sampler.nothing",
+        "trainable_steps",
         "AttributeError",
     ),
     "chunks returns a list": (
@@ -130,23 +134,23 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
     ),
     "chunks is none": ("chunks = None", "chunks", "must be a function"),
     "weights too few": (
-        "def weights(self, sampler):\n    return torch.ones(2)",
-        "weights",
+        "def transition_weights(self, sampler):\n    return torch.ones(2)",
+        "transition_weights",
         "shape (2,)",
     ),
     "weights are lists": (
-        "def weights(self, sampler):\n    return [1.0] * len(sampler)",
-        "weights",
+        "def transition_weights(self, sampler):\n    return [1.0] * len(sampler)",
+        "transition_weights",
         "a list",
     ),
     "weights not finite": (
-        "def weights(self, sampler):\n    return torch.full((len(sampler),), float('nan'))",
-        "weights",
+        "def transition_weights(self, sampler):\n    return torch.full((len(sampler),), float('nan'))",
+        "transition_weights",
         "not finite",
     ),
     "weights raises": (
-        "def weights(self, sampler):\n    return sampler + 1",
-        "weights",
+        "def transition_weights(self, sampler):\n    return sampler + 1",
+        "transition_weights",
         "TypeError",
     ),
     "check raises": ("def check(self):\n    raise KeyError('x')", "check", "KeyError: 'x'"),
@@ -168,19 +172,23 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "replay",
         "must take",
     ),
-    "draw is a number": ("draw = 2", "draw", "must be a function"),
-    "copies is a list": ("copies = ['old']", "copies", "must map names"),
-    "copies has numbers": ("copies = {'old': 0.5}", "copies", "must map names"),
+    "draw is a number": ("select_chunks = 2", "select_chunks", "must be a function"),
+    "copies is a list": ("reference_decays = ['old']", "reference_decays", "must map names"),
+    "copies has numbers": ("reference_decays = {'old': 0.5}", "reference_decays", "must map names"),
     "reads a text": (
-        "copies = {'old': lambda i: 0.5}\nreads = ('old')",
-        "reads",
+        "reference_decays = {'old': lambda i: 0.5}\nreferences = ('old')",
+        "references",
         "must be a tuple of names",
     ),
-    "reads the unknown": ("reads = ('new',)", "reads", "among base"),
-    "sampled by the unknown": ("sampled_by = 'old'", "sampled_by", "no copies"),
-    "needs no setting": ("needs = {'no_such': 1}", "needs", "must map names of settings"),
-    "parts is a text": ("parts = 'two'", "parts", "whole number"),
-    "ratio is a text": ("ratio = 'no'", "ratio", "True or False"),
+    "reads the unknown": ("references = ('new',)", "references", "among base"),
+    "sampled by the unknown": ("sampling_reference = 'old'", "sampling_reference", "no copies"),
+    "needs no setting": (
+        "required_settings = {'no_such': 1}",
+        "required_settings",
+        "must map names of settings",
+    ),
+    "parts is a text": ("statistic_size = 'two'", "statistic_size", "whole number"),
+    "ratio is a text": ("has_ratio = 'no'", "has_ratio", "True or False"),
 }
 
 
@@ -193,9 +201,11 @@ def write(folder, body: str) -> str:
 
 def refused(tmp_path, **changes) -> str:
     """The sentence with which a training is refused that leaves nothing."""
-    s = settings.load_settings("pocket/tiny", {"iterations": 4, "chunks": "steps", **changes})
+    run_settings = settings.load_settings(
+        "pocket/tiny", {"iterations": 4, "chunks": "steps", **changes}
+    )
     with pytest.raises(InputError) as caught:
-        launch.train(s, tmp_path / "out/run")
+        launch.train(run_settings, tmp_path / "out/run")
     said = str(caught.value)
     assert "\n" not in said and not (tmp_path / "out").exists(), said
     return said
@@ -295,4 +305,4 @@ def test_the_plan_of_a_method_that_cannot_count_is_one_sentence(tmp_path):
 
 def test_methods_of_the_table_are_made_as_before():
     for name in ("chunk", "steps", "neighbor"):
-        assert load_method(settings.load_settings("pocket/tiny", {"method": name})).s.steps
+        assert load_method(settings.load_settings("pocket/tiny", {"method": name})).settings.steps

@@ -185,9 +185,9 @@ def test_changed_packages_are_noted_when_a_run_goes_on(home):
 
 
 def test_a_repetition_that_fails_names_its_reason_and_no_log_that_is_gone(tmp_path, monkeypatch):
-    def fails(s, out, **words):
+    def fails(settings, out, **words):
         run_folder.update_run_json(
-            run_folder.create_run(s, out), status="failed", error="OSError: the disk is full"
+            run_folder.create_run(settings, out), status="failed", error="OSError: the disk is full"
         )
         raise launch.TrainingFailed(
             f"training stopped in {out}: OSError: the disk is full; the log is {out}/train.log"

@@ -80,8 +80,8 @@ def test_words_are_those_of_the_settings(text):
 def test_line_gives_these_chunks(text, sizes):
     editor = widgets.chunk_editor(MEASURED, text)
     line = re.search(r"<code[^>]*>(.*?)</code>", parts(editor)[3].value)[1]
-    s = settings.load_settings("paper/chunk", yaml.safe_load(line))
-    assert str(s.chunk_rule.chunks) == str(editor.value) == sizes
+    run_settings = settings.load_settings("paper/chunk", yaml.safe_load(line))
+    assert str(run_settings.chunk_rule.chunks) == str(editor.value) == sizes
 
 
 def test_weights_of_a_cut():

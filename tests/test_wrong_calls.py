@@ -33,7 +33,7 @@ class Nobody:
     """No policy."""
 
 
-def write_nothing(line, s=None):
+def write_nothing(line, settings=None):
     raise AssertionError("it began")
 
 

@@ -30,7 +30,7 @@ def iteration_tensors(
     return {
         "initial noise": paths.latents[:, 0].clone(),
         "latents": paths.latents[:, -1],
-        "log-probabilities": paths.logp,
+        "log-probabilities": paths.log_probs,
         "advantages": advantage,
         "gradient": gradient,
         "weights": weights,

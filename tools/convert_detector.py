@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
 from chunk_grpo import InputError
-from chunk_grpo.core.files import atomic_write, check_place, write_json
+from chunk_grpo.core.files import atomic_write, check_writable, write_json
 
 OFFICIAL_CHECKPOINTS = {
     "743b7d99": "mmdet 2.x",
@@ -341,7 +341,7 @@ def convert_mmdet_checkpoint(
         )
     if out.exists():
         raise InputError(f"out: {out} exists already; a new folder is needed.")
-    check_place(out)
+    check_writable(out)
     with open(source, "rb") as handle:
         digest = hashlib.file_digest(handle, "sha256").hexdigest()
     weights = read_mmdet_checkpoint(source)

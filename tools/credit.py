@@ -15,7 +15,7 @@ from chunk_grpo import InputError
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
-from chunk_grpo.models.policy import told_sigma
+from chunk_grpo.models.policy import compute_network_sigma
 from chunk_grpo.training.methods import ReplayContext
 from chunk_grpo.training.rollout import make_generator
 
@@ -74,7 +74,7 @@ def block_gradient(
             .to(what.policy.device)
         )
         now, then = path.unbind(1)
-        told = told_sigma(what.policy, sampler.sigmas[index].expand(len(part)))
+        told = compute_network_sigma(what.policy, sampler.sigmas[index].expand(len(part)))
         v = what.policy.velocity(now, told, what.rows(images[part]))
         logp = sampler.log_prob(then, *sampler.mean_std(v, now, index))
         value = (logp * advantage[images[part]].to(logp)).sum() / len(images)
@@ -236,7 +236,7 @@ def branch_rewards(
             noise = branch_noise(
                 [paths.keys[b] for b in own.tolist()], index, number.tolist(), shape
             )
-            rows = {k: v[paths.row[own]] for k, v in what.conditioning.items()}
+            rows = {k: v[paths.prompt_index[own]] for k, v in what.conditioning.items()}
             start = paths.latents[own, index].to(what.policy.device)
             last = continue_from(what.policy, rows, start, index, noise, paths.sampler)
             out[own, index, number] = outcome(last, own).double()

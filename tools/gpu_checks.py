@@ -44,7 +44,7 @@ from chunk_grpo.training import metrics, trainer
 from chunk_grpo.training.iteration import TrainingState
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import all_evidence, build_update_batch, item_means
+from chunk_grpo.training.update import build_update_batch, chunk_means, compute_transition_stats
 
 ROOT = Path(__file__).resolve().parents[1]
 Parts = dict[str, Callable[[], Measured]]
@@ -340,10 +340,10 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
         largest = 0.0
         for batch in batches:
             work = build_update_batch(torch.arange(images), chosen, chunks, batch)
-            again = all_evidence(context, work, method)[0]
-            old = paths.logp[work.sample, work.index].to(again.device)
+            again = compute_transition_stats(context, work, method)[0]
+            old = paths.log_probs[work.image, work.step].to(again.device)
             of_steps = ((again - old).exp() - 1).abs()
-            of_chunks = (item_means(again - old, work.segment.to(again.device)).exp() - 1).abs()
+            of_chunks = (chunk_means(again - old, work.segment.to(again.device)).exp() - 1).abs()
             numbers[f"replay in batches of {batch}"] = {
                 "steps, median": of_steps.median().item(),
                 "steps, 90%": of_steps.quantile(0.9).item(),
@@ -400,7 +400,7 @@ def measure_whole_iteration(
     model: str,  # its hub id
 ) -> dict:
     """Train one iteration by the trainer's own code, and return seconds, memory and shares of the rated speed."""
-    settings = state.s
+    settings = state.settings
     with counted_rows(state.policy) as rows:
         line, peak = measure_peak(lambda: trainer.train_iteration(state))
     backward = line["transitions_trained"] * (plan._backward_forwards(settings) - 1)
@@ -484,10 +484,14 @@ def preset_parts(
 
     def evaluation() -> Measured:
         line, peak = measure_peak(lambda: metrics.evaluate_held_out(state()))
-        images = state().s.eval_count * state().s.eval_images
+        images = state().settings.eval_count * state().settings.eval_images
         found = {k: v for k, v in line.items() if not k.endswith("_se")}
         return Measured(
-            {"images": images, "pixels": state().s.eval_resolution, "above_weights_gb": peak / 1e9}
+            {
+                "images": images,
+                "pixels": state().settings.eval_resolution,
+                "above_weights_gb": peak / 1e9,
+            }
             | found
         )
 

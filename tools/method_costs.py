@@ -86,8 +86,10 @@ def save_middle(folder: Path) -> str:
 def train_row(base: dict, changes: dict) -> dict:
     """Images and seconds an image of the second iteration: of drawing and training, of decoding, of scoring."""
     with tempfile.TemporaryDirectory() as tmp:
-        s = load_settings(base, changes)
-        line = run_folder.read_metrics(launch.train(s, Path(tmp) / "run", processes=1)).iloc[-1]
+        settings = load_settings(base, changes)
+        line = run_folder.read_metrics(launch.train(settings, Path(tmp) / "run", processes=1)).iloc[
+            -1
+        ]
     images = int(line["images"])
     names = ("rollout", "completions", "update", "decode", "reward")
     spent = {name: float(line.get(f"seconds_{name}", 0.0)) / images for name in names}
@@ -108,10 +110,10 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
             "update_batch",
         )
     ]
-    s = load_workload_settings(
+    settings = load_workload_settings(
         "flux-size" if middle else "pocket", [*few, "dtype=float32", "shared_noise=false"]
     )
-    found = orders.measure(s, repeats, say, configs=(MIDDLE, FEW) if middle else ())
+    found = orders.measure(settings, repeats, say, configs=(MIDDLE, FEW) if middle else ())
     return {name: sum(each.values()) / found["images"] for name, each in found["orders"].items()}
 
 

@@ -15,7 +15,7 @@ from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.measurements.speed import Workload
 from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.models.policy import told_sigma
+from chunk_grpo.models.policy import compute_network_sigma
 from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import Trajectories, initial_noise, sample_sde
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
@@ -35,14 +35,14 @@ ORDERS = {
 @torch.no_grad()
 def draw_one_by_one(b: Workload) -> Trajectories:
     """The trajectories of a rollout, image by image."""
-    start = initial_noise(b.policy, b.keys, b.s.shared_noise).to(b.policy.device)
+    start = initial_noise(b.policy, b.keys, b.settings.shared_noise).to(b.policy.device)
     parts = []
     for i in range(len(b.keys)):
-        rows = {k: v[b.row[i : i + 1]] for k, v in b.conditioning.items()}
+        rows = {k: v[b.prompt_index[i : i + 1]] for k, v in b.conditioning.items()}
         one = slice(i, i + 1)
         parts.append(sample_sde(b.policy, rows, start[one], b.keys[one], b.sampler, torch.float32))
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
-    return Trajectories(latents, logp, b.row, b.keys, b.sampler)
+    return Trajectories(latents, logp, b.prompt_index, b.keys, b.sampler)
 
 
 def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, int, float]]]:
@@ -64,9 +64,11 @@ def accumulate_batched(
     b.policy.transformer.zero_grad()
     for batch in batches:
         image, i, weight = map(torch.tensor, zip(*batch, strict=True))
-        rows = {k: v[paths.row[image]] for k, v in b.conditioning.items()}
+        rows = {k: v[paths.prompt_index[image]] for k, v in b.conditioning.items()}
         now, then = (paths.latents[image, j].float().to(b.policy.device) for j in (i, i + 1))
-        velocity = b.policy.velocity(now, told_sigma(b.policy, b.sampler.sigmas[i]), rows)
+        velocity = b.policy.velocity(
+            now, compute_network_sigma(b.policy, b.sampler.sigmas[i]), rows
+        )
         logp = b.sampler.log_prob(then, *b.sampler.mean_std(velocity, now, i))
         ratio = (
             logp - logp.detach()
@@ -77,12 +79,12 @@ def accumulate_batched(
 def gradient_difference(b: Workload, ours: Tensor) -> float:
     """How far the gradient in the weights is from ours, relative; RuntimeError where that is too far."""
     error = ((ours - b.gradient()).norm() / ours.norm()).item()
-    if not error <= GRADIENT_TOLERANCE[b.s.dtype]:
+    if not error <= GRADIENT_TOLERANCE[b.settings.dtype]:
         raise RuntimeError(f"the gradients of two orders differ by {error:.1e}, relative")
     return error
 
 
-def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
+def measure(settings: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
     """`measure_iteration` with the other orders in turn, and with the memory of the two passes."""
     errors, spent, kept = [], {}, []
 
@@ -97,7 +99,9 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) ->
         chunks = list_transitions(b, paths)
         each = [transition for chunk in chunks for transition in chunk]
         threes = [each[n : n + 3] for n in range(0, len(each), 3)]
-        few = replace(b, s=b.s.model_copy(update={"rollout_batch": 3, "shared_noise": False}))
+        few = replace(
+            b, settings=b.settings.model_copy(update={"rollout_batch": 3, "shared_noise": False})
+        )
         with torch.compiler.set_stance("force_eager"):
             order("reference rollout", lambda: draw_one_by_one(b))
             order("reference update", lambda: accumulate_batched(b, paths, [[one] for one in each]))
@@ -107,7 +111,7 @@ def measure(s: Settings, repeats: int = 3, say=lambda text: None, configs=()) ->
             order("Flow-GRPO rollout", few.rollout)
             order("Flow-GRPO update", lambda: accumulate_batched(b, paths, threes))
 
-    found = speed.measure_iteration(s, repeats, say, beside, configs)
+    found = speed.measure_iteration(settings, repeats, say, beside, configs)
     spent = {name: phase["seconds"] for name, phase in found["phases"].items()}
     found["phases"] = {
         name: phase | {"reference_seconds": spent.get(f"reference {name}")}
@@ -126,13 +130,13 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
     paths = b.rollout()
     longest = max(b.chunks.sizes)
     context = ReplayContext(b.policy, b.conditioning, paths)
-    method = Method(b.s)
+    method = Method(b.settings)
 
     def peak(
         chosen: Tensor, chunks: Chunks, limit: int
     ) -> int | None:  # (B, k), and transitions in one forward
         work = build_update_batch(torch.arange(min(2, len(b.keys))), chosen, chunks, limit)
-        old = paths.logp[work.sample, work.index].to(b.policy.device)
+        old = paths.log_probs[work.image, work.step].to(b.policy.device)
         for p in b.policy.trained:  # gradients are there before, and the same in all ways
             p.grad = torch.zeros_like(p)
         try:
@@ -147,7 +151,7 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
     first = torch.arange(longest).expand(len(b.keys), -1)
     with speed.eager(b.policy) if b.policy.device.type == "cpu" else torch.enable_grad():
         return {
-            "chunk of 1": peak(first, Chunks.steps(b.s.transitions), 1),
+            "chunk of 1": peak(first, Chunks.steps(b.settings.transitions), 1),
             f"chunk of {longest}, two passes": peak(last, b.chunks, 1),
             f"chunk of {longest}, one pass": peak(last, b.chunks, longest),
         }

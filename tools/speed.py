@@ -32,7 +32,11 @@ from chunk_grpo.rewards.rewards import StreamingScores
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training.methods import Method, ReplayContext
 from chunk_grpo.training.rollout import sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, all_evidence, build_update_batch
+from chunk_grpo.training.update import (
+    accumulate_gradients,
+    build_update_batch,
+    compute_transition_stats,
+)
 
 PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
 MIDDLE = {
@@ -89,7 +93,7 @@ def in_turn(before, after, device, repeats):
 
 def with_settings(b, **changes):
     """The same workload with other settings."""
-    return dataclasses.replace(b, s=b.s.model_copy(update=changes))
+    return dataclasses.replace(b, settings=b.settings.model_copy(update=changes))
 
 
 # -------------------------------------------------------------------------------------------------- where the time goes
@@ -141,7 +145,7 @@ def levers(b, repeats):
     what = ReplayContext(b.policy, b.conditioning, paths)
     every = torch.arange(len(b.keys))
     chosen = b.chosen(paths)
-    work = build_update_batch(every, chosen, b.chunks, b.s.update_batch)
+    work = build_update_batch(every, chosen, b.chunks, b.settings.update_batch)
 
     def row(change, expected, before, after, note=""):
         was, is_ = in_turn(before, after, device, repeats)
@@ -152,7 +156,7 @@ def levers(b, repeats):
 
     def forward_backward(which=work, **given):
         b.policy.transformer.zero_grad()
-        accumulate_gradients(what, which, b.advantage, Method(b.s), **given)
+        accumulate_gradients(what, which, b.advantage, Method(b.settings), **given)
 
     one_image = with_settings(b, rollout_batch=1)
     no_chunk = with_settings(b, update_batch=1)
@@ -170,21 +174,21 @@ def levers(b, repeats):
     )
     images = len(b.keys)
     prompts = len(b.prompts)
-    saved = (images - prompts) / (images * b.s.steps)
+    saved = (images - prompts) / (images * b.settings.steps)
     row(
         "rollout: one first forward for the images of a prompt",
         f"{saved:.0%} less, the forwards that are left out",
         with_settings(b, shared_noise=False).rollout,
         with_settings(b, shared_noise=True).rollout,
     )
-    share = 1 / 4 if not b.s.lora_rank else 1 / 3
+    share = 1 / 4 if not b.settings.lora_rank else 1 / 3
     row(
         "update: the old log-probability is the new one, detached",
         f"{share:.0%} less, a forward of its own",
-        lambda: forward_backward(old=all_evidence(what, work, Method(b.s))),
+        lambda: forward_backward(old=compute_transition_stats(what, work, Method(b.settings))),
         forward_backward,
     )
-    half = build_update_batch(every[: images // 2], chosen, b.chunks, b.s.update_batch)
+    half = build_update_batch(every[: images // 2], chosen, b.chunks, b.settings.update_batch)
     row(
         "update: half of the groups have no spread and are dropped",
         "50% less",
@@ -230,13 +234,13 @@ def levers(b, repeats):
 
     def channels_last():
         b.policy.vae.to(memory_format=torch.channels_last)
-        decode_latents(b.policy, final, b.s.rollout_batch)
+        decode_latents(b.policy, final, b.settings.rollout_batch)
         b.policy.vae.to(memory_format=torch.contiguous_format)
 
     row(
         "decode: the VAE's channels last",
         "fewer conversions of layout; another order of sums",
-        lambda: decode_latents(b.policy, final, b.s.rollout_batch),
+        lambda: decode_latents(b.policy, final, b.settings.rollout_batch),
         channels_last,
         "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit",
     )
@@ -282,7 +286,7 @@ def levers(b, repeats):
 def with_reward(b, repeats):
     """Embeddings from disk, and scores while the policy draws."""
     rows = []
-    texts = [b.prompts[i] for i in b.row.tolist()]
+    texts = [b.prompts[i] for i in b.prompt_index.tolist()]
     scorers = {"reward": b.reward}
 
     def fresh():
@@ -291,22 +295,24 @@ def with_reward(b, repeats):
 
     def in_order():
         paths = b.rollout()
-        drawn = decode_latents(b.policy, paths.latents[:, -1], b.s.rollout_batch)
+        drawn = decode_latents(b.policy, paths.latents[:, -1], b.settings.rollout_batch)
         rewards.score_images("reward", b.reward, drawn, texts)
 
     def beside():
-        s = b.s
+        settings = b.settings
         with ThreadPoolExecutor(1) as executor:
-            arriving = StreamingScores(executor, scorers, texts, s.rollout_batch)
+            arriving = StreamingScores(executor, scorers, texts, settings.rollout_batch)
             sample_trajectories(
                 b.policy,
                 b.conditioning,
-                b.row,
+                b.prompt_index,
                 b.keys,
                 b.sampler,
-                s.rollout_batch,
-                s.shared_noise,
-                ready=lambda final: arriving.add(decode_latents(b.policy, final, s.rollout_batch)),
+                settings.rollout_batch,
+                settings.shared_noise,
+                on_batch=lambda final: arriving.add(
+                    decode_latents(b.policy, final, settings.rollout_batch)
+                ),
             )
             arriving.scores()
 
@@ -386,13 +392,13 @@ def grown(model, repeats, changes):
     return found
 
 
-def both_orders(s, repeats):
+def both_orders(settings, repeats):
     """The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
     found = {
-        "pocket": orders.measure(s, repeats, say),
+        "pocket": orders.measure(settings, repeats, say),
         "a FLUX of middle size": orders.measure(middle, repeats, say, configs=(MIDDLE, FEW)),
     }
     torch.set_num_threads(threads)
@@ -403,7 +409,7 @@ def ranks(iterations):
     """Seconds of a training iteration with one and two processes of one thread each, and of one process with two."""
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
-        s = setting.load_settings(
+        settings = setting.load_settings(
             "pocket/demo",
             {
                 "iterations": iterations,
@@ -417,7 +423,7 @@ def ranks(iterations):
         )
         with tempfile.TemporaryDirectory() as tmp:
             lines = run_folder.read_metrics(
-                launch.train(s, Path(tmp) / "run", processes=processes)
+                launch.train(settings, Path(tmp) / "run", processes=processes)
             ).iloc[2:]
         phases = {
             name: float(lines[f"seconds_{name}"].median())
@@ -441,7 +447,7 @@ def main():
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out")
     a = parser.parse_args()
-    s = speed.load_workload_settings(a.model, a.changes)
+    settings = speed.load_workload_settings(a.model, a.changes)
     parts = a.parts.split(",")
     result = {
         "model": a.model,
@@ -462,20 +468,20 @@ def main():
     middle = speed.load_workload_settings("flux-size", AT_256)
     if "profile" in parts:
         say("profile")
-        shares = {a.model: profiled(speed.prepare_workload(s))}
+        shares = {a.model: profiled(speed.prepare_workload(settings))}
         if a.model == "pocket":
             shares["a FLUX of middle size"] = profiled(speed.prepare_workload(middle, MIDDLE, FEW))
         keep(profile=shares)
     if "iteration" in parts:
-        keep(iteration=orders.measure(s, a.repeats, say))
+        keep(iteration=orders.measure(settings, a.repeats, say))
     if "orders" in parts and a.model == "pocket":
-        keep(orders=both_orders(s, a.repeats))
+        keep(orders=both_orders(settings, a.repeats))
     if "growth" in parts:
         keep(growth=grown(a.model, a.repeats, a.changes))
     if "ranks" in parts and a.model == "pocket":
         keep(ranks=ranks(2 + a.repeats))
     if "levers" in parts:  # the last, since they leave the policy compiled
-        keep(levers=levers(speed.prepare_workload(s), a.repeats))
+        keep(levers=levers(speed.prepare_workload(settings), a.repeats))
         if a.model == "pocket":
             say("a FLUX of middle size")
             keep(

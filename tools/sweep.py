@@ -158,9 +158,9 @@ def pair_name(needed: dict, name: str, value: object) -> str:
 def make_settings(method: str, **changes) -> Settings:
     """Make the short run's settings; raises InputError where they are rejected."""
     base = {**read_settings_file("pocket/tiny"), **BASE}
-    s = load_settings(base, {"method": method, **FITTED.get(method, {}), **changes})
-    load_method(s)
-    return s
+    settings = load_settings(base, {"method": method, **FITTED.get(method, {}), **changes})
+    load_method(settings)
+    return settings
 
 
 FAULTS = ("same", "late", "crashed")
@@ -220,22 +220,24 @@ class Runs:
             self.rewards[name] = self.load_reward(name, **options)
         return self.rewards[name]
 
-    def train(self, s: Settings) -> Trained:
+    def train(self, settings: Settings) -> Trained:
         """Train two iterations."""
         updates = []
 
         def update_policy(state, rollout):
             update = iteration.update_policy(state, rollout)
-            updates.extend(update.works)
+            updates.extend(update.batches)
             return update
 
         trainable.load_trainable_policy = self.load_once
         placement.load_placed_reward = self.reward_once
         trainer.update_policy = update_policy
         try:
-            state = iteration.load_policy_and_optimizer(iteration.prepare_state(s, self.folder))
+            state = iteration.load_policy_and_optimizer(
+                iteration.prepare_state(settings, self.folder)
+            )
             state.optimizer = torch.optim.SGD(
-                state.policy.trained, lr=s.learning_rate, weight_decay=s.weight_decay
+                state.policy.trained, lr=settings.learning_rate, weight_decay=settings.weight_decay
             )
             start = torch.cat([p.detach().flatten().clone() for p in state.policy.trained])
             for _ in range(ITERATIONS):

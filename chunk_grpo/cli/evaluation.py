@@ -248,7 +248,7 @@ def evaluate(
         # Score images that were made elsewhere: one folder per arm.
         task = benchmarks.load_benchmark_task(*benchmark_choice)
         scores_folder = out or Path("benchmarks") / task.name
-        files.check_place(scores_folder / "scores.jsonl", "`--out`", file=True)
+        files.check_writable(scores_folder / "scores.jsonl", "`--out`", file=True)
         folders = {}
         for pair in images:
             arm, _, folder = pair.partition("=")
@@ -333,7 +333,7 @@ def _describe_gpus(
     torch,  # the module
 ) -> list[tuple[str, str]]:
     """Return rows with torch's CUDA, the driver, and each GPU's memory and capability, or why torch sees no GPU."""
-    from chunk_grpo.core.machine import nvidia_driver, why_no_gpu
+    from chunk_grpo.core.machine import nvidia_driver, explain_missing_gpu
 
     rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
     rows.append(("NVIDIA driver", nvidia_driver() or "none found"))
@@ -347,7 +347,7 @@ def _describe_gpus(
         rows.append((f"cuda:{i}", text))
     if torch.cuda.device_count():
         return rows
-    return [*rows, ("GPUs", f"none that torch sees: {why_no_gpu(torch.version.cuda)}")]
+    return [*rows, ("GPUs", f"none that torch sees: {explain_missing_gpu(torch.version.cuda)}")]
 
 
 def _reward_note(

@@ -223,7 +223,9 @@ def plan(
         run_info = run_folder.read_run_info(run, ("settings", "processes", "machine"))
         metrics = run_folder.read_metrics_lines(run)
         processes = run_info["processes"]
-    s = settings.load_settings(source or run_folder.read_run_settings(run), overrides or ())
+    run_settings = settings.load_settings(
+        source or run_folder.read_run_settings(run), overrides or ()
+    )
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.methods import call_hook, load_method
@@ -231,14 +233,14 @@ def plan(
     # No folder and no code that the settings of somebody else's run name may be opened.
     origin = "own" if source else run_folder.run_origin(run)
     if origin != "own":
-        reasons = [f"it names the code {code}" for code in settings.named_code(s)]
+        reasons = [f"it names the code {code}" for code in settings.named_code(run_settings)]
         if origin == "edited" and reasons:
             raise InputError(
-                f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(s)[0]}, "
+                f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(run_settings)[0]}, "
                 "which is not what the run was trained with"
             )
-        if s.model not in (*POCKET_MODELS, *planning.known_model_configs()):
-            reasons.insert(0, f"its model {s.model!r} is not one that chunk-grpo knows")
+        if run_settings.model not in (*POCKET_MODELS, *planning.known_model_configs()):
+            reasons.insert(0, f"its model {run_settings.model!r} is not one that chunk-grpo knows")
         if reasons:
             raise InputError(
                 f"`--run` needs SETTINGS before it: {run} was not made on this machine, and {reasons[0]}"
@@ -248,38 +250,42 @@ def plan(
     is_foreign = run and not source and not run_folder.is_own_run(run)
     if run and not is_foreign:
         inputs = []
-        if os.path.isfile(s.prompts):
+        if os.path.isfile(run_settings.prompts):
             inputs.append("prompts")
-        if planning.held_out_prompts(s):
+        if planning.held_out_prompts(run_settings):
             inputs.append("eval_prompts")
-        run_folder.check_run_inputs(run, s, inputs)
+        run_folder.check_run_inputs(run, run_settings, inputs)
 
     # The preset's number of processes, or what pays on this machine; one for a named device.
     if processes is None:
-        processes = planning.preset_processes(source)
+        processes = planning.find_preset_processes(source)
         if not processes:
-            processes = 1 if device else planning.processes_here(s)
+            processes = 1 if device else planning.choose_processes(run_settings)
 
-    method = load_method(s)  # rejects the settings that training rejects
-    config = planning.find_model_config(s.model)
+    method = load_method(run_settings)  # rejects the settings that training rejects
+    config = planning.find_model_config(run_settings.model)
     if config is not None:
-        method = load_method(planning.fit_update_batch(config, s))
+        method = load_method(planning.fit_update_batch(config, run_settings))
     counts = call_hook(method, "counts")
 
     # FLOP/s of one process: of the device, as given, or measured if the model's size is known.
-    speed = getattr(planning.find_device(device), s.dtype) * 1e12 if device else rate * 1e12
+    speed = (
+        getattr(planning.find_device(device), run_settings.dtype) * 1e12 if device else rate * 1e12
+    )
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"
-        speed = planning.measure_matmul_rate(s.dtype)
+        speed = planning.measure_matmul_rate(run_settings.dtype)
     speed = speed or 1.0
 
     tables = {
-        "counted": planning.describe_counts(s, processes, counts, not is_foreign),
-        estimated: planning.describe_estimates(s, speed, processes, counts, device, share),
+        "counted": planning.describe_counts(run_settings, processes, counts, not is_foreign),
+        estimated: planning.describe_estimates(
+            run_settings, speed, processes, counts, device, share
+        ),
     }
     if run:
-        changes = settings.diff_settings(run_folder.read_run_settings(run), s)
+        changes = settings.diff_settings(run_folder.read_run_settings(run), run_settings)
         changed = ", ".join(changes) or "nothing"
         hardware = ", ".join(run_info["machine"]["gpus"]) or f"{run_info['machine']['cores']} cores"
         measured = (
@@ -287,14 +293,14 @@ def plan(
             f"its settings differ in {changed}"
         )
         tables[measured] = planning.describe_measured(
-            s, metrics, speed, run_info["processes"], counts
+            run_settings, metrics, speed, run_info["processes"], counts
         )
 
     if as_json:
         rows = {
             title: {name.strip(): text for name, text in table} for title, table in tables.items()
         }
-        numbers = planning.estimate_numbers(s, speed, processes, counts)
+        numbers = planning.estimate_numbers(run_settings, speed, processes, counts)
         return print_json({"rows": rows, "numbers": numbers})
     for title, table in tables.items():
         if title != "counted":
@@ -399,7 +405,7 @@ def train(
     ] = True,
 ):
     """Train, with a line an iteration, and write the report."""
-    s = settings.load_settings(source, overrides or ())
+    run_settings = settings.load_settings(source, overrides or ())
     if (resume or nodes > 1) and out is None:
         raise InputError(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
@@ -422,7 +428,7 @@ def train(
         if resume and (folder / "run.json").is_file():
             processes = run_images.drawing_processes(folder)
         else:
-            processes = planning.processes_here(s, source)
+            processes = planning.choose_processes(run_settings, source)
     processes = 1 if processes is None else processes
     is_single_process = processes * nodes == 1
 
@@ -439,7 +445,7 @@ def train(
 
     with ends_if_interrupted(resume_command):
         run = launch.train(
-            s,
+            run_settings,
             folder,
             resume,
             processes,

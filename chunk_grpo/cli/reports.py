@@ -53,7 +53,9 @@ def watch(
 
     with ends_if_interrupted():
         status = watch_run(
-            run, lambda line, s: typer.echo(format_progress(line, s.iterations)), every
+            run,
+            lambda line, settings: typer.echo(format_progress(line, settings.iterations)),
+            every,
         )
     typer.echo(f"the run is {status}")
     raise typer.Exit(int(status != "finished"))
@@ -86,7 +88,7 @@ def output_file(
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
     files.check_outside_runs(Path(text), f"`--{option}`")
-    files.check_place(Path(text), f"`--{option}`", file=True)
+    files.check_writable(Path(text), f"`--{option}`", file=True)
     return Path(text)
 
 
@@ -97,7 +99,7 @@ def output_page(text: str) -> str:
         raise InputError(
             f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}"
         )
-    files.check_place(page.with_suffix(".ipynb"), "`--out`", file=True)
+    files.check_writable(page.with_suffix(".ipynb"), "`--out`", file=True)
     return text
 
 
@@ -129,7 +131,7 @@ def compare(
         "as_trained_delta",
     ]
     typer.echo(
-        f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.unequal_evaluations(run)}"
+        f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.describe_evaluation_differences(run)}"
     )
     page = reports.write_report("compare", out, runs=[str(folder) for folder in run])
     typer.echo(f"report: {page}")
@@ -218,13 +220,15 @@ def profile(
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.runs import run_folder, run_images
 
-    s = settings.load_settings(run_folder.read_run_settings(run) if run else source, changes)
+    run_settings = settings.load_settings(
+        run_folder.read_run_settings(run) if run else source, changes
+    )
     if run:
         check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
-        run_folder.check_run_inputs(run, s, ("model", "prompts"))
-    inputs.read_prompts(s.prompts, "prompts")
-    inputs.check_pipeline_folder(inputs.locate_model(s.model))
+        run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
+    inputs.read_prompts(run_settings.prompts, "prompts")
+    inputs.check_pipeline_folder(inputs.locate_model(run_settings.model))
     write_report(
         "profile",
         out,
@@ -364,11 +368,11 @@ def presets(
     """List the shipped settings, or what one of them sets."""
     # One preset: every setting as a line of YAML, with its meaning as a comment.
     if source:
-        s = settings.load_settings(source)
-        values = s.model_dump(mode="json")
+        run_settings = settings.load_settings(source)
+        values = run_settings.model_dump(mode="json")
         if as_json:
             return print_json(values)
-        for row in settings.settings_table(s):
+        for row in settings.settings_table(run_settings):
             setting = {row["name"]: values[row["name"]]}
             text = validation.dump_yaml(setting, 10**6, flow=True).strip()[1:-1]  # without braces
             unit = f" Unit: {row['unit']}." if row["unit"] else ""

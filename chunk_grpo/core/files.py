@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
            'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_outside_runs',
-           'refuse_special_file', 'check_place', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
-           'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'schema_problem', 'write_json', 'read_json',
+           'check_regular_file', 'check_writable', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
+           'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'describe_schema_violation', 'write_json', 'read_json',
            'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
@@ -221,7 +221,7 @@ def check_outside_runs(
             )
 
 
-def refuse_special_file(path: str | Path) -> None:
+def check_regular_file(path: str | Path) -> None:
     """Raise InputError if the path is a pipe, a socket or a device, which a reader might wait on forever."""
     try:
         mode = os.stat(path).st_mode
@@ -231,7 +231,7 @@ def refuse_special_file(path: str | Path) -> None:
         raise InputError(f"run: {path} must be a regular file; it is a pipe, a socket or a device")
 
 
-def check_place(
+def check_writable(
     path: Path,  # of a file or folder to be written
     name: str = "`out`",  # of the option, for the error message
     file: bool = False,  # a file is to be written, not a folder
@@ -420,7 +420,7 @@ def _parse_json(
         raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
 
 
-def schema_problem(
+def describe_schema_violation(
     content: dict,  # what is to be written
     schema: Any,  # a TypedDict such as MetricsLine
 ) -> str:
@@ -463,7 +463,7 @@ def read_json(
 
     Raises InputError if the file is missing or damaged, or if its content does not match the schema.
     """
-    refuse_special_file(path)
+    check_regular_file(path)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
@@ -488,7 +488,7 @@ def read_json_lines(
     schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # records of the schema's type; empty if there is no file
     """Read the complete lines of a log and check each against a schema; raise InputError if one does not match."""
-    refuse_special_file(path)
+    check_regular_file(path)
     try:
         complete = Path(path).read_bytes().rpartition(b"\n")[0]
     except FileNotFoundError:
@@ -545,7 +545,7 @@ def lock_log(
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
     """Return the sha256 of a file; raise InputError if it is not a regular file, such as a pipe."""
-    refuse_special_file(file)
+    check_regular_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

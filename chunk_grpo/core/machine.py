@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'terminate_process_group', 'die_with_parent', 'changes_training',
            'check_environment', 'without_foreign_settings', 'library_versions', 'installed_packages', 'package_lists',
-           'note_packages', 'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'why_no_gpu',
-           'choose_device']
+           'record_packages', 'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver',
+           'explain_missing_gpu', 'choose_device']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
 import contextlib
@@ -192,7 +192,7 @@ def package_lists(run: str | Path) -> list[Path]:  # empty for runs of earlier v
     return sorted(files, key=lambda file: (len(file.name), file.name))  # -2 before -10
 
 
-def note_packages(run: Path) -> None:
+def record_packages(run: Path) -> None:
     """Write the list of installed packages into a run folder unless its newest list says the same."""
     text = "\n".join(installed_packages()) + "\n"
     lists = package_lists(run)
@@ -259,7 +259,7 @@ def nvidia_driver() -> str | None:
     return match[1] if match else None
 
 
-def why_no_gpu(
+def explain_missing_gpu(
     built_for: str | None,  # the CUDA that torch was built for, `torch.version.cuda`
 ) -> str:
     """Return in words why torch sees no GPU."""
@@ -285,6 +285,6 @@ def choose_device(
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
-        why = why_no_gpu(torch.version.cuda)
+        why = explain_missing_gpu(torch.version.cuda)
         raise InputError(f"`device` must be auto or cpu where torch sees no GPU ({why}); got cuda")
     return "cpu"

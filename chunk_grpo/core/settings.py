@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'ALARMS', 'PRESETS_DIR', 'METHODS',
            'RESUME_CHANGEABLE_FIELDS', 'reward_weights', 'evaluated_rewards', 'embedding_reward', 'named_code',
-           'name_files', 'import_places', 'import_callable', 'training_method', 'Settings', 'list_presets',
+           'resolve_code_files', 'module_search_path', 'import_callable', 'method_label', 'Settings', 'list_presets',
            'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
            'check_resume', 'settings_table', 'check_processes']
 
@@ -575,22 +575,24 @@ def _with_suggestion(
     return repr(name[:80]) + suggestion
 
 
-def reward_weights(s: "Settings") -> dict[str, float]:  # name -> weight
+def reward_weights(settings: "Settings") -> dict[str, float]:  # name -> weight
     """Return the rewards used in training with their weights."""
-    return {s.reward: 1.0} if isinstance(s.reward, str) else dict(s.reward)
+    return {settings.reward: 1.0} if isinstance(settings.reward, str) else dict(settings.reward)
 
 
-def evaluated_rewards(s: "Settings") -> tuple[str, ...]:
+def evaluated_rewards(settings: "Settings") -> tuple[str, ...]:
     """Return the names of the rewards that score held-out prompts."""
-    return s.eval_rewards or tuple(reward_weights(s))
+    return settings.eval_rewards or tuple(reward_weights(settings))
 
 
-def embedding_reward(s: "Settings") -> str | None:
+def embedding_reward(settings: "Settings") -> str | None:
     """Return the run's first reward that embeds images in the training process; None if there is none."""
     elsewhere = {
-        name for name, options in s.reward_options.items() if any(map(options.get, REWARD_PLACES))
+        name
+        for name, options in settings.reward_options.items()
+        if any(map(options.get, REWARD_PLACES))
     }
-    for name in (*reward_weights(s), *s.eval_rewards):
+    for name in (*reward_weights(settings), *settings.eval_rewards):
         if name in EMBEDDING_REWARDS and name not in elsewhere:
             return name
     return None
@@ -642,9 +644,9 @@ PRESETS_DIR = Path(chunk_grpo.__file__).parent / "presets"
 METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 
-def named_code(s: "Settings") -> list[str]:  # such as ["file.py:Class"]
+def named_code(settings: "Settings") -> list[str]:  # such as ["file.py:Class"]
     """Return which of `method`, `chunks` and `surrogate` name code instead of a built-in choice."""
-    values = (s.method, s.chunks, s.surrogate)
+    values = (settings.method, settings.chunks, settings.surrogate)
     return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
 
 
@@ -664,7 +666,7 @@ def _with_absolute_file(
     return name
 
 
-def name_files(
+def resolve_code_files(
     values: Mapping,  # setting -> value
     folder: Path = Path(),  # searched for code files before the working directory is
 ) -> dict:  # setting -> value
@@ -708,11 +710,11 @@ def _expand_method(
         # A preset without a class is a combination of settings: written out, it is the method "chunk".
         keeps_name = named or "class" in row
         values = row.get("settings", {}) | values | {"method": method if keeps_name else "chunk"}
-    return name_files(values, folder)
+    return resolve_code_files(values, folder)
 
 # %% ../../nbs/02_core/04_settings.ipynb #5599bf4d
 @contextlib.contextmanager
-def import_places(
+def module_search_path(
     here: bool = True,  # whether modules are also searched for in the working directory
 ) -> Iterator[None]:
     """Set the module search path for code that settings name, within this context."""
@@ -753,7 +755,7 @@ def import_callable(
         raise InputError(f"{must}, the file from the root where a run names it; got {path[:80]!r}")
     loaded = ""
     try:
-        with import_places(here):
+        with module_search_path(here):
             if is_file:
                 spec: Any = importlib.util.spec_from_file_location(
                     f"{Path(module_name).stem}_of_{field}", module_name
@@ -1092,14 +1094,14 @@ def _check_method(settings: "Settings") -> None:
             ) from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
-def training_method(s: Any) -> str:  # "steps", "chunk", "chunk+ws", or the name of a class
+def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the name of a class
     """Return the name of a run's method by its chunks and weighting; figures choose their colours by it."""
-    method = getattr(s, "method", "chunk")
+    method = getattr(settings, "method", "chunk")
     if method != "chunk":
         return method.rpartition(":")[2]
-    if s.chunks == "steps":
+    if settings.chunks == "steps":
         return "steps"
-    return "chunk" if s.chunk_weighting == "uniform" else "chunk+ws"
+    return "chunk" if settings.chunk_weighting == "uniform" else "chunk+ws"
 
 
 class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSettings):
@@ -1383,9 +1385,9 @@ RESUME_CHANGEABLE_FIELDS = (
 )
 
 
-def dump_settings(s: Settings) -> str:  # YAML, one line per field, all fields
+def dump_settings(settings: Settings) -> str:  # YAML, one line per field, all fields
     """Return the settings as YAML that `load_settings` reads back as the same settings."""
-    return dump_yaml(s.model_dump(mode="json"))
+    return dump_yaml(settings.model_dump(mode="json"))
 
 
 def diff_settings(
@@ -1424,7 +1426,7 @@ def check_resume(
         )
 
 # %% ../../nbs/02_core/04_settings.ipynb #93b18eb0
-def settings_table(s: Settings) -> list[dict]:  # name, value, unit, default, source, meaning
+def settings_table(settings: Settings) -> list[dict]:  # name, value, unit, default, source, meaning
     """Return one row per setting for a report."""
     # pydantic's type does not know what `setting` stores in a field.
     fields: Any = Settings.model_fields
@@ -1433,7 +1435,7 @@ def settings_table(s: Settings) -> list[dict]:  # name, value, unit, default, so
         rows.append(
             {
                 "name": name,
-                "value": getattr(s, name),
+                "value": getattr(settings, name),
                 "unit": field.json_schema_extra["unit"],
                 "default": field.default,
                 "source": field.json_schema_extra["source"],
@@ -1444,12 +1446,12 @@ def settings_table(s: Settings) -> list[dict]:  # name, value, unit, default, so
 
 
 def check_processes(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     processes: int,  # number of training processes
 ) -> None:
     """Raise InputError unless the processes can share an iteration's prompts evenly."""
-    if processes < 1 or s.prompts_per_iteration % processes:
+    if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
             "the number of processes must be at least 1 and divide `prompts_per_iteration` "
-            f"({s.prompts_per_iteration}); got {processes}"
+            f"({settings.prompts_per_iteration}); got {processes}"
         )

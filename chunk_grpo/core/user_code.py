@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_module', 'code_files', 'CodeFile', 'find_code', 'code_keys', 'code_hashes', 'check_named_code', 'changed_code',
-           'check_same_code', 'name_copies', 'copy_code']
+           'check_same_code', 'assign_copies', 'copy_code']
 
 # %% ../../nbs/02_core/05_user_code.ipynb #449b48a3
 import ast
@@ -25,7 +25,7 @@ from chunk_grpo.core.settings import (
     REWARD_LOADERS,
     Settings,
     import_callable,
-    import_places,
+    module_search_path,
     named_code,
     reward_weights,
 )
@@ -155,7 +155,7 @@ def code_files(
             is_package = spec.submodule_search_locations is not None
             read_imports(file, full_name if is_package else full_name.rpartition(".")[0])
 
-    with import_places(here):
+    with module_search_path(here):
         if module.endswith(".py"):
             file = Path(module)
             if file.is_file() and not file.resolve().is_relative_to(_PACKAGE):
@@ -177,14 +177,21 @@ class CodeFile(TypedDict, total=False):
     copy: str  # path of its copy in the run folder
 
 
-def _named_places(s: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
+def _named_places(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
     """Yield the code that settings name: the setting, the path, and the folders to search (None: Python's own)."""
-    for setting, path in {"method": s.method, "chunks": s.chunks, "surrogate": s.surrogate}.items():
-        if path in named_code(s):
+    for setting, path in {
+        "method": settings.method,
+        "chunks": settings.chunks,
+        "surrogate": settings.surrogate,
+    }.items():
+        if path in named_code(settings):
             yield setting, path, None
-    for setting, names in {"reward": reward_weights(s), "eval_rewards": s.eval_rewards}.items():
+    for setting, names in {
+        "reward": reward_weights(settings),
+        "eval_rewards": settings.eval_rewards,
+    }.items():
         for name in names:
-            options = s.reward_options.get(name, {})
+            options = settings.reward_options.get(name, {})
             environment = options.get("environment")
             if name in REWARD_LOADERS or ":" not in name or options.get("url"):
                 continue
@@ -195,41 +202,41 @@ def _named_places(s: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
             yield setting, name, folders
 
 
-def find_code(s: Settings) -> dict[str, CodeFile]:
+def find_code(settings: Settings) -> dict[str, CodeFile]:
     """Hash every code file that settings name.
 
     A key says what names the file, such as "method: my_method.py:Rank" or "method: module my_helper". Code that
     cannot be found has no key here: importing it raises the error.
     """
     out: dict[str, CodeFile] = {}
-    for setting, path, folders in _named_places(s):
+    for setting, path, folders in _named_places(settings):
         for name, file in code_files(path, places=folders).items():
             key = f"{setting}: {name}" if name == path else f"{setting}: module {name}"
             out[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
     return out
 
 
-def code_keys(s: Settings) -> list[str]:  # such as "method: my_method.py:Rank"
+def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py:Rank"
     """Return the keys of the code that settings name, also if its file cannot be found, but not this package's own."""
     return [
         f"{setting}: {path}"
-        for setting, path, _ in _named_places(s)
+        for setting, path, _ in _named_places(settings)
         if not path.startswith("chunk_grpo.")
     ]
 
 
 def code_hashes(
-    s: Settings,
+    settings: Settings,
 ) -> dict[str, str]:  # key of `find_code` -> sha256; empty without user code
     """Return the hashes of the code that settings name, which do not depend on the folder it lies in."""
-    return {key: code_file["sha256"] for key, code_file in find_code(s).items()}
+    return {key: code_file["sha256"] for key, code_file in find_code(settings).items()}
 
 
-def check_named_code(s: Settings) -> None:
+def check_named_code(settings: Settings) -> None:
     """Import the rewards that settings name as code and that run in this process; raise InputError if that fails."""
-    for setting, path, folders in _named_places(s):
+    for setting, path, folders in _named_places(settings):
         if setting in ("reward", "eval_rewards") and folders is None:
-            if not s.reward_options.get(path, {}).get("worker"):
+            if not settings.reward_options.get(path, {}).get("worker"):
                 import_callable(path, setting)
 
 # %% ../../nbs/02_core/05_user_code.ipynb #207882e5
@@ -265,7 +272,7 @@ def check_same_code(
         )
 
 
-def name_copies(
+def assign_copies(
     code: Mapping[str, CodeFile],  # of `find_code`
 ) -> dict[str, CodeFile]:  # the same, with `copy`
     """Give each code file the path of a copy in the folder code/ of a run, all of them different."""
@@ -286,7 +293,7 @@ def name_copies(
 
 
 def copy_code(
-    code: Mapping[str, CodeFile],  # of `name_copies`
+    code: Mapping[str, CodeFile],  # of `assign_copies`
     run: Path,  # the run folder, which gets the folder code/
 ) -> None:
     """Copy code files into a run folder.

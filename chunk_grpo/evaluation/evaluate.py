@@ -39,22 +39,24 @@ from chunk_grpo.runs.run_images import (
 )
 
 # %% ../../nbs/10_evaluation/00_evaluate.ipynb #9e196587
-def ode_arms(s: setting.Settings) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
+def ode_arms(
+    settings: setting.Settings,
+) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
     """Return the arms that are sampled along the ODE; hybrid only if its split lies between the ends."""
     arms: dict[str, int | None] = {"base": 0, "plain": None}
-    if 0 < s.hybrid_split < s.eval_steps:
-        arms["hybrid"] = s.hybrid_split
+    if 0 < settings.hybrid_split < settings.eval_steps:
+        arms["hybrid"] = settings.hybrid_split
     return arms
 
 
 def split_sweep_arms(
-    s: setting.Settings,
+    settings: setting.Settings,
     every: int = 5,  # steps between two splits
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
     """Return arms at regularly spaced splits: base, split-05, split-10 and so on, plain."""
     if type(every) is not int or every < 1:
         raise InputError(f"`every` must be a whole number of steps from 1; got {every!r}")
-    splits = {f"split-{step:02d}": step for step in range(every, s.eval_steps, every)}
+    splits = {f"split-{step:02d}": step for step in range(every, settings.eval_steps, every)}
     return {"base": 0, **splits, "plain": None}
 
 
@@ -123,7 +125,7 @@ def _scores_by_prompt(
     return {prompt: [score for *_, score in rows] for prompt, rows in groups}
 
 
-def _prompt_kinds(records: Sequence[Mapping], name: str) -> list[str]:
+def _prompt_categories(records: Sequence[Mapping], name: str) -> list[str]:
     """Return the category of each prompt, in the order of the prompts; empty if the reward has none."""
     first = _first_listed(records, name)
     kinds = {
@@ -183,7 +185,7 @@ def _scores_and_kinds(
         return None
     if weights is None:
         return values, None
-    kinds = _prompt_kinds(arm_records, name)
+    kinds = _prompt_categories(arm_records, name)
     return (values, kinds) if set(kinds) == set(weights) else None
 
 
@@ -279,7 +281,7 @@ def summarise_evaluation(records: Sequence[Mapping]) -> dict[str, dict]:  # by r
 
     table = {}
     for name in records[0]["scores"]:
-        kinds = _prompt_kinds(records, name) or None
+        kinds = _prompt_categories(records, name) or None
         scores = {
             arm: [np.array(x) for x in _scores_by_prompt(records, arm, name).values()]
             for arm in arms
@@ -328,10 +330,10 @@ _EVALUATION_CHANGEABLE_FIELDS = (
 
 def check_evaluation_changes(
     trained_with: setting.Settings,  # settings of the training
-    s: setting.Settings,  # settings of the evaluation
+    settings: setting.Settings,  # settings of the evaluation
 ) -> None:
     """Raise InputError if an evaluation changes a setting that only training may change."""
-    for name in setting.diff_settings(trained_with, s):
+    for name in setting.diff_settings(trained_with, settings):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(
                 f"`{name}` cannot be changed in an evaluation; what can is "
@@ -345,9 +347,9 @@ def evaluation_settings(
 ) -> setting.Settings:
     """Return the settings of an evaluation of a run; raise InputError for one that it cannot change."""
     trained_with = run_folder.read_run_settings(run)
-    s = setting.load_settings(trained_with, changes)
-    check_evaluation_changes(trained_with, s)
-    return s
+    settings = setting.load_settings(trained_with, changes)
+    check_evaluation_changes(trained_with, settings)
+    return settings
 
 
 def changed_settings(changes: Mapping | Sequence[str]) -> list[str]:
@@ -392,47 +394,50 @@ def evaluate(
     the settings, the arms or the run's files do not allow the evaluation.
     """
     run = Path(run)
-    s = evaluation_settings(run, changes)
+    settings = evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, changed_settings(changes))
-    arms = ode_arms(s) | AS_TRAINED_ARMS if arms is None else dict(arms)
-    _check_arms(arms, s.eval_steps)
-    run_folder.check_run_inputs(run, s)
-    prompts = read_prompts(s.eval_prompts, "eval_prompts")
-    folder = begun_folder(run, s, arms, prompts)
-    parts = evaluation_parts(s, len(prompts), arms)
+    arms = ode_arms(settings) | AS_TRAINED_ARMS if arms is None else dict(arms)
+    _check_arms(arms, settings.eval_steps)
+    run_folder.check_run_inputs(run, settings)
+    prompts = read_prompts(settings.eval_prompts, "eval_prompts")
+    folder = begun_folder(run, settings, arms, prompts)
+    parts = evaluation_parts(settings, len(prompts), arms)
 
     summary = count_prompts(prompts) | {
-        "images_per_prompt": s.eval_images,
-        "steps": s.eval_steps,
-        "split": arms.get("hybrid", s.hybrid_split),
+        "images_per_prompt": settings.eval_images,
+        "steps": settings.eval_steps,
+        "split": arms.get("hybrid", settings.hybrid_split),
         "arms": arms,
-        "seed": s.eval_seed,
+        "seed": settings.eval_seed,
     }
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
-        summary |= {"as_trained": {name: getattr(s, name) for name in names}}
+        summary |= {"as_trained": {name: getattr(settings, name) for name in names}}
 
     with only_evaluation(run):
         # Sample what is missing, in this process or in several.
         missing = len(parts) - len(read_parts(folder))
         count = min(processes or drawing_processes(run), missing)
-        watch = progress_watcher(s, parts, folder, say)
+        watch = progress_watcher(settings, parts, folder, say)
         if count > 1:
             order = {
                 "run": str(run),
-                "s": s.model_dump(mode="json"),
+                "s": settings.model_dump(mode="json"),
                 "arms": arms,
                 "folder": str(folder),
                 "trust": trust,
             }
             share_out("evaluation", "chunk_grpo.runs.run_images:draw_share", order, count, watch)
         elif missing:
-            draw_share(run, s, arms, folder, watch=watch, trust=trust)
+            draw_share(run, settings, arms, folder, watch=watch, trust=trust)
 
         # Summarise all parts in their order, and replace an older evaluation.
         records_of_part = read_parts(folder)
         records = [record for part in parts for record in records_of_part[part]]
-        summary |= {"resolution": s.eval_resolution, "rewards": summarise_evaluation(records)}
+        summary |= {
+            "resolution": settings.eval_resolution,
+            "rewards": summarise_evaluation(records),
+        }
         write_scores(folder, records, summary)
         move_into_place(folder, run / "evaluation")
     return summary

@@ -36,7 +36,7 @@ def _sample_with_predictions(
     path = sample_trajectories(
         policy=policy,
         conditioning=rows,
-        row=torch.arange(len(keys)),
+        prompt_index=torch.arange(len(keys)),
         keys=keys,
         sampler=sampler,
         batch=len(keys),
@@ -124,7 +124,7 @@ def measure_distances(
         path = sample_trajectories(
             policy=policy,
             conditioning=conditioning,
-            row=prompt_index[rows],
+            prompt_index=prompt_index[rows],
             keys=keys[rows],
             sampler=sampler,
             batch=batch,

@@ -121,15 +121,23 @@ class RandomFluxPolicy(FluxPolicy):
 
     def __init__(
         self,
-        s: Settings,  # of the measurement
+        settings: Settings,  # of the measurement
         *configs: dict,  # of the transformer and the VAE; none: FLUX.1-dev's
     ) -> None:
         """Create the networks."""
         self.configs = configs or (_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG)
-        dtype = TORCH_DTYPES[s.dtype]
-        device = machine.choose_device(s.device)
-        weights = dtype if s.lora_rank else torch.float32  # as a run keeps them
-        super().__init__(Path(), s.resolution, s.max_tokens, s.guidance, dtype, device, weights)
+        dtype = TORCH_DTYPES[settings.dtype]
+        device = machine.choose_device(settings.device)
+        weights = dtype if settings.lora_rank else torch.float32  # as a run keeps them
+        super().__init__(
+            Path(),
+            settings.resolution,
+            settings.max_tokens,
+            settings.guidance,
+            dtype,
+            device,
+            weights,
+        )
 
     def load_networks(
         self,
@@ -209,22 +217,22 @@ def load_workload_settings(
             f"`--model` must be {', '.join(_WORKLOADS)}, a settings file or a preset such as "
             f"pocket/demo; got {model!r}"
         )
-    s = setting.load_settings(_WORKLOADS.get(model, model), changes)
-    if s.chunk_rule.kind != "fixed":
+    settings = setting.load_settings(_WORKLOADS.get(model, model), changes)
+    if settings.chunk_rule.kind != "fixed":
         raise InputError(
-            f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {s.chunks!r}"
+            f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {settings.chunks!r}"
         )
-    return s
+    return settings
 
 
 def load_workload_policy(
-    s: Settings,  # of `load_workload_settings`
+    settings: Settings,  # of `load_workload_settings`
     *configs: dict,  # for flux-size, see `RandomFluxPolicy`
 ) -> Policy:
     """Load the policy that the settings name, or create it if the model is flux-size."""
     training_names = ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")
-    training_options = {name: getattr(s, name) for name in training_names}
-    if s.model != "flux-size":
+    training_options = {name: getattr(settings, name) for name in training_names}
+    if settings.model != "flux-size":
         model_names = (
             "resolution",
             "max_tokens",
@@ -235,14 +243,14 @@ def load_workload_policy(
             "attention",
         )
         return trainable.load_trainable_policy(
-            s.model,
-            device=machine.choose_device(s.device),
+            settings.model,
+            device=machine.choose_device(settings.device),
             **training_options,
-            **{name: getattr(s, name) for name in model_names},
+            **{name: getattr(settings, name) for name in model_names},
         )
-    policy = RandomFluxPolicy(s, *configs)
-    trainable.set_attention_backend(policy, s.attention)
-    if s.compile:
+    policy = RandomFluxPolicy(settings, *configs)
+    trainable.set_attention_backend(policy, settings.attention)
+    if settings.compile:
         trainable.compile_blocks(policy)
     policy.trained = trainable.make_trainable(policy, **training_options)
     return policy
@@ -252,12 +260,12 @@ def load_workload_policy(
 class Workload:
     """A policy with the work of one iteration."""
 
-    s: Settings  # of the measurement
+    settings: Settings  # of the measurement
     policy: Policy  # with trained weights marked
     prompts: list[str]  # P prompts
     conditioning: dict[str, Tensor]  # encoded prompts, one row per prompt
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of each image
-    row: Tensor  # (B,) long: index of each image's prompt
+    prompt_index: Tensor  # (B,) long: index of each image's prompt
     sampler: Sampler  # of the rollout
     chunks: Chunks  # of the update
     advantage: Tensor  # (B,), random
@@ -265,28 +273,30 @@ class Workload:
 
     def rollout(self) -> Trajectories:
         """Sample the trajectories of all images."""
-        s = self.s
+        settings = self.settings
         return sample_trajectories(
             self.policy,
             self.conditioning,
-            self.row,
+            self.prompt_index,
             self.keys,
             self.sampler,
-            s.rollout_batch,
-            s.shared_noise,
+            settings.rollout_batch,
+            settings.shared_noise,
         )
 
     def chosen(self, paths: Trajectories) -> Tensor:  # (B, k)
         """Select the chunks that are trained."""
-        return sample_chunks(paths, self.chunks, self.s.chunk_fraction)
+        return sample_chunks(paths, self.chunks, self.settings.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
         """Accumulate the gradient in the weights and return the number of transitions."""
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
-        work = build_update_batch(images, self.chosen(paths), self.chunks, self.s.update_batch)
+        work = build_update_batch(
+            images, self.chosen(paths), self.chunks, self.settings.update_batch
+        )
         context = ReplayContext(self.policy, self.conditioning, paths)
-        accumulate_gradients(context, work, self.advantage, Method(self.s))
+        accumulate_gradients(context, work, self.advantage, Method(self.settings))
         return len(work.segment)
 
     def gradient(self) -> Tensor:
@@ -295,30 +305,34 @@ class Workload:
 
 
 def prepare_workload(
-    s: Settings,  # of `load_workload_settings`
+    settings: Settings,  # of `load_workload_settings`
     *configs: dict,  # for flux-size, see `RandomFluxPolicy`
 ) -> Workload:
     """Load or create the policy and the reward, and prepare the images of one iteration."""
-    policy = load_workload_policy(s, *configs)
-    if s.model == "flux-size":
-        prompts = [f"prompt {i}" for i in range(s.prompts_per_iteration)]
+    policy = load_workload_policy(settings, *configs)
+    if settings.model == "flux-size":
+        prompts = [f"prompt {i}" for i in range(settings.prompts_per_iteration)]
         reward = None
     else:
-        prompts = read_prompts(s.prompts, "prompts")[: s.prompts_per_iteration]
-        name = next(iter(setting.reward_weights(s)))
-        reward = placement.load_placed_reward(name, **s.reward_options.get(name, {}))
-    keys = [(s.seed, 0, p, g) for p in range(len(prompts)) for g in range(s.images_per_prompt)]
-    row = torch.arange(len(prompts)).repeat_interleave(s.images_per_prompt)
-    advantage = torch.randn(len(keys), generator=torch.Generator().manual_seed(s.seed))
-    sampler = Sampler(sigmas(s.steps, s.shift), s.sampler, s.eta)
-    chunks = s.chunk_rule.chunks
+        prompts = read_prompts(settings.prompts, "prompts")[: settings.prompts_per_iteration]
+        name = next(iter(setting.reward_weights(settings)))
+        reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
+    keys = [
+        (settings.seed, 0, p, g)
+        for p in range(len(prompts))
+        for g in range(settings.images_per_prompt)
+    ]
+    row = torch.arange(len(prompts)).repeat_interleave(settings.images_per_prompt)
+    advantage = torch.randn(len(keys), generator=torch.Generator().manual_seed(settings.seed))
+    sampler = Sampler(sigmas(settings.steps, settings.shift), settings.sampler, settings.eta)
+    chunks = settings.chunk_rule.chunks
     return Workload(
-        s=s,
+        settings=settings,
         policy=policy,
         prompts=prompts,
         conditioning=policy.encode(prompts),
         keys=keys,
-        row=row,
+        prompt_index=row,
         sampler=sampler,
         chunks=chunks,
         advantage=advantage,
@@ -327,7 +341,7 @@ def prepare_workload(
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
 def measure_iteration(
-    s: Settings,  # of `load_workload_settings`
+    settings: Settings,  # of `load_workload_settings`
     repeats: int = 3,  # measured iterations, after one to warm up
     say: Callable[[str], None] = lambda text: None,  # receives lines of progress
     beside: Callable | None = None,  # called in each repeat with (workload, paths, timed)
@@ -335,10 +349,10 @@ def measure_iteration(
 ) -> dict:  # numbers for JSON
     """Measure an iteration: seconds of its phases (medians), operations, and peak memory."""
     say("making the policy")
-    workload = prepare_workload(s, *configs)
+    workload = prepare_workload(settings, *configs)
     device = workload.policy.device
-    rate = plan.measure_matmul_rate(s.dtype, 1.0)
-    say(f"the device multiplies matrices of {s.dtype} at {rate / 1e12:.3g} TFLOP/s")
+    rate = plan.measure_matmul_rate(settings.dtype, 1.0)
+    say(f"the device multiplies matrices of {settings.dtype} at {rate / 1e12:.3g} TFLOP/s")
     torch._dynamo.utils.counters.clear()
     seconds: dict[str, list[float]] = {}
 
@@ -351,10 +365,10 @@ def measure_iteration(
     for n in range(repeats + 1):
         paths = timed("rollout", workload.rollout)
         final = paths.latents[:, -1]
-        images = timed("decode", decode_latents, workload.policy, final, s.rollout_batch)
+        images = timed("decode", decode_latents, workload.policy, final, settings.rollout_batch)
         if workload.reward is not None:
-            name = s.reward if isinstance(s.reward, str) else "reward"
-            texts = [workload.prompts[i] for i in workload.row.tolist()]
+            name = settings.reward if isinstance(settings.reward, str) else "reward"
+            texts = [workload.prompts[i] for i in workload.prompt_index.tolist()]
             timed("reward", rewards.score_images, name, workload.reward, images, texts)
         transitions = timed("update", workload.update, paths)
         if beside and n:
@@ -368,8 +382,8 @@ def measure_iteration(
     flop = _count_flops(workload.policy, workload.conditioning)
     count = len(workload.keys)
     # With shared noise, the images of a prompt share their first forward.
-    first_forwards = len(workload.prompts) if s.shared_noise else count
-    forwards = count * (s.steps - 1) + first_forwards
+    first_forwards = len(workload.prompts) if settings.shared_noise else count
+    forwards = count * (settings.steps - 1) + first_forwards
     phase_flop = {
         "rollout": forwards * flop["forward"],
         "decode": count * flop["decode"],
@@ -380,7 +394,9 @@ def measure_iteration(
     calls = {
         "rollout": workload.rollout,
         "update": lambda: workload.update(paths),
-        "decode": lambda: decode_latents(workload.policy, paths.latents[:, -1], s.rollout_batch),
+        "decode": lambda: decode_latents(
+            workload.policy, paths.latents[:, -1], settings.rollout_batch
+        ),
     }
     peaks = {name: _measure_peak_bytes(call, device) for name, call in calls.items()}
 
@@ -396,7 +412,7 @@ def measure_iteration(
             "share": phase_flop[name] / median / rate if name in phase_flop else None,
         }
     return {
-        "settings": s.model_dump(mode="json"),
+        "settings": settings.model_dump(mode="json"),
         "device": str(device),
         "threads": torch.get_num_threads(),
         "machine": machine.machine_info(),
@@ -409,7 +425,7 @@ def measure_iteration(
         "trained": sum(p.numel() for p in workload.policy.trained),
         "flop": flop,
         "phases": phases,
-        "recomputed_flop": transitions * flop["forward"] * s.gradient_checkpointing,
+        "recomputed_flop": transitions * flop["forward"] * settings.gradient_checkpointing,
         "compilations": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
 
@@ -446,14 +462,14 @@ def speed_table(result: dict) -> pd.DataFrame:  # result: of `measure_iteration`
 
 def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
     """Return the lines that the command prints: the conditions of the measurement, and the table."""
-    s = result["settings"]
+    settings = result["settings"]
     info = result["machine"]
     table = speed_table(result).to_string().splitlines()
     out = [
-        f"{', '.join(info['gpus'][:1]) or info['processor']}, {result['threads']} threads; {s['model']}, "
-        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {s['dtype']}, {s['resolution']} px",
-        f"{result['images']} images of {s['steps']} steps, {result['transitions']} transitions trained, chunks "
-        f"{s['chunks']}; batches of {s['rollout_batch']} and {s['update_batch']}",
+        f"{', '.join(info['gpus'][:1]) or info['processor']}, {result['threads']} threads; {settings['model']}, "
+        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {settings['resolution']} px",
+        f"{result['images']} images of {settings['steps']} steps, {result['transitions']} transitions trained, chunks "
+        f"{settings['chunks']}; batches of {settings['rollout_batch']} and {settings['update_batch']}",
         f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted",
         "",
         *table,
@@ -462,6 +478,6 @@ def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
         out.append(
             f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP again, which are not counted"
         )
-    if s["compile"]:
+    if settings["compile"]:
         out.append(f"{result['compilations']} compilations, before the seconds that are shown")
     return out

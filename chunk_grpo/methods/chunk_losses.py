@@ -21,19 +21,24 @@ from ..training.methods import Method, ReplayContext
 class ElboOfChunks(Elbo):
     """GRPO on the ELBO with one clipped ratio per chunk of levels: the geometric mean of its levels' ratios."""
 
-    item_is_chunk = True
+    sample_is_chunk = True
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #611bf851
 class ChunkMixture(Method):
     """Ratios of transitions in the chunks of the window, ratios of noised final images in the chunks behind it."""
 
-    density = False  # levels behind the window have none
+    has_log_prob = False  # levels behind the window have none
     weight = Elbo.weight
     losses = Elbo.losses
-    needs = {"sharing": "own", "credit_of": "image", "completion_strides": "1", "merge": "none"}
-    because = "trains levels of final images behind its window"
+    required_settings = {
+        "sharing": "own",
+        "credit_of": "image",
+        "completion_strides": "1",
+        "merge": "none",
+    }
+    requirement_reason = "trains levels of final images behind its window"
 
-    def places(self, sampler: Sampler) -> Tensor:
+    def trainable_steps(self, sampler: Sampler) -> Tensor:
         """Return all transitions, (n,) long."""
         return torch.arange(len(sampler))
 
@@ -52,10 +57,11 @@ class ChunkMixture(Method):
             target = target.index_put((late,), velocity)
         return latents, target
 
-    def evidence(
+    def transition_stats(
         self,
         v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        others: Mapping[str, Tensor],  # (m, S, C) velocities of the references by name
+        # (m, S, C) velocities of the references by name
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,  # (m, S, C) next states, or velocity targets
         x: Tensor,  # (m, S, C) states, or noised latents
         sampler: Sampler,  # that sampled the trajectories
@@ -64,49 +70,49 @@ class ChunkMixture(Method):
         """Return log-probability, mean and deviation of transitions in the window, and (loss bound, 0, 1) behind it."""
         late = index >= self.window.width
         early = ~late
-        of_transitions = super().evidence(
-            v[early], others, target[early], x[early], sampler, index[early]
+        of_transitions = super().transition_stats(
+            v[early], reference_velocities, target[early], x[early], sampler, index[early]
         )
         t = sampler.sigmas[index[late]].to(x).reshape(-1, 1, 1)
-        bound = self.losses(v[late], others, target[late], x[late], t)[0]
+        bound = self.losses(v[late], reference_velocities, target[late], x[late], t)[0]
         # A level has no mean; with 0 and a deviation of 1 every statistic is its log-ratio.
         of_levels = (bound, 0.0, 1.0)
 
-        evidence = []
+        transition_stats = []
         # A plain log-ratio needs the first tensor only, so `of_transitions` may be shorter.
         for early_values, late_values in zip(of_transitions, of_levels, strict=False):
             values = early_values.new_empty(len(index), *early_values.shape[1:])
             late_values = torch.as_tensor(late_values).to(early_values)
             values = values.index_put((early,), early_values)
-            evidence.append(values.index_put((late,), late_values))
-        return tuple(evidence)
+            transition_stats.append(values.index_put((late,), late_values))
+        return tuple(transition_stats)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
-        name = self.s.method
-        s = self.s
+        name = self.settings.method
+        settings = self.settings
         if self.window.kind != "frozen":
             raise InputError(
-                f"`window` must be frozen:WIDTH with {name}, whose loss changes behind it; got {s.window}"
+                f"`window` must be frozen:WIDTH with {name}, whose loss changes behind it; got {settings.window}"
             )
-        if s.chunk_rule.kind != "fixed":
+        if settings.chunk_rule.kind != "fixed":
             raise InputError(
                 f"`chunks` must be sizes with {name}, and a chunk end where the window does; got "
-                f"{s.chunks}"
+                f"{settings.chunks}"
             )
-        ends = [*accumulate(self.chunks(torch.ones(s.steps)).sizes)][:-1]
+        ends = [*accumulate(self.chunks(torch.ones(settings.steps)).sizes)][:-1]
         if self.window.width not in ends:
             fit = " or ".join(f"frozen:{end}" for end in ends) or "shorter, with more chunks"
             raise InputError(
-                f"`window` must end where a chunk does with {name} and chunks {s.chunks}, so be {fit}; "
-                f"got {s.window}"
+                f"`window` must end where a chunk does with {name} and chunks {settings.chunks}, so be {fit}; "
+                f"got {settings.window}"
             )
-        if s.step_weights in ("noise", "interval", "inverse-interval", "flash"):
+        if settings.step_weights in ("noise", "interval", "inverse-interval", "flash"):
             raise InputError(
                 f"`step_weights` must be one or sizes of chunks with {name}, which mixes transitions and "
-                f"levels; got {s.step_weights}"
+                f"levels; got {settings.step_weights}"
             )
-        if self.worth and self.worth.kind == "dppo":
+        if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
                 f"`surrogate` must not be dppo with {name}, whose levels have no mean to be masked by"
             )

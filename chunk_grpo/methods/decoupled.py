@@ -81,24 +81,29 @@ class Decoupled(Method):
     A subclass overrides `losses`, and `statistic` and `objective` if the loss is not a log-probability in a ratio.
     """
 
-    density = False
+    has_log_prob = False
     shared = False  # noise and levels are shared by the images of a group
-    item_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
+    sample_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
     part = 1.0  # share of the grid, from the noise end, whose levels may be trained
-    needs = {"window": "all", "statistic": "ratio", "sharing": "own", "credit_of": "image"}
-    because = "trains levels of final images"
+    required_settings = {
+        "window": "all",
+        "statistic": "ratio",
+        "sharing": "own",
+        "credit_of": "image",
+    }
+    requirement_reason = "trains levels of final images"
 
     def sampler(self, iteration: int) -> Sampler:
         """Return the ODE sampler, the same in every iteration."""
-        return Sampler(self.sigmas, "ode", solver=self.s.solver)
+        return Sampler(self.sigmas, "ode", solver=self.settings.solver)
 
-    def places(self, sampler: Sampler) -> Tensor:
+    def trainable_steps(self, sampler: Sampler) -> Tensor:
         """Return the levels that may be trained, (n,) long: the first `part` of the grid, at least one."""
         return torch.arange(max(1, int(self.part * len(sampler))))
 
     def chunks(self, profile: Tensor) -> Chunks:
         """Return the chunks of the settings if a chunk sample is a chunk; otherwise single levels."""
-        if self.item_is_chunk:
+        if self.sample_is_chunk:
             return super().chunks(profile)
         return Chunks.steps(len(profile))
 
@@ -108,12 +113,12 @@ class Decoupled(Method):
         profile: Tensor,  # (T,) mean distances of the base
     ) -> Chunks | list[Chunks]:
         """Cut the levels as the settings say; return one list of chunks per image if they are adaptive."""
-        places = self.places(paths.sampler)
-        if self.s.chunk_rule.min_size:
+        trainable_steps = self.trainable_steps(paths.sampler)
+        if self.settings.chunk_rule.min_size:
             return chunk_search.adaptive_chunks(
-                paths.distance.cpu()[:, places], self.s.chunk_rule.min_size
+                paths.distance.cpu()[:, trainable_steps], self.settings.chunk_rule.min_size
             )
-        return Method.chunks(self, profile[places])
+        return Method.chunks(self, profile[trainable_steps])
 
     def partition(
         self,
@@ -125,19 +130,21 @@ class Decoupled(Method):
         Single levels come as one list per image if images may train unequal numbers of them.
         """
         chunks = self.chunks_of_levels(paths, profile)
-        if self.item_is_chunk:
+        if self.sample_is_chunk:
             return chunks
-        levels = Chunks.steps(len(self.places(paths.sampler)))
+        levels = Chunks.steps(len(self.trainable_steps(paths.sampler)))
         if isinstance(chunks, Chunks):
-            allowed = parse_chunk_numbers(self.s.train_chunks, len(chunks))
+            allowed = parse_chunk_numbers(self.settings.train_chunks, len(chunks))
             sizes = [chunks.sizes[k] for k in allowed]
             has_equal_sizes = len(set(sizes)) == 1
-            if has_equal_sizes or chunk_count(len(sizes), self.s.chunk_fraction) == len(sizes):
+            if has_equal_sizes or chunk_count(len(sizes), self.settings.chunk_fraction) == len(
+                sizes
+            ):
                 return levels
         # A mean over processes must know that images may train unequal numbers of levels.
         return [levels] * len(paths.keys)
 
-    def draw(
+    def select_chunks(
         self,
         paths: Trajectories,  # of B images
         chunks: Chunks | list[Chunks],  # of `partition`
@@ -145,35 +152,35 @@ class Decoupled(Method):
         iteration: int,  # 0, 1, ...
     ) -> Tensor:
         """Sample chunks for each image; return them, or the levels in them, (B, k) long, padded with -1."""
-        s = self.s
+        settings = self.settings
         chunks_of_levels = self.chunks_of_levels(paths, profile)
 
         # Images that share their levels use the random numbers of their group.
         if self.shared:
             paths = replace(paths, keys=[(*key[:3], -1) for key in paths.keys])
 
-        if s.chunk_weighting == "uniform":
+        if settings.chunk_weighting == "uniform":
             chosen = self._draw_uniformly(paths, chunks_of_levels)
         else:
-            weighting = s.chunk_weighting
+            weighting = settings.chunk_weighting
             distance = profile
             if self.shared and weighting == "dynamics":
                 # All images of a group sample with the same weights, by their mean distances.
-                groups = paths.distance.unflatten(0, (-1, s.images_per_prompt))
+                groups = paths.distance.unflatten(0, (-1, settings.images_per_prompt))
                 weighting = "profile"
-                distance = groups.mean(1).repeat_interleave(s.images_per_prompt, 0)
+                distance = groups.mean(1).repeat_interleave(settings.images_per_prompt, 0)
             chosen = sample_chunks(
                 paths,
                 chunks_of_levels,
-                fraction=s.chunk_fraction,
+                fraction=settings.chunk_fraction,
                 weighting=weighting,
-                allowed=s.train_chunk_numbers,
-                uniform=self.share_of_equal_chances(iteration),
-                temperature=s.weighting_temperature,
+                allowed=settings.train_chunk_numbers,
+                uniform=self.uniform_share(iteration),
+                temperature=settings.weighting_temperature,
                 profile=distance,
-                places=self.places(paths.sampler),
+                trainable_steps=self.trainable_steps(paths.sampler),
             )
-        if self.item_is_chunk:
+        if self.sample_is_chunk:
             return chosen
         return levels_of_chunks(chunks_of_levels, chosen)
 
@@ -182,18 +189,22 @@ class Decoupled(Method):
         chunks_per_image = [chunks] * len(paths.keys) if isinstance(chunks, Chunks) else chunks
         rows = []
         for key, image_chunks in zip(paths.keys, chunks_per_image, strict=True):
-            allowed = torch.tensor(parse_chunk_numbers(self.s.train_chunks, len(image_chunks)))
+            allowed = torch.tensor(
+                parse_chunk_numbers(self.settings.train_chunks, len(image_chunks))
+            )
             order = torch.randperm(len(allowed), generator=make_generator(*key, stream="chunks"))
-            count = chunk_count(len(allowed), self.s.chunk_fraction)
+            count = chunk_count(len(allowed), self.settings.chunk_fraction)
             rows.append(allowed[order[:count].sort().values])
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
-    def trained_per_image(self, chunks: Chunks | None) -> float:
+    def count_trained_per_image(self, chunks: Chunks | None) -> float:
         """Return the mean number of levels that an image trains."""
-        count = len(self.places(self.sampler(0)))
-        if self.s.chunk_rule.kind == "fixed":
-            return transitions_per_image(self.s, Method.chunks(self, torch.ones(count)).sizes)[1]
-        return transitions_per_image(self.s)[1] * count / self.s.transitions
+        count = len(self.trainable_steps(self.sampler(0)))
+        if self.settings.chunk_rule.kind == "fixed":
+            return transitions_per_image(
+                self.settings, Method.chunks(self, torch.ones(count)).sizes
+            )[1]
+        return transitions_per_image(self.settings)[1] * count / self.settings.transitions
 
     def states(
         self,
@@ -204,46 +215,50 @@ class Decoupled(Method):
         """Return noised final images and their velocity targets, (m, S, C) each."""
         return renoise(context, image, index, self.shared)
 
-    def evidence(
+    def transition_stats(
         self,
         v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        others: Mapping[str, Tensor],  # (m, S, C) velocities of the references by name
+        # (m, S, C) velocities of the references by name
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,  # (m, S, C) velocity target of the noised image
         x: Tensor,  # (m, S, C) noised latents
         sampler: Sampler,  # whose grid has the levels
         index: Tensor,  # (m,) levels of the grid
     ) -> tuple[Tensor, ...]:
         """Return `losses` at the levels of the sampler's grid."""
-        return self.losses(v, others, target, x, sampler.sigmas[index].to(x).reshape(-1, 1, 1))
+        return self.losses(
+            v, reference_velocities, target, x, sampler.sigmas[index].to(x).reshape(-1, 1, 1)
+        )
 
     def losses(
         self,
         v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        others: Mapping[str, Tensor],  # (m, S, C) velocities of the references by name
+        # (m, S, C) velocities of the references by name
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,  # (m, S, C) velocity of the noised image
         x: Tensor,  # (m, S, C) noised latents
         t: Tensor,  # (m, 1, 1) levels of the latents
     ) -> tuple[Tensor, ...]:  # (m,) each
-        """Return the evidence of levels; its first tensor takes the place of a log-probability."""
+        """Return the transition statistics of levels; its first tensor takes the place of a log-probability."""
         return (-mean_square(v - target),)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
         # These methods have an objective of their own, so the setting must stay at its default.
-        if self.grouped or not self.ratio:
-            self.needs = self.needs | {"surrogate": "clip"}
+        if self.needs_group or not self.has_ratio:
+            self.required_settings = self.required_settings | {"surrogate": "clip"}
         super().check()
-        if self.s.chunk_rule.kind == "fixed":
-            chunks = Method.chunks(self, torch.ones(len(self.places(self.sampler(0)))))
-            parse_chunk_numbers(self.s.train_chunks, len(chunks))
-        if self.shared and self.s.chunk_rule.min_size:
+        if self.settings.chunk_rule.kind == "fixed":
+            chunks = Method.chunks(self, torch.ones(len(self.trainable_steps(self.sampler(0)))))
+            parse_chunk_numbers(self.settings.train_chunks, len(chunks))
+        if self.shared and self.settings.chunk_rule.min_size:
             raise InputError(
-                f"`chunks` must be the same for all images of a group with {self.s.method}, which "
-                f"compares them at the same levels; got {self.s.chunks}"
+                f"`chunks` must be the same for all images of a group with {self.settings.method}, which "
+                f"compares them at the same levels; got {self.settings.chunks}"
             )
-        if self.worth and self.worth.kind == "dppo":
+        if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {self.s.method}, which asks for no transition's mean"
+                f"`surrogate` must not be dppo with {self.settings.method}, which asks for no transition's mean"
             )
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb
@@ -253,7 +268,12 @@ class Elbo(Decoupled):
     weight = "adaptive"  # simple, path-kl or adaptive
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return minus the flow-matching loss, weighted by `weight`, (m,)."""
         if self.weight == "adaptive":
@@ -270,13 +290,18 @@ class VGrpo(Elbo):
 
     shared = True
     # The strata cover all levels, so no setting may choose among them.
-    needs = {**Elbo.needs, "chunks": "steps", "train_chunks": "all", "chunk_weighting": "uniform"}
+    required_settings = {
+        **Elbo.required_settings,
+        "chunks": "steps",
+        "train_chunks": "all",
+        "chunk_weighting": "uniform",
+    }
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         """Return 3 tanh(A / 3) of the usual advantages, (P, G)."""
         return 3 * (super().advantages(scores, weights) / 3).tanh()
 
-    def draw(
+    def select_chunks(
         self,
         paths: Trajectories,
         chunks: Chunks | list[Chunks],
@@ -284,7 +309,7 @@ class VGrpo(Elbo):
         iteration: int,
     ) -> Tensor:
         """Sample one level from each of equal strata of the grid, the same for a group; (B, k) long."""
-        count = chunk_count(len(chunks), self.s.chunk_fraction)
+        count = chunk_count(len(chunks), self.settings.chunk_fraction)
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
             torch.rand(count, generator=make_generator(*key[:3], -1, stream="chunks"))
@@ -299,23 +324,28 @@ class Awm(Decoupled):
     power = 0.25  # p of the concave function
     pull = 1.0  # weight of the distance to the moving average
     part = 0.9
-    parts = 2
-    copies: Mapping[str, Callable[[int], float]] = {"ema": lambda iteration: 0.3}
-    reads = ("ema",)
+    statistic_size = 2
+    reference_decays: Mapping[str, Callable[[int], float]] = {"ema": lambda iteration: 0.3}
+    references = ("ema",)
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return minus the concave loss, weighted by t, and the distance to the average's velocity, (m,) each."""
         small = 1e-10
         loss = mean_square(v - target)
         concave = ((loss + small) ** self.power - small**self.power) / self.power
-        return -t.flatten() * concave, mean_square(v - others["ema"])
+        return -t.flatten() * concave, mean_square(v - reference_velocities["ema"])
 
     def statistic(
         self,
-        new: tuple[Tensor, ...],  # evidence under the present weights, (m,) each
-        old: tuple[Tensor, ...],  # evidence before the first update
+        new: tuple[Tensor, ...],  # transition statistics under the present weights, (m,) each
+        old: tuple[Tensor, ...],  # transition statistics before the first update
     ) -> Tensor:
         """Return the log-ratio and the distance to the average, (m, 2)."""
         return torch.stack([new[0] - old[0], new[1]], 1)
@@ -327,7 +357,9 @@ class Awm(Decoupled):
         group: Tensor,  # (N,) long: number of each sample's group
     ) -> Tensor:
         """Return the surrogate of the log-ratio minus the weighted distance to the average, (N,)."""
-        surrogate = super().objective(statistic[:, 0], advantage / self.s.advantage_clamp, group)
+        surrogate = super().objective(
+            statistic[:, 0], advantage / self.settings.advantage_clamp, group
+        )
         return surrogate - self.pull * statistic[:, 1]
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #47d6560a
@@ -335,19 +367,24 @@ class Nft(Decoupled):
     """DiffusionNFT (2509.16117): a mixture of old and new velocity fits good images, its mirror image bad ones."""
 
     beta = 1.0  # share of the present velocity in the mixture
-    ratio = False
-    parts = 2
-    copies: Mapping[str, Callable[[int], float]] = {
+    has_ratio = False
+    statistic_size = 2
+    reference_decays: Mapping[str, Callable[[int], float]] = {
         "old": lambda iteration: min(0.001 * iteration, 0.5)
     }
-    sampled_by = "old"
-    reads = ("old",)
+    sampling_reference = "old"
+    references = ("old",)
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return the image errors of the mixed velocity v+ and of its mirror image v-, (m,) each."""
-        old = others["old"]
+        old = reference_velocities["old"]
         clean = x - t * target
         mixed = (1 - self.beta) * old + self.beta * v
         mirrored = (1 + self.beta) * old - self.beta * v
@@ -367,22 +404,29 @@ class Crd(Decoupled):
     """CRD (2603.14128): the centred implicit reward is regressed on the centred advantage."""
 
     beta = 1.0  # scale of the implicit reward
-    ratio = False
-    grouped = True
+    has_ratio = False
+    needs_group = True
     shared = True
-    copies: Mapping[str, Callable[[int], float]] = {
+    reference_decays: Mapping[str, Callable[[int], float]] = {
         # Images are compared with "old"; "sampling" samples them.
         "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),
         "sampling": lambda iteration: min(0.0075 * max(iteration - 75, 0), 0.999),
     }
-    sampled_by = "sampling"
-    reads = ("old",)
+    sampling_reference = "sampling"
+    references = ("old",)
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return by how much the present error is below that of the old copy, (m,)."""
-        return (normalised_error(others["old"] - target) - normalised_error(v - target),)
+        return (
+            normalised_error(reference_velocities["old"] - target) - normalised_error(v - target),
+        )
 
     def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return minus the squared difference of centred implicit reward and centred advantage, (N,)."""
@@ -409,17 +453,22 @@ class GroupDpo(Decoupled):
 
     beta = 100.0  # inverse temperature of the group's weight
     part = 0.6
-    parts = 3
+    statistic_size = 3
     shared = True
-    grouped = True
-    reads = ("base",)
+    needs_group = True
+    references = ("base",)
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return minus the loss, and by how much the loss is below that of the base, (m,) each."""
         loss = mean_square(v - target)
-        return -loss, mean_square(others["base"] - target) - loss
+        return -loss, mean_square(reference_velocities["base"] - target) - loss
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
         """Return the log-ratio, then minus the loss and the gain over the base without graph, (m, 3)."""
@@ -437,7 +486,7 @@ class GroupDpo(Decoupled):
         weight = (logit - centred(logit, group_index)).sigmoid()
 
         ratio = log_ratio.detach().exp()
-        clip_range = self.s.clip_range
+        clip_range = self.settings.clip_range
         is_above = (advantage > 0) & (ratio > 1 + clip_range)
         is_below = (advantage < 0) & (ratio < 1 - clip_range)
         clipped_loss = torch.where(is_above | is_below, negative_loss.detach(), negative_loss)
@@ -447,7 +496,7 @@ class GroupDpo(Decoupled):
 class BestOfN(Decoupled):
     """Rejection sampling: the flow-matching loss of the best image of each group only."""
 
-    ratio = False
+    has_ratio = False
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
         """Return weights (P, G) that sum to 1 over the best images of a group and are 0 elsewhere.
@@ -468,16 +517,21 @@ class OnlineDpo(Decoupled):
     """Diffusion-DPO on the best and the worst image of each group."""
 
     beta = 100.0  # inverse temperature of the preference
-    ratio = False
+    has_ratio = False
     shared = True
-    grouped = True
-    reads = ("base",)
+    needs_group = True
+    references = ("base",)
 
     def losses(
-        self, v: Tensor, others: Mapping[str, Tensor], target: Tensor, x: Tensor, t: Tensor
+        self,
+        v: Tensor,
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,
+        x: Tensor,
+        t: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return by how much the loss is below that of the base, (m,)."""
-        return (mean_square(others["base"] - target) - mean_square(v - target),)
+        return (mean_square(reference_velocities["base"] - target) - mean_square(v - target),)
 
     def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return the log-sigmoid of the margin at the best image of each group, 0 elsewhere, (N,)."""

@@ -33,15 +33,15 @@ class Tmpo(Method):
     """Uni-TMPO (2609.34688): match the probabilities of a group's paths to a softmax of their rewards."""
 
     beta = 1.0  # inverse temperature of the rewards' softmax
-    ratio = False
-    grouped = True
-    needs = {
+    has_ratio = False
+    needs_group = True
+    required_settings = {
         "chunks": "whole",
         "updates_per_iteration": 1,
         "statistic": "ratio",
         "surrogate": "clip",
     }
-    because = "compares whole paths of a whole group"
+    requirement_reason = "compares whole paths of a whole group"
 
     def objective(
         self,
@@ -51,7 +51,7 @@ class Tmpo(Method):
     ) -> Tensor:
         """Return values (N,) whose mean over images is the mean of -L over groups; 0 in groups with equal rewards."""
         _, group_index, size = group.unique(return_inverse=True, return_counts=True)
-        transitions = len(self.places(self.sampler(0)))
+        transitions = len(self.trainable_steps(self.sampler(0)))
         log_q = group_log_softmax(self.beta * advantage, group_index)
         log_p = group_log_softmax(transitions * statistic, group_index)
         # The factor `size` turns the mean over images into a mean over groups.
@@ -66,9 +66,9 @@ class Neighbor(Method):
     """Neighbor GRPO (2511.16955): the ODE from nearby noises, and the probability of each sibling's next state."""
 
     power = 0.8  # p of the quasi-norm
-    density = False
-    grouped = True
-    needs = {
+    has_log_prob = False
+    needs_group = True
+    required_settings = {
         "window": "all",
         "chunks": "steps",
         "train_chunks": "all",
@@ -81,18 +81,18 @@ class Neighbor(Method):
         "surrogate": "clip",
         "updates_per_iteration": 1,
     }
-    because = "compares all paths of a group at every step"
+    requirement_reason = "compares all paths of a group at every step"
 
-    def __init__(self, s: Settings):
-        super().__init__(s)
-        self.ratios = s.images_per_prompt  # one log-ratio per sibling
-        self.parts = self.ratios + 1  # and the path's own number in the group
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.ratio_count = settings.images_per_prompt  # one log-ratio per sibling
+        self.statistic_size = self.ratio_count + 1  # and the path's own number in the group
 
     def sampler(self, iteration: int) -> Sampler:
         """Return the ODE sampler, the same in every iteration."""
-        return Sampler(self.sigmas, "ode", solver=self.s.solver)
+        return Sampler(self.sigmas, "ode", solver=self.settings.solver)
 
-    def places(self, sampler: Sampler) -> Tensor:
+    def trainable_steps(self, sampler: Sampler) -> Tensor:
         """Return all transitions but the last, (n,) long."""
         return torch.arange(len(sampler) - 1)
 
@@ -101,7 +101,7 @@ class Neighbor(Method):
         rewards = combine_rewards(scores, weights)
         rewards = rewards - rewards.mean(1, keepdim=True)
         norm = rewards.abs().pow(self.power).mean(1, keepdim=True).pow(1 / self.power)
-        clamp = self.s.advantage_clamp
+        clamp = self.settings.advantage_clamp
         return (rewards / norm.clamp(min=1e-8)).clamp(-clamp, clamp)
 
     def states(
@@ -111,7 +111,7 @@ class Neighbor(Method):
         index: Tensor,  # (m,) transitions
     ) -> tuple[Tensor, Tensor]:
         """Return states (m, S, C), and the next states of all images of each one's group, (m, G, S, C)."""
-        size = self.s.images_per_prompt
+        size = self.settings.images_per_prompt
         latents = context.trajectories.latents
         siblings = (image // size * size)[:, None] + torch.arange(size)
         current = latents[image, index]
@@ -119,10 +119,11 @@ class Neighbor(Method):
         device = context.policy.device
         return current.float().to(device), following.float().to(device)
 
-    def evidence(
+    def transition_stats(
         self,
         v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        others: Mapping[str, Tensor],  # (m, S, C) velocities of the references by name
+        # (m, S, C) velocities of the references by name
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,  # (m, G, S, C) next states of the siblings
         x: Tensor,  # (m, S, C) states
         sampler: Sampler,  # that sampled the trajectories
@@ -139,18 +140,18 @@ class Neighbor(Method):
         index: Tensor,  # (m,) transitions
         anchor: bool = True,  # compute the KL penalty if the settings have one
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the evidence with each image's number in its group appended, and the KL penalty.
+        """Return the transition statistics with each image's number in its group appended, and the KL penalty.
 
         The number travels as a float, since `objective` is not given the images.
         """
-        evidence, penalty = super().replay(context, image, index, anchor)
-        member = (image % self.s.images_per_prompt).to(evidence[0])
-        return (*evidence, member), penalty
+        transition_stats, penalty = super().replay(context, image, index, anchor)
+        member = (image % self.settings.images_per_prompt).to(transition_stats[0])
+        return (*transition_stats, member), penalty
 
     def statistic(
         self,
-        new: tuple[Tensor, ...],  # evidence under the present weights, of `replay`
-        old: tuple[Tensor, ...],  # evidence before the first update
+        new: tuple[Tensor, ...],  # transition statistics under the present weights, of `replay`
+        old: tuple[Tensor, ...],  # transition statistics before the first update
     ) -> Tensor:
         """Return the log-ratio of each sibling and the image's number in its group, (m, G + 1)."""
         return torch.cat([new[0] - old[0], new[1][:, None]], 1)
@@ -164,7 +165,7 @@ class Neighbor(Method):
         """Return the mean over siblings of the surrogate of each one's log-ratio and advantage, (N,)."""
         names, group_index = group.unique(return_inverse=True)
         member = statistic[:, -1].detach().round().long()
-        by_group = torch.zeros(len(names), self.s.images_per_prompt).to(advantage)
+        by_group = torch.zeros(len(names), self.settings.images_per_prompt).to(advantage)
         by_group = by_group.index_put((group_index, member), advantage)
         sibling_advantage = by_group[group_index]  # (N, G)
 
@@ -176,19 +177,19 @@ class Neighbor(Method):
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
         super().check()
-        if self.worth and self.worth.kind == "dppo":
+        if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {self.s.method}, which asks for no transition's mean"
+                f"`surrogate` must not be dppo with {self.settings.method}, which asks for no transition's mean"
             )
 
 # %% ../../nbs/08_methods/02_groups.ipynb #17200721
 class SelfOpd(Method):
     """Self-OPD (2608.26872): branches of one state, pulled if they gain, else pushed by how little they resemble the best."""
 
-    ratio = False
-    grouped = True
+    has_ratio = False
+    needs_group = True
     states = Neighbor.states  # the siblings' next states
-    needs = {
+    required_settings = {
         "sharing": "group",
         "chunks": "steps",
         "chunk_fraction": 1,
@@ -197,11 +198,13 @@ class SelfOpd(Method):
         "surrogate": "clip",
         "updates_per_iteration": 1,
     }
-    because = "compares the branches of one state"
+    requirement_reason = "compares the branches of one state"
 
-    def __init__(self, s: Settings):
-        super().__init__(s)
-        self.parts = s.images_per_prompt + 2  # log-density, cosines with siblings, number in group
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.statistic_size = (
+            settings.images_per_prompt + 2
+        )  # log-density, cosines with siblings, number in group
 
     def replay(
         self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True
@@ -211,17 +214,17 @@ class SelfOpd(Method):
         The number travels as a float, since `objective` is not given the images.
         """
         (mean, std, target), penalty = super().replay(context, image, index, anchor)
-        member = (image % self.s.images_per_prompt).to(mean.device)
+        member = (image % self.settings.images_per_prompt).to(mean.device)
         deltas = (target - mean[:, None]).flatten(2)  # of all siblings, (m, G, S * C)
         delta = deltas[torch.arange(len(member)), member]  # of the image itself
         log_density = -(delta / std[:, None]).square().mean(1) / 2
         cosines = torch.cosine_similarity(delta[:, None], deltas, 2).detach()
         return (log_density, cosines, member.to(log_density)), penalty
 
-    def evidence(
+    def transition_stats(
         self,
         v: Tensor,
-        others: Mapping[str, Tensor],
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,
         x: Tensor,
         sampler: Sampler,
@@ -238,7 +241,7 @@ class SelfOpd(Method):
     def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
         """Return weight times log-density of each branch, (N,)."""
         names, group_index = group.unique(return_inverse=True)
-        size = self.s.images_per_prompt
+        size = self.settings.images_per_prompt
         member = statistic[:, -1].detach().round().long()
 
         # The best branch of each group, as a number in the group.
@@ -254,7 +257,7 @@ class SelfOpd(Method):
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
         super().check()
-        if len(self.places(self.sampler(0))) != 1:
+        if len(self.trainable_steps(self.sampler(0))) != 1:
             raise InputError(
-                f"`window` must have one transition with {self.s.method}; got {self.s.window}"
+                f"`window` must have one transition with {self.settings.method}; got {self.settings.window}"
             )

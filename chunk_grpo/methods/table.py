@@ -11,99 +11,99 @@ from ..core.settings import METHODS, Settings, load_settings
 from ..training.methods import Method, load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
-def _describe_noise(s: Settings, method: Method) -> str:
+def _describe_noise(settings: Settings, method: Method) -> str:
     """Name the sampler, and the window, merging and solver if they are not the defaults."""
     if not len(method.sampler(0).stochastic):
         return "ODE"
-    choices = [s.sampler]
-    if s.window != "all":
-        choices.append(s.window)
-    if s.merge != "none":
-        choices.append(f"merged {s.merge}")
-    if s.solver != "euler":
-        choices.append(s.solver)
+    choices = [settings.sampler]
+    if settings.window != "all":
+        choices.append(settings.window)
+    if settings.merge != "none":
+        choices.append(f"merged {settings.merge}")
+    if settings.solver != "euler":
+        choices.append(settings.solver)
     return ", ".join(choices)
 
 
-def _describe_start(s: Settings) -> str:
+def _describe_start(settings: Settings) -> str:
     """Say what the images of a group share."""
-    if not s.shared_noise:
-        return s.sharing
-    if s.noise_spread > 0:
-        return f"one noise, spread {s.noise_spread:g}"
+    if not settings.shared_noise:
+        return settings.sharing
+    if settings.noise_spread > 0:
+        return f"one noise, spread {settings.noise_spread:g}"
     return "one noise"
 
 
-def _describe_credit(s: Settings) -> str:
+def _describe_credit(settings: Settings) -> str:
     """Name the form of the advantages, and the credit settings that are not the defaults."""
-    choices = [s.credit]
-    if s.credit_of != "image":
-        choices.append(s.credit_of)
-    if s.completion_strides != "1":
-        choices.append(f"strides {s.completion_strides}")
-    if s.diversity:
+    choices = [settings.credit]
+    if settings.credit_of != "image":
+        choices.append(settings.credit_of)
+    if settings.completion_strides != "1":
+        choices.append(f"strides {settings.completion_strides}")
+    if settings.diversity:
         choices.append("by distance")
     return ", ".join(choices)
 
 
-def _describe_grouping(s: Settings) -> str:
+def _describe_grouping(settings: Settings) -> str:
     """Name the chunks, and how often their profile is measured again."""
-    if s.profile_every > 0:
-        return f"{s.chunks}, every {s.profile_every}"
-    return s.chunks
+    if settings.profile_every > 0:
+        return f"{settings.chunks}, every {settings.profile_every}"
+    return settings.chunks
 
 
 def _describe_selection(
-    s: Settings,
+    settings: Settings,
     items_are_chunks: bool,  # False: single levels are trained, which `chunks` only selects
 ) -> str:
     """Name the share of chunks that an update trains, which ones may be sampled, and the step weights."""
-    words = [f"{s.chunk_fraction:g}"]
-    if s.train_chunks != "all":
-        words.append(f"of chunks {s.train_chunks}")
-    if not items_are_chunks and s.chunks != "steps":
-        words.append(f"of {s.chunks}")
+    words = [f"{settings.chunk_fraction:g}"]
+    if settings.train_chunks != "all":
+        words.append(f"of chunks {settings.train_chunks}")
+    if not items_are_chunks and settings.chunks != "steps":
+        words.append(f"of {settings.chunks}")
     selection = " ".join(words)
-    if s.step_weights == "one":
+    if settings.step_weights == "one":
         return selection
-    return f"{selection}, {s.step_weights}"
+    return f"{selection}, {settings.step_weights}"
 
 
-def _describe_anchor(s: Settings) -> str:
+def _describe_anchor(settings: Settings) -> str:
     """Name the weight and kind of the KL penalty, when its reference moves, and its share of images."""
-    if not s.kl:
+    if not settings.kl:
         return "none"
-    choices = [f"{s.kl:g} {s.anchor}"]
-    if s.anchor_every > 0:
-        choices.append(f"moved every {s.anchor_every}")
-    if s.anchor_share < 1:
-        choices.append(f"for {s.anchor_share:g} of images")
+    choices = [f"{settings.kl:g} {settings.anchor}"]
+    if settings.anchor_every > 0:
+        choices.append(f"moved every {settings.anchor_every}")
+    if settings.anchor_share < 1:
+        choices.append(f"for {settings.anchor_share:g} of images")
     return ", ".join(choices)
 
 
-def describe_axes(s: Settings) -> dict[str, str]:  # axis -> choice
+def describe_axes(settings: Settings) -> dict[str, str]:  # axis -> choice
     """Return the choice of the settings on every axis, in the words of the settings."""
-    method = load_method(s)
-    entry = METHODS.get(s.method, {})
+    method = load_method(settings)
+    entry = METHODS.get(settings.method, {})
     items_are_chunks = (
-        method.density or "likelihood" in entry or getattr(method, "item_is_chunk", False)
+        method.has_log_prob or "likelihood" in entry or getattr(method, "sample_is_chunk", False)
     )
-    if not method.density:
+    if not method.has_log_prob:
         likelihood = entry.get("likelihood", "flow matching")
-    elif s.statistic == "ratio":
+    elif settings.statistic == "ratio":
         likelihood = "transition"
     else:
-        likelihood = f"transition, {s.statistic}"
+        likelihood = f"transition, {settings.statistic}"
     return {
-        "noise": _describe_noise(s, method),
-        "start": _describe_start(s),
-        "credit": _describe_credit(s),
+        "noise": _describe_noise(settings, method),
+        "start": _describe_start(settings),
+        "credit": _describe_credit(settings),
         "likelihood": likelihood,
-        "grouping": _describe_grouping(s) if items_are_chunks else "levels",
-        "surrogate": entry.get("surrogate", s.surrogate),
-        "where": _describe_selection(s, items_are_chunks),
-        "anchor": _describe_anchor(s),
-        "drawn by": method.sampled_by or "present",
+        "grouping": _describe_grouping(settings) if items_are_chunks else "levels",
+        "surrogate": entry.get("surrogate", settings.surrogate),
+        "where": _describe_selection(settings, items_are_chunks),
+        "anchor": _describe_anchor(settings),
+        "drawn by": method.sampling_reference or "present",
     }
 
 
@@ -118,9 +118,9 @@ def method_row(
     """
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")
-    s = load_settings(base, {"method": name})
-    counts = load_method(s).counts()
-    images = s.prompts_per_iteration * s.images_per_prompt
+    settings = load_settings(base, {"method": name})
+    counts = load_method(settings).counts()
+    images = settings.prompts_per_iteration * settings.images_per_prompt
     cost = {
         "rollout": counts.rollout,
         "trained": counts.trained,
@@ -130,6 +130,6 @@ def method_row(
     return {
         "method": name,
         **{key: METHODS[name][key] for key in ("title", "source", "idea")},
-        **describe_axes(s),
+        **describe_axes(settings),
         **{key: round(total / images, 2) for key, total in cost.items()},
     }

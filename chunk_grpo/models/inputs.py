@@ -7,7 +7,7 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'read_model_json', 'check_levels', 'check_scheduler', 'check_pipeline_folder', 'import_class', 'find_family',
            'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column',
            'find_column', 'read_prompt_records', 'read_prompts', 'describe_prompts', 'sample_prompt_indices',
-           'evenly_spaced_positions', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
+           'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
            'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
@@ -728,7 +728,7 @@ def find_column(
     return matches[0]
 
 
-def _how_to_get(name: str) -> str:  # name: of a missing list of prompts, such as hpdv2-train
+def _describe_download(name: str) -> str:  # name: of a missing list of prompts, such as hpdv2-train
     """Return a sentence with the command that downloads the published list of this name.
 
     For a name of no published list, it says which command shows all of them.
@@ -760,7 +760,7 @@ def read_prompt_records(
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
-            f"{field}: {source!r} is no file; allowed are {names}. {_how_to_get(path.stem)}"
+            f"{field}: {source!r} is no file; allowed are {names}. {_describe_download(path.stem)}"
         )
 
     # Take the file apart, and the prompt out of each record.
@@ -769,7 +769,9 @@ def read_prompt_records(
         records = _parse_records(path.read_bytes(), kind)
         if records and records[0][0] == "header":
             find_column(records.pop(0)[1], column)
-        prompts = [(place, _prompt_of(place, record, column), record) for place, record in records]
+        prompts = [
+            (place, _extract_prompt(place, record, column), record) for place, record in records
+        ]
     except (OSError, ValueError, RecursionError) as error:  # no JSON, and no YAML: ValueErrors
         wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
         reason = str(error) if type(error) in (ValueError, InputError) else type(error).__name__
@@ -827,7 +829,7 @@ def _parse_records(
     return _read_lines(text)
 
 
-def _prompt_of(
+def _extract_prompt(
     where: str,  # place of the record, such as "line 2"
     record: Any,  # a text or a mapping
     column: str,  # name of the prompt's field; empty: the usual one
@@ -913,7 +915,7 @@ def sample_prompt_indices(
     return order[place * count : (place + 1) * count]
 
 
-def evenly_spaced_positions(
+def space_positions_evenly(
     total: int,  # length of the list
     count: int,  # positions to choose; all of the list if it is shorter
 ) -> list[int]:
@@ -922,16 +924,21 @@ def evenly_spaced_positions(
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
-def content_hashes(s: Any) -> dict[str, str]:  # s: settings; keys model_sha256, prompts_sha256
+def content_hashes(
+    settings: Any,
+) -> dict[str, str]:  # s: settings; keys model_sha256, prompts_sha256
     """Check a run's model and prompts, and return their hashes.
 
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
     """
-    prompts = [read_prompts(s.prompts, "prompts"), read_prompts(s.eval_prompts, "eval_prompts")]
-    sample_prompt_indices(len(prompts[0]), s.prompts_per_iteration, s.seed, 0)
-    model = locate_model(s.model)
+    prompts = [
+        read_prompts(settings.prompts, "prompts"),
+        read_prompts(settings.eval_prompts, "eval_prompts"),
+    ]
+    sample_prompt_indices(len(prompts[0]), settings.prompts_per_iteration, settings.seed, 0)
+    model = locate_model(settings.model)
     check_pipeline_folder(model)
-    check_scheduler(model, s.eval_steps)
+    check_scheduler(model, settings.eval_steps)
     check_parts(model)
     return {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
@@ -951,24 +958,24 @@ _FILE_OPTIONS = (
 )
 
 
-def absolute_inputs(s: Any) -> Any:  # settings; returns settings
+def absolute_inputs(settings: Any) -> Any:  # settings; returns settings
     """Return the settings with absolute paths of model, prompts and files of rewards.
 
     A path that does not exist here stays as it is.
     """
     changes: dict[str, Any] = {}
-    if s.model not in POCKET_MODELS and os.path.isdir(s.model):
-        changes["model"] = os.path.abspath(s.model)
+    if settings.model not in POCKET_MODELS and os.path.isdir(settings.model):
+        changes["model"] = os.path.abspath(settings.model)
     for name in ("prompts", "eval_prompts"):
-        path, column = split_prompt_column(getattr(s, name))
+        path, column = split_prompt_column(getattr(settings, name))
         if not path.startswith("pocket:") and os.path.isfile(path):
             suffix = f":{column}" if column else ""
             changes[name] = os.path.abspath(path) + suffix
     changes["reward_options"] = {
         reward: {key: _absolute_option(key, value) for key, value in options.items()}
-        for reward, options in s.reward_options.items()
+        for reward, options in settings.reward_options.items()
     }
-    return s.model_copy(update=changes)
+    return settings.model_copy(update=changes)
 
 
 def _absolute_option(
@@ -1009,10 +1016,14 @@ def _hash_stamped_model(
     return hash_model_files(folder, MODEL_FOLDERS)
 
 
-def input_records(s: Any) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
+def input_records(
+    settings: Any,
+) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
     """Return what a run records of its model and of each list, for `find_changed_input`."""
-    folder = locate_model(s.model)
-    lists = {name: hash_prompts(getattr(s, name), name) for name in ("prompts", "eval_prompts")}
+    folder = locate_model(settings.model)
+    lists = {
+        name: hash_prompts(getattr(settings, name), name) for name in ("prompts", "eval_prompts")
+    }
     return {
         "model_stamp": model_stamp(folder),
         "model_index": sha256_of(folder / "model_index.json"),
@@ -1021,7 +1032,7 @@ def input_records(s: Any) -> dict[str, str]:  # model_stamp, model_index, prompt
 
 
 def find_changed_input(
-    s: Any,  # settings
+    settings: Any,  # settings
     known: Mapping,  # model_sha256, prompts_sha256, inputs of run.json; missing: not compared
     names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # inputs to compare
 ) -> str | None:
@@ -1031,7 +1042,7 @@ def find_changed_input(
     """
     recorded = known.get("inputs") or {}
     if "model" in names:
-        folder = locate_model(s.model)
+        folder = locate_model(settings.model)
         index = folder / "model_index.json"
         if index.is_file() and recorded.get("model_index", sha256_of(index)) != sha256_of(index):
             return "model"
@@ -1045,14 +1056,14 @@ def find_changed_input(
         ):
             return "model"
     for name in [name for name in ("prompts", "eval_prompts") if name in names]:
-        current = hash_prompts(getattr(s, name), name)
+        current = hash_prompts(getattr(settings, name), name)
         if recorded.get(name, current) != current:
             return name
         # An older run recorded one hash of both lists.
         if name not in recorded and known.get("prompts_sha256"):
             lists = [
-                read_prompts(s.prompts, "prompts"),
-                read_prompts(s.eval_prompts, "eval_prompts"),
+                read_prompts(settings.prompts, "prompts"),
+                read_prompts(settings.eval_prompts, "eval_prompts"),
             ]
             if hashlib.sha256(json.dumps(lists).encode()).hexdigest() != known["prompts_sha256"]:
                 return name

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TORCH_DTYPES', 'LORA_TARGETS', 'align_parameters', 'native_shift', 'scheduler_config', 'has_closed_form',
-           'scheduler_sigmas', 'told_sigma', 'padded_batch_size', 'ModelConfig', 'Family', 'Policy', 'load_policy',
-           'decode_latents']
+           'scheduler_sigmas', 'compute_network_sigma', 'padded_batch_size', 'ModelConfig', 'Family', 'Policy',
+           'load_policy', 'decode_latents']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -145,7 +145,7 @@ def scheduler_sigmas(
     return levels
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
-def told_sigma(
+def compute_network_sigma(
     policy: "Policy",  # with the setting `truncate_timesteps`
     sigma: Tensor,  # noise levels in [0, 1], of any shape
 ) -> Tensor:  # of the same shape; `sigma` itself if nothing is truncated
@@ -201,7 +201,9 @@ class Family:
     patch: int = 2  # latent pixels per side of one token of the transformer
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
     lora_targets: tuple[str, ...] = LORA_TARGETS  # layers that get an adapter, by end of name
-    unread: tuple[str, ...] = ()  # layers without a gradient, since nothing uses their output
+    layers_without_gradient: tuple[
+        str, ...
+    ] = ()  # layers without a gradient, since nothing uses their output
     masks_attention: bool = False  # True if prompts come with an attention mask
 
     @classmethod
@@ -257,7 +259,7 @@ class Policy(Family):
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
     base_params: list[Tensor] | None = None  # the transformer's before training; None: an adapter
     # True for a policy with an adapter; with sharded weights; with compiled blocks; for which
-    # `told_sigma` truncates
+    # `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False
     encode = encode_prompts
     key = functools.cached_property(prompt_key)

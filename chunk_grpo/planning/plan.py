@@ -9,7 +9,7 @@ __all__ = ['LARGEST_ON_CPU', 'REWARD_MODEL_SIZES', 'ASSUMED_MFU', 'known_model_c
            'decode_bytes_on_gpu', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'iteration_flops',
            'held_out_prompts', 'training_memory', 'find_device', 'recognise_gpu', 'measure_matmul_rate', 'RateShare',
            'rate_share', 'iteration_seconds', 'run_disk_bytes', 'estimate_disk_bytes', 'check_disk_space',
-           'machine_presets', 'preset_processes', 'processes_here', 'forwards_per_image', 'describe_counts',
+           'machine_presets', 'find_preset_processes', 'choose_processes', 'forwards_per_image', 'describe_counts',
            'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc7f3757
@@ -188,7 +188,7 @@ def _meta_forward(
 
 def check_forward(
     model: str,  # pocket, a folder or a hub id
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
 ) -> None:
     """Raise InputError if the model's configuration describes a network that cannot make a step.
 
@@ -197,7 +197,9 @@ def check_forward(
     """
     config = find_model_config(model)
     if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):
-        _meta_forward(config, meta_policy(config, s.resolution, s.max_tokens, s.dtype))
+        _meta_forward(
+            config, meta_policy(config, settings.resolution, settings.max_tokens, settings.dtype)
+        )
 
 
 def _blocks(net: nn.Module) -> list[nn.Module]:
@@ -235,7 +237,7 @@ def _count_trained_parameters(
 
     Raise InputError if no layer has a target's name.
     """
-    if not rank and not find_family(config.pipeline).unread:
+    if not rank and not find_family(config.pipeline).layers_without_gradient:
         return model_sizes(config)["transformer"]
     return sum(p.numel() for p in meta_policy(config, 64, 16, rank=rank, targets=targets).trained)
 
@@ -248,10 +250,10 @@ def _describe_adapted_layers(
 ) -> str:
     """Write the layers that get an adapter as patterns, with the number of layers each."""
     # imported here: needs peft
-    from chunk_grpo.models.trainable import adapted_layers, describe_layers
+    from chunk_grpo.models.trainable import list_adapted_layers, describe_layers
 
     policy = meta_policy(config, 64, 16, rank=rank, targets=targets)
-    return describe_layers(adapted_layers(policy.transformer))
+    return describe_layers(list_adapted_layers(policy.transformer))
 
 
 @functools.cache
@@ -263,58 +265,58 @@ def latent_numel(
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 
-def prompt_embeds_bytes(config: ModelConfig, s: Settings) -> int:
+def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
     """Return the bytes of one prompt's embeddings on disk: token states and any pooled state."""
     sizes = model_sizes(config)
-    tokens = s.max_tokens + config.extra_tokens
-    return (tokens * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[s.dtype].itemsize
+    tokens = settings.max_tokens + config.extra_tokens
+    return (tokens * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[settings.dtype].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dev0012
 # parameters of the largest transformer that is trained without a GPU unless the settings request it
 LARGEST_ON_CPU = 1e9
 
 
-def _large_model_on_cpu(s: Settings) -> str:
+def _large_model_on_cpu(settings: Settings) -> str:
     """Describe the large model that would run on the CPU without a request; "" if there is none."""
-    config = find_model_config(s.model)
-    if s.device == "cpu" or torch.cuda.is_available() or not config:
+    config = find_model_config(settings.model)
+    if settings.device == "cpu" or torch.cuda.is_available() or not config:
         return ""
     size = model_sizes(config)["transformer"]
     if size <= LARGEST_ON_CPU:
         return ""
-    why = machine.why_no_gpu(torch.version.cuda)
-    return f"{s.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({why})"
+    why = machine.explain_missing_gpu(torch.version.cuda)
+    return f"{settings.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({why})"
 
 
-def check_device(s: Settings) -> str:
+def check_device(settings: Settings) -> str:
     """Check that the model can be trained on the requested device, and return "cpu" or "cuda".
 
     Raise InputError if the settings request a GPU and torch sees none, or if a large model would be
     trained on the CPU although the settings do not request it. No weights are read.
     """
-    device = machine.choose_device(s.device)
-    if problem := _large_model_on_cpu(s):
+    device = machine.choose_device(settings.device)
+    if problem := _large_model_on_cpu(settings):
         raise InputError(
-            f"`device` must be cpu to train a large model on the CPU: {problem}; got {s.device}"
+            f"`device` must be cpu to train a large model on the CPU: {problem}; got {settings.device}"
         )
     return device
 
 
-def choose_image_device(s: Settings) -> str:
+def choose_image_device(settings: Settings) -> str:
     """Choose where a trained policy samples images, "cpu" or "cuda".
 
     Warn before a large model does so on the CPU: a run that was trained on a GPU may be inspected
     without one.
     """
-    if problem := _large_model_on_cpu(s):
+    if problem := _large_model_on_cpu(settings):
         warnings.warn(
             f"images will be drawn on the CPU, which may take hours: {problem}", stacklevel=2
         )
-    return "cuda" if s.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 # %% ../../nbs/06_planning/00_plan.ipynb #02338e84
 @contextlib.contextmanager
-def _run_alike_once(
+def _run_two_per_kind(
     net: nn.Module,  # a transformer on meta
     total: Callable[[], int],  # returns the amount counted so far: operations or bytes
 ) -> Iterator[tuple[list[int], list[int]]]:
@@ -362,7 +364,7 @@ def forward_flops(
     """Count the floating-point operations of one forward pass of one image."""
     policy = meta_policy(config, resolution, max_tokens)
     with FlopCounterMode(display=False) as counter:
-        with _run_alike_once(policy.transformer, counter.get_total_flops) as (skipped, _):
+        with _run_two_per_kind(policy.transformer, counter.get_total_flops) as (skipped, _):
             _meta_forward(config, policy)
     return counter.get_total_flops() + sum(skipped)
 
@@ -465,7 +467,7 @@ def _counted_bytes(
     def saved(rows: int) -> tuple[int, int]:
         """Return the bytes that all blocks save, and those of the block that saves most."""
         with formats, _track_saved_tensors(policy) as storages:
-            with _run_alike_once(policy.transformer, lambda: sum(storages.values())) as (
+            with _run_two_per_kind(policy.transformer, lambda: sum(storages.values())) as (
                 skipped,
                 measured,
             ):
@@ -483,35 +485,37 @@ def _counted_bytes(
 
 def _batch_activation_bytes(
     config: ModelConfig,  # of the model's networks
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     batch: int | None = None,  # transitions; None: `update_batch` of the settings
 ) -> int:
     """Return the bytes that an update's forward pass saves for its backward pass."""
-    targets = tuple(s.lora_targets) if s.lora_rank else ()
+    targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _counted_bytes(
         config,
-        s.resolution,
-        s.max_tokens,
-        s.dtype,
-        s.lora_rank,
+        settings.resolution,
+        settings.max_tokens,
+        settings.dtype,
+        settings.lora_rank,
         targets,
-        s.gradient_checkpointing,
+        settings.gradient_checkpointing,
     )
     # Classifier-free guidance doubles the rows.
-    return fixed + row * (s.update_batch if batch is None else batch) * (1 + (s.true_cfg_scale > 1))
+    return fixed + row * (settings.update_batch if batch is None else batch) * (
+        1 + (settings.true_cfg_scale > 1)
+    )
 
 
-def fit_update_batch(config: ModelConfig, s: Settings) -> Settings:
+def fit_update_batch(config: ModelConfig, settings: Settings) -> Settings:
     """Return the settings with the largest `update_batch` that `update_memory` allows.
 
     Without an `update_memory` they stay the same.
     """
-    if not s.update_memory:
-        return s
-    fixed = _batch_activation_bytes(config, s, 0)
-    row = _batch_activation_bytes(config, s, 1) - fixed
-    batch = int((s.update_memory * 1e9 - fixed) // row)
-    return s.model_copy(update={"update_batch": max(1, batch)})
+    if not settings.update_memory:
+        return settings
+    fixed = _batch_activation_bytes(config, settings, 0)
+    row = _batch_activation_bytes(config, settings, 1) - fixed
+    batch = int((settings.update_memory * 1e9 - fixed) // row)
+    return settings.model_copy(update={"update_batch": max(1, batch)})
 
 # %% ../../nbs/06_planning/00_plan.ipynb #d0d45ab3
 class LiveBytesMode(TorchDispatchMode):
@@ -556,7 +560,7 @@ class LiveBytesMode(TorchDispatchMode):
         self.now -= size
 
 # %% ../../nbs/06_planning/00_plan.ipynb #0cd2cd2a
-def _run_tile_once(run: Callable) -> Callable:
+def _run_once_per_shape(run: Callable) -> Callable:
     """Wrap a function of a tensor so that it runs once per shape of the tensor.
 
     Later calls allocate its peak memory, free it, and return tensors of the same shapes.
@@ -597,8 +601,8 @@ def _decode_bytes(
     if tiling:
         policy.vae.enable_slicing()
         policy.vae.enable_tiling()
-        policy.vae._decode = _run_tile_once(policy.vae._decode)  # an image
-        policy.vae.decoder.forward = _run_tile_once(policy.vae.decoder.forward)  # a tile
+        policy.vae._decode = _run_once_per_shape(policy.vae._decode)  # an image
+        policy.vae.decoder.forward = _run_once_per_shape(policy.vae.decoder.forward)  # a tile
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
     # Decoding runs without autocast: of the GPU's formats only its attention matters.
     with torch.device("meta"), _GpuFormats(torch.float32), live:
@@ -643,26 +647,28 @@ def decode_bytes_on_gpu(
     return peak + largest
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1d89e9c3
-def _images(s: Settings) -> int:
+def _images(settings: Settings) -> int:
     """Return the number of images sampled in an iteration, in all processes together."""
-    return s.prompts_per_iteration * s.images_per_prompt
+    return settings.prompts_per_iteration * settings.images_per_prompt
 
 
 def transitions_per_image(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     sizes: Sequence[int] | None = None,  # of chunks from a profile, if known
 ) -> tuple[int, float, int]:  # fewest, mean and most
     """Return how many transitions of an image are trained: fewest, mean and most."""
     # Without its sizes, a profile determines the number of chunks, and with it the mean.
-    if sizes is None and s.chunk_rule.kind == "profile":
-        total = min(DEFAULT_CHUNKS, s.transitions)
-        sampled = chunk_count(len(s.train_chunk_numbers or range(total)), s.chunk_fraction)
-        return 1, s.transitions * sampled / total, s.transitions
-    if sizes is None and s.chunk_rule.kind != "fixed":
-        return 1, max(1.0, s.transitions * s.chunk_fraction), s.transitions
-    sizes = sizes or s.chunk_rule.chunks.sizes
-    sizes = sorted(sizes[k] for k in s.train_chunk_numbers or range(len(sizes)))
-    count = max(1, int(len(sizes) * s.chunk_fraction))
+    if sizes is None and settings.chunk_rule.kind == "profile":
+        total = min(DEFAULT_CHUNKS, settings.transitions)
+        sampled = chunk_count(
+            len(settings.train_chunk_numbers or range(total)), settings.chunk_fraction
+        )
+        return 1, settings.transitions * sampled / total, settings.transitions
+    if sizes is None and settings.chunk_rule.kind != "fixed":
+        return 1, max(1.0, settings.transitions * settings.chunk_fraction), settings.transitions
+    sizes = sizes or settings.chunk_rule.chunks.sizes
+    sizes = sorted(sizes[k] for k in settings.train_chunk_numbers or range(len(sizes)))
+    count = max(1, int(len(sizes) * settings.chunk_fraction))
     return sum(sizes[:count]), sum(sizes) * count / len(sizes), sum(sizes[-count:])
 
 
@@ -681,114 +687,130 @@ class IterationCounts:
     scored: float = 0  # images that the rewards score
 
 
-def iteration_counts(s: Settings) -> IterationCounts:
+def iteration_counts(settings: Settings) -> IterationCounts:
     """Count what an iteration of Chunk-GRPO computes.
 
     Other methods count themselves: `load_method(s).counts()`. Raise InputError if the settings are for one of them.
     """
-    if s.method != "chunk" or s.window != "all" or s.sharing != "own" or s.credit_of != "image":
+    if (
+        settings.method != "chunk"
+        or settings.window != "all"
+        or settings.sharing != "own"
+        or settings.credit_of != "image"
+    ):
         raise InputError(
             "`counts` must be those of the method, load_method(settings).counts(), where the settings "
             "name a `method`, `window`, `sharing` or `credit_of` other than Chunk-GRPO's; got none"
         )
     # With shared initial noise, one first forward pass serves all images of a prompt.
-    is_first_shared = s.shared_noise and not s.noise_spread
+    is_first_shared = settings.shared_noise and not settings.noise_spread
 
     def sampling_forwards(images: int) -> int:
         """Return the forward passes that sample this many images per prompt."""
         if not images:
             return 0
         first = 1 if is_first_shared else images
-        return s.prompts_per_iteration * (images * (s.steps - 1) + first)
+        return settings.prompts_per_iteration * (images * (settings.steps - 1) + first)
 
-    trained = _images(s) * transitions_per_image(s)[1]
+    trained = _images(settings) * transitions_per_image(settings)[1]
 
     # Updates after the first compute old log-probabilities, twice if a chunk exceeds a batch.
-    later_share = 1 - 1 / s.updates_per_iteration
-    if s.chunk_rule.chunks:
-        largest_chunk = max(s.chunk_rule.chunks.sizes)
+    later_share = 1 - 1 / settings.updates_per_iteration
+    if settings.chunk_rule.chunks:
+        largest_chunk = max(settings.chunk_rule.chunks.sizes)
     else:  # an unknown profile may have all transitions in one chunk
-        largest_chunk = s.transitions
-    passes = 1 if s.update_batch >= largest_chunk else 2
-    extra_per_transition = later_share * passes + (s.kl > 0)
+        largest_chunk = settings.transitions
+    passes = 1 if settings.update_batch >= largest_chunk else 2
+    extra_per_transition = later_share * passes + (settings.kl > 0)
 
     return IterationCounts(
-        rollout=sampling_forwards(s.images_per_prompt),
+        rollout=sampling_forwards(settings.images_per_prompt),
         trained=trained,
         extra=trained * extra_per_transition,
-        baseline=sampling_forwards(s.baseline_images),
-        scored=s.prompts_per_iteration * (s.images_per_prompt + s.baseline_images),
+        baseline=sampling_forwards(settings.baseline_images),
+        scored=settings.prompts_per_iteration
+        * (settings.images_per_prompt + settings.baseline_images),
     )
 
 # %% ../../nbs/06_planning/00_plan.ipynb #fbe15554
-def _backward_forwards(s: Settings) -> int:
+def _backward_forwards(settings: Settings) -> int:
     """Return the cost of a forward and backward pass, in units of a forward pass."""
-    return (2 if s.lora_rank else 3) + s.gradient_checkpointing
+    return (2 if settings.lora_rank else 3) + settings.gradient_checkpointing
 
 
 def iteration_flops(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # by phase
     """Return the operations of an iteration by phase, in all processes together."""
-    forward = forward_flops(config, s.resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
-    counts = counts or iteration_counts(s)
+    forward = forward_flops(config, settings.resolution, settings.max_tokens) * (
+        1 + (settings.true_cfg_scale > 1)
+    )
+    counts = counts or iteration_counts(settings)
     forwards = {"rollout": counts.rollout}
     if counts.baseline:
         forwards["baseline"] = counts.baseline
-    forwards["update"] = counts.trained * _backward_forwards(s) + counts.extra
+    forwards["update"] = counts.trained * _backward_forwards(settings) + counts.extra
     return {phase: count * forward for phase, count in forwards.items()}
 
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
-def held_out_prompts(s: Settings) -> list[str]:
+def held_out_prompts(settings: Settings) -> list[str]:
     """Return the held-out prompts of a run; none if their file does not exist here."""
     exists = (
-        s.eval_prompts.startswith("pocket:")
-        or Path(split_prompt_column(s.eval_prompts)[0]).is_file()
+        settings.eval_prompts.startswith("pocket:")
+        or Path(split_prompt_column(settings.eval_prompts)[0]).is_file()
     )
-    return read_prompts(s.eval_prompts, "eval_prompts") if exists else []
+    return read_prompts(settings.eval_prompts, "eval_prompts") if exists else []
 
 
-def _evaluation_forwards(s: Settings) -> dict[str, tuple[int, int, int]]:
+def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
     """Return what the evaluation after a run samples, with the ODE and as in training.
 
     The values are arms, forward passes per image, and pixels per side.
     """
-    passes_per_step = 1 + (s.true_cfg_scale > 1)
-    ode_arms = 2 + (0 < s.hybrid_split < s.eval_steps)
+    passes_per_step = 1 + (settings.true_cfg_scale > 1)
+    ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
     return {
-        "ODE": (ode_arms, s.eval_steps * passes_per_step, s.eval_resolution),
-        "as trained": (2, s.steps * passes_per_step, s.resolution),
+        "ODE": (ode_arms, settings.eval_steps * passes_per_step, settings.eval_resolution),
+        "as trained": (2, settings.steps * passes_per_step, settings.resolution),
     }
 
 
-def _evaluation_flops(s: Settings, config: ModelConfig) -> tuple[float, int, float]:
+def _evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, int, float]:
     """Return the operations of a run's evaluations.
 
     The values are the operations of one evaluation during training, the number of such
     evaluations, and the operations of the evaluation after the run.
     """
-    forward = forward_flops(config, s.eval_resolution, s.max_tokens) * (1 + (s.true_cfg_scale > 1))
-    arms = 1 + (0 < s.hybrid_split < s.eval_steps)
-    times = 1 if not s.eval_every else -(-s.iterations // s.eval_every)
-    prompts = len(held_out_prompts(s)) or 1  # 1: their file does not exist here
-    images = prompts * s.eval_images
-    last = sum(
-        images * arms * forwards * forward_flops(config, pixels, s.max_tokens)
-        for arms, forwards, pixels in _evaluation_forwards(s).values()
+    forward = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
+        1 + (settings.true_cfg_scale > 1)
     )
-    return s.eval_count * s.eval_images * arms * s.eval_steps * forward, times, last
+    arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
+    times = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
+    prompts = len(held_out_prompts(settings)) or 1  # 1: their file does not exist here
+    images = prompts * settings.eval_images
+    last = sum(
+        images * arms * forwards * forward_flops(config, pixels, settings.max_tokens)
+        for arms, forwards, pixels in _evaluation_forwards(settings).values()
+    )
+    return (
+        settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward,
+        times,
+        last,
+    )
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dc91178f
-def _trajectory_bytes(s: Settings, config: ModelConfig) -> int:
+def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
     """Return the bytes of an iteration's trajectories, in all processes together."""
-    latent_bytes = latent_numel(config, s.resolution) * TORCH_DTYPES[s.latents_dtype].itemsize
-    return _images(s) * (s.steps + 1) * latent_bytes
+    latent_bytes = (
+        latent_numel(config, settings.resolution) * TORCH_DTYPES[settings.latents_dtype].itemsize
+    )
+    return _images(settings) * (settings.steps + 1) * latent_bytes
 
 
 def training_memory(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     processes: int = 1,  # that share images and shards
 ) -> dict[str, int]:  # kind of content -> bytes
@@ -797,23 +819,23 @@ def training_memory(
     Autoencoder, text encoders and rewards are left out.
     """
     sizes = model_sizes(config)
-    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
+    trained = _count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
     parameters = sizes["transformer"]
-    width = TORCH_DTYPES[s.dtype].itemsize
-    shards = processes if s.sharding == "fsdp" else 1
-    frozen_bytes = parameters * width if s.lora_rank else 0
+    width = TORCH_DTYPES[settings.dtype].itemsize
+    shards = processes if settings.sharding == "fsdp" else 1
+    frozen_bytes = parameters * width if settings.lora_rank else 0
     trajectories = 0
-    if s.latents_on == "device":
-        trajectories = _trajectory_bytes(s, config) // processes
+    if settings.latents_on == "device":
+        trajectories = _trajectory_bytes(settings, config) // processes
     return {
         "weights": frozen_bytes + trained * 4 // shards,
         "gathered blocks": sizes["block"] * (2 * width + 4) if shards > 1 else 0,
         "gradients": trained * 4 // shards,
-        "moments": trained * (2 if s.optimizer == "adamw-8bit" else 8) // shards,
-        "base weights kept aside": 0 if s.lora_rank else parameters * 4 // shards,
-        "moving average": trained * 4 // shards if s.ema else 0,
+        "moments": trained * (2 if settings.optimizer == "adamw-8bit" else 8) // shards,
+        "base weights kept aside": 0 if settings.lora_rank else parameters * 4 // shards,
+        "moving average": trained * 4 // shards if settings.ema else 0,
         "trajectories": trajectories,
-        "activations": _batch_activation_bytes(config, s),
+        "activations": _batch_activation_bytes(config, settings),
     }
 
 # %% ../../nbs/06_planning/00_plan.ipynb #3f98d0ad
@@ -826,7 +848,7 @@ REWARD_MODEL_SIZES = {  # parameters, bytes of each
 
 
 def _peak_memory(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     processes: int = 1,  # that share images and shards
 ) -> tuple[int, dict[str, int]]:  # bytes in total; bytes by kind of content
@@ -835,15 +857,17 @@ def _peak_memory(
     Activations and decoding are never in memory together, so the total counts the larger of them.
     """
     batches = {
-        s.resolution: min(s.rollout_batch, _images(s)),
-        s.eval_resolution: min(s.rollout_batch, s.eval_count * s.eval_images),
+        settings.resolution: min(settings.rollout_batch, _images(settings)),
+        settings.eval_resolution: min(
+            settings.rollout_batch, settings.eval_count * settings.eval_images
+        ),
     }
-    parts = training_memory(s, config, processes) | {
-        "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[s.dtype].itemsize,
+    parts = training_memory(settings, config, processes) | {
+        "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[settings.dtype].itemsize,
         "rewards": 0,
     }
-    for name in {*reward_weights(s), *evaluated_rewards(s)} & set(REWARD_MODEL_SIZES):
-        options = s.reward_options.get(name, {})
+    for name in {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES):
+        options = settings.reward_options.get(name, {})
         count, size = REWARD_MODEL_SIZES[name]
         if options.get("dtype") in ("bfloat16", "float16"):
             size = 2
@@ -851,7 +875,11 @@ def _peak_memory(
             parts["rewards"] += int(count * size)
     parts["decoding"] = max(
         decode_bytes_on_gpu(
-            config, side, s.dtype, s.vae_tiling, images_decoded_at_once(config, side, images)
+            config,
+            side,
+            settings.dtype,
+            settings.vae_tiling,
+            images_decoded_at_once(config, side, images),
         )
         for side, images in batches.items()
     )
@@ -976,28 +1004,28 @@ def rate_share(
 
 
 def _phase_shares(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     where: _DeviceSpec,  # device of the run
     share: float | None = None,  # of the device's rate; None: measured or assumed
 ) -> dict[str, RateShare]:  # by phase
     """Return the share of the device's rate that each phase of a run reaches."""
     phases = {
-        "rollout": ("forward", s.resolution),
-        "baseline": ("forward", s.resolution),
-        "update": ("update", s.resolution),
-        "evaluation": ("forward", s.eval_resolution),
+        "rollout": ("forward", settings.resolution),
+        "baseline": ("forward", settings.resolution),
+        "update": ("update", settings.resolution),
+        "evaluation": ("forward", settings.eval_resolution),
     }
     if share is not None:
         return dict.fromkeys(phases, RateShare(share, "given"))
     return {
-        name: rate_share(where.name, s.dtype, resolution, config, kind)
+        name: rate_share(where.name, settings.dtype, resolution, config, kind)
         for name, (kind, resolution) in phases.items()
     }
 
 
 def iteration_seconds(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     where: _DeviceSpec,  # device of the run
     share: float | None = None,  # of the device's rate; None: measured or assumed
@@ -1009,96 +1037,111 @@ def iteration_seconds(
     A phase takes the longer of two times: that of its arithmetic, and that of reading weights and
     moments from memory.
     """
-    weight_width = TORCH_DTYPES[s.dtype].itemsize if s.lora_rank else 4
+    weight_width = TORCH_DTYPES[settings.dtype].itemsize if settings.lora_rank else 4
     weights = model_sizes(config)["transformer"] * weight_width  # bytes
-    prompts = s.prompts_per_iteration / processes
-    n = counts or iteration_counts(s)
+    prompts = settings.prompts_per_iteration / processes
+    n = counts or iteration_counts(settings)
 
     # Bytes that sampling reads: all weights in each forward pass of a batch.
-    images = {"rollout": prompts * s.images_per_prompt, "baseline": prompts * s.baseline_images}
-    forwards = {"rollout": math.ceil(n.rollout / _images(s)), "baseline": s.steps}  # per image
+    images = {
+        "rollout": prompts * settings.images_per_prompt,
+        "baseline": prompts * settings.baseline_images,
+    }
+    forwards = {
+        "rollout": math.ceil(n.rollout / _images(settings)),
+        "baseline": settings.steps,
+    }  # per image
     moved = {
-        phase: -(-count // s.rollout_batch) * forwards[phase] * weights
+        phase: -(-count // settings.rollout_batch) * forwards[phase] * weights
         for phase, count in images.items()
     }
 
     # Bytes that the update moves: weights in each pass; weights, gradients and moments per step.
-    batches = -(-n.trained / processes // s.update_batch)
-    passes = batches * (_backward_forwards(s) + n.extra / n.trained)
-    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    moments = trained * (28 if s.optimizer == "adamw" else 16)
-    moved["update"] = passes * weights + s.updates_per_iteration * moments
+    batches = -(-n.trained / processes // settings.update_batch)
+    passes = batches * (_backward_forwards(settings) + n.extra / n.trained)
+    trained = _count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
+    moments = trained * (28 if settings.optimizer == "adamw" else 16)
+    moved["update"] = passes * weights + settings.updates_per_iteration * moments
 
-    rate = getattr(where, s.dtype) * 1e12 * processes
-    shares = _phase_shares(s, config, where, share)
+    rate = getattr(where, settings.dtype) * 1e12 * processes
+    shares = _phase_shares(settings, config, where, share)
     return {
         phase: max(flops / (rate * shares[phase].value), moved[phase] / (where.bandwidth * 1e12))
-        for phase, flops in iteration_flops(s, config, counts).items()
+        for phase, flops in iteration_flops(settings, config, counts).items()
     }
 
 # %% ../../nbs/06_planning/00_plan.ipynb #4b8710ab
 _HELD_OUT_PROMPTS = 400  # if their file does not exist here: as many as HPDv2's test.json has
 
 
-def _encoded_prompts(s: Settings) -> int:
+def _encoded_prompts(settings: Settings) -> int:
     """Return how many prompts a run encodes at most, with the empty prompt of guidance."""
-    return s.iterations * s.prompts_per_iteration + s.eval_count + (s.true_cfg_scale > 1)
+    return (
+        settings.iterations * settings.prompts_per_iteration
+        + settings.eval_count
+        + (settings.true_cfg_scale > 1)
+    )
 
 
 def run_disk_bytes(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
 ) -> dict[str, int]:  # kind of content -> bytes
     """Estimate the bytes that a run writes, by kind of content.
 
     They include the evaluation after the run, and the embeddings of the prompts.
     """
-    held_out = len(held_out_prompts(s)) or _HELD_OUT_PROMPTS
-    trained = _count_trained_parameters(config, s.lora_rank, s.lora_targets)
-    permanent = s.iterations // s.keep_every if s.keep_every else 0
-    checkpoints = s.keep_checkpoints + 1 + permanent
+    held_out = len(held_out_prompts(settings)) or _HELD_OUT_PROMPTS
+    trained = _count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
+    permanent = settings.iterations // settings.keep_every if settings.keep_every else 0
+    checkpoints = settings.keep_checkpoints + 1 + permanent
     # images by each arm
-    evaluations = 2 + (s.iterations // s.eval_every if s.eval_every else 0)
-    images = s.eval_images * held_out
-    pixels = s.eval_resolution**2 * (8 * evaluations + 3 * images) + s.resolution**2 * 2 * images
-    encoded = _encoded_prompts(s) + max(0, held_out - s.eval_count)
+    evaluations = 2 + (settings.iterations // settings.eval_every if settings.eval_every else 0)
+    images = settings.eval_images * held_out
+    pixels = (
+        settings.eval_resolution**2 * (8 * evaluations + 3 * images)
+        + settings.resolution**2 * 2 * images
+    )
+    encoded = _encoded_prompts(settings) + max(0, held_out - settings.eval_count)
     return {
-        "checkpoints": trained * (12 + 4 * (s.ema > 0)) * checkpoints,
+        "checkpoints": trained * (12 + 4 * (settings.ema > 0)) * checkpoints,
         "trained weights": 4 * trained,
         "images": 2 * pixels,
         "the rest": 10_000_000,
-        "embeddings": encoded * prompt_embeds_bytes(config, s),
+        "embeddings": encoded * prompt_embeds_bytes(config, settings),
     }
 
 
 def _host_memory(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     processes: int = 1,  # on the host
 ) -> dict[str, int]:  # kind of content -> bytes
     """Estimate the most that a host's memory holds: weights while they load, and trajectories."""
-    dtype = s.dtype if s.lora_rank or s.sharding != "none" else "float32"
+    dtype = settings.dtype if settings.lora_rank or settings.sharding != "none" else "float32"
     loading = processes * model_sizes(config)["transformer"] * TORCH_DTYPES[dtype].itemsize
     return {
         "weights while they load": loading,
-        "trajectories": _trajectory_bytes(s, config) if s.latents_on == "host" else 0,
+        "trajectories": _trajectory_bytes(settings, config) if settings.latents_on == "host" else 0,
     }
 
 
-def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; of the store
+def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run folder; of the store
     """Estimate how much a run writes to its folder, and how much it adds to the embeddings' store.
 
     The evaluation after the run is included.
     """
     prompts, held_out = (
-        len(read_prompts(getattr(s, name), name)) for name in ("prompts", "eval_prompts")
+        len(read_prompts(getattr(settings, name), name)) for name in ("prompts", "eval_prompts")
     )
-    sampled = min(s.iterations * s.prompts_per_iteration, prompts)
-    folder = locate_model(s.model)
+    sampled = min(settings.iterations * settings.prompts_per_iteration, prompts)
+    folder = locate_model(settings.model)
     check_pipeline_folder(folder)
     config = read_model_config(folder)
-    *files, _ = run_disk_bytes(s, config).values()
-    needed = (sampled + held_out + (s.true_cfg_scale > 1)) * prompt_embeds_bytes(config, s)
+    *files, _ = run_disk_bytes(settings, config).values()
+    needed = (sampled + held_out + (settings.true_cfg_scale > 1)) * prompt_embeds_bytes(
+        config, settings
+    )
     stored = sum(
         file.stat().st_size
         for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
@@ -1107,7 +1150,7 @@ def estimate_disk_bytes(s: Settings) -> tuple[int, int]:  # of the run folder; o
 
 
 def check_disk_space(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     out: Path,  # the run folder, which need not exist
 ) -> None:
     """Raise InputError if a disk has less room than the run, or its embeddings, need."""
@@ -1115,7 +1158,7 @@ def check_disk_space(
         next(p for p in (folder, *folder.parents) if p.exists())
         for folder in (out, prompt_cache_folder())
     )
-    run_bytes, store_bytes = estimate_disk_bytes(s)
+    run_bytes, store_bytes = estimate_disk_bytes(settings)
     is_same_disk = run_place.stat().st_dev == store_place.stat().st_dev
 
     # On one disk the run's files and the embeddings need room together.
@@ -1153,7 +1196,7 @@ def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, proces
     }
 
 
-def preset_processes(source: str | None) -> int | None:
+def find_preset_processes(source: str | None) -> int | None:
     """Return the number of processes of the machine that a preset is for.
 
     Return None for a settings file, and for a preset that is for no machine.
@@ -1171,8 +1214,8 @@ _SHARED_FORWARDS = 10_000
 _PROCESS_BYTES = 1_000_000_000
 
 
-def processes_here(
-    s: Settings,  # of the run
+def choose_processes(
+    settings: Settings,  # of the run
     source: str | None = None,  # the preset or file of the settings
 ) -> int:
     """Return the number of processes with which a run is fastest on this machine.
@@ -1180,18 +1223,21 @@ def processes_here(
     With GPUs it is the number that the preset is for, if there are as many, else 1.
     """
     info = machine.machine_info()
-    wanted = preset_processes(source) or 1
+    wanted = find_preset_processes(source) or 1
     if info["gpus"]:
-        is_possible = len(info["gpus"]) >= wanted and s.prompts_per_iteration % wanted == 0
+        is_possible = len(info["gpus"]) >= wanted and settings.prompts_per_iteration % wanted == 0
         return wanted if is_possible else 1
 
     # Without a GPU: the most processes that divide the prompts, if the run is long enough.
-    most = max(n for n in range(1, info["cores"] + 1) if s.prompts_per_iteration % n == 0)
-    pays = 2 * most > info["cores"] and s.iterations * _images(s) * s.steps >= _SHARED_FORWARDS
-    config = find_model_config(s.model) if pays else None
+    most = max(n for n in range(1, info["cores"] + 1) if settings.prompts_per_iteration % n == 0)
+    pays = (
+        2 * most > info["cores"]
+        and settings.iterations * _images(settings) * settings.steps >= _SHARED_FORWARDS
+    )
+    config = find_model_config(settings.model) if pays else None
     if config is None:
         return 1
-    memory = training_memory(fit_update_batch(config, s), config, most)
+    memory = training_memory(fit_update_batch(config, settings), config, most)
     process_bytes = sum(memory.values()) + _PROCESS_BYTES
     return most if most * process_bytes <= info["memory_gb"] * 1e9 / 2 else 1
 
@@ -1209,13 +1255,13 @@ def _amount(
     return f"{x:.3g} {names[power]}{unit}"
 
 
-def forwards_per_image(s: Settings, counts: IterationCounts) -> dict[str, float]:
+def forwards_per_image(settings: Settings, counts: IterationCounts) -> dict[str, float]:
     """Divide the counts of an iteration by its images."""
     names = ["rollout", "trained", "extra"]
     if counts.baseline > 0:
         names.append("baseline")
     names.append("scored")
-    return {name: getattr(counts, name) / _images(s) for name in names}
+    return {name: getattr(counts, name) / _images(settings) for name in names}
 
 
 def _duration(seconds: float) -> str:
@@ -1236,7 +1282,7 @@ def _describe_list(
 
 
 def describe_counts(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     processes: int = 1,  # that share the images
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     show_prompts: bool = True,  # the first of each list; a run from elsewhere may name any file
@@ -1245,24 +1291,24 @@ def describe_counts(
 
     Raise InputError if the processes cannot share the images.
     """
-    check_processes(s, processes)
-    images = _images(s)
-    updates = s.updates_per_iteration
+    check_processes(settings, processes)
+    images = _images(settings)
+    updates = settings.updates_per_iteration
     # Other methods choose what they train in their own way: only their counts are known.
-    by_chunks = s.method == "chunk" and not named_code(s)
-    counts = counts or iteration_counts(s)
+    by_chunks = settings.method == "chunk" and not named_code(settings)
+    counts = counts or iteration_counts(settings)
     mean = counts.trained
-    prompts = len(held_out_prompts(s))
+    prompts = len(held_out_prompts(settings))
 
     rows = []
     if show_prompts:
         for name in ("prompts", "eval_prompts"):
-            rows.append((name, _describe_list(getattr(s, name), name)))
+            rows.append((name, _describe_list(getattr(settings, name), name)))
 
     # What an iteration samples.
-    sampled = f"{images:,} = {s.prompts_per_iteration} prompts x {s.images_per_prompt} images"
-    if s.baseline_images > 0:
-        sampled += f", and {s.baseline_images} of each prompt by the base"
+    sampled = f"{images:,} = {settings.prompts_per_iteration} prompts x {settings.images_per_prompt} images"
+    if settings.baseline_images > 0:
+        sampled += f", and {settings.baseline_images} of each prompt by the base"
     rows.append(("images an iteration", sampled))
     plural = "es" if processes > 1 else ""
     rows.append(("images a process", f"{images // processes:,}, {processes} process{plural}"))
@@ -1274,28 +1320,30 @@ def describe_counts(
     )
     ragged = ""
     if by_chunks:
-        transitions = f"{s.transitions} kept of {s.steps} steps, chunks {s.chunks}"
-        low, _, high = (images * n for n in transitions_per_image(s))
+        transitions = (
+            f"{settings.transitions} kept of {settings.steps} steps, chunks {settings.chunks}"
+        )
+        low, _, high = (images * n for n in transitions_per_image(settings))
         if low != high:
             ragged = f", {low:,} to {high:,} by the draw of chunks"
     else:
-        transitions = f"{counts.trained / images:g} trained of {s.steps} steps, method {s.method}"
+        transitions = f"{counts.trained / images:g} trained of {settings.steps} steps, method {settings.method}"
     rows.append(("transitions an image", transitions))
     rows.append(("trained an iteration", f"{mean:,.0f} transitions{ragged}"))
-    per_image = forwards_per_image(s, counts)
+    per_image = forwards_per_image(settings, counts)
     texts = [f"{name} {round(count, 2):g}" for name, count in per_image.items()]
     rows.append(("forwards an image", ", ".join(texts)))
     rows.append(
         (
             "in the whole run",
-            f"{s.iterations:,} iterations, {images * s.iterations:,} images, "
-            f"{updates * s.iterations:,} updates, {mean * s.iterations:,.0f} transitions",
+            f"{settings.iterations:,} iterations, {images * settings.iterations:,} images, "
+            f"{updates * settings.iterations:,} updates, {mean * settings.iterations:,.0f} transitions",
         )
     )
 
     # What the evaluation after the run samples.
-    draws = _evaluation_forwards(s)
-    images_per_arm = (prompts or 1) * s.eval_images
+    draws = _evaluation_forwards(settings)
+    images_per_arm = (prompts or 1) * settings.eval_images
     arms = sum(n for n, _, _ in draws.values())
     forwards = {kind: images_per_arm * n * steps for kind, (n, steps, _) in draws.items()}
     parts = ", ".join(
@@ -1305,7 +1353,7 @@ def describe_counts(
     rows.append(
         (
             "evaluation at the end",
-            f"{images_per_arm * arms:,} images = {what} x {s.eval_images} x {arms} arms, "
+            f"{images_per_arm * arms:,} images = {what} x {settings.eval_images} x {arms} arms, "
             f"{sum(forwards.values()):,} forwards: {parts}",
         )
     )
@@ -1327,20 +1375,20 @@ _SAVINGS = (
 )
 
 
-def _reward_elsewhere(s: Settings) -> dict[str, dict]:  # reward_options
+def _reward_elsewhere(settings: Settings) -> dict[str, dict]:  # reward_options
     """Return the reward options with every reward model of the plan behind a URL.
 
     The models then take no memory of the training's device.
     """
-    names = {*reward_weights(s), *evaluated_rewards(s)} & set(REWARD_MODEL_SIZES)
-    options = {name: dict(values) for name, values in s.reward_options.items()}
+    names = {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES)
+    options = {name: dict(values) for name, values in settings.reward_options.items()}
     for name in sorted(names):
         options[name] = options.get(name, {}) | {"url": "http://HOST:PORT"}
     return options
 
 
 def _apply_savings(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     chosen: Sequence[dict],  # some of _SAVINGS
     processes: int,  # one per device
 ) -> dict | None:
@@ -1352,36 +1400,36 @@ def _apply_savings(
     for saving in chosen:
         changes |= saving
     if "reward_options" in changes:
-        changes["reward_options"] = _reward_elsewhere(s)
+        changes["reward_options"] = _reward_elsewhere(settings)
     if any(
-        all(getattr(s, name) == changes[name] for name in saving if name in changes)
+        all(getattr(settings, name) == changes[name] for name in saving if name in changes)
         for saving in chosen
     ):
         return None
-    sharding = changes.get("sharding", s.sharding)
-    if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", s.lora_rank)):
+    sharding = changes.get("sharding", settings.sharding)
+    if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", settings.lora_rank)):
         return None
-    if sharding == "fsdp" and changes.get("optimizer", s.optimizer) != "adamw":
+    if sharding == "fsdp" and changes.get("optimizer", settings.optimizer) != "adamw":
         return None
     return changes
 
 
-def _find_smaller(
-    s: Settings,  # of the run
+def _find_savings(
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     where: _DeviceSpec,  # device of the run
     processes: int = 1,  # one per device
     # changes of settings, None if none are enough; bytes of the smallest run that was tried
 ) -> tuple[dict | None, int]:
     """Find the fewest savings with which a run fits on a device."""
-    smallest, _ = _peak_memory(s, config, processes)
+    smallest, _ = _peak_memory(settings, config, processes)
     for count in range(1, len(_SAVINGS) + 1):
         for chosen in itertools.combinations(_SAVINGS, count):
-            changes = _apply_savings(s, chosen, processes)
+            changes = _apply_savings(settings, chosen, processes)
             if changes is None:
                 continue
             # The settings are not validated again, since hundreds of them are tried.
-            smaller = fit_update_batch(config, s.model_copy(update=changes))
+            smaller = fit_update_batch(config, settings.model_copy(update=changes))
             total, _ = _peak_memory(smaller, config, processes)
             if where.fits(total):
                 return changes, total
@@ -1415,7 +1463,7 @@ def _describe_shares(
 
 
 def _describe_device(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
     name: str,  # of `find_device`
     share: float | None,  # of the device's rate; None: measured or assumed
@@ -1424,11 +1472,11 @@ def _describe_device(
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Compare a run's memory with a device's by part, and estimate the time of an iteration."""
     device = find_device(name)
-    once, times, last = _evaluation_flops(s, config)
-    total, parts = _peak_memory(s, config, processes)
-    phases = iteration_seconds(s, config, device, share, processes, counts)
-    rate = getattr(device, s.dtype)
-    shares = _phase_shares(s, config, device, share)
+    once, times, last = _evaluation_flops(settings, config)
+    total, parts = _peak_memory(settings, config, processes)
+    phases = iteration_seconds(settings, config, device, share, processes, counts)
+    rate = getattr(device, settings.dtype)
+    shares = _phase_shares(settings, config, device, share)
     iteration = sum(phases.values())
 
     # Memory: does the run fit, and what would make it fit?
@@ -1441,7 +1489,7 @@ def _describe_device(
         )
     ]
     if not fits:
-        changes, least = _find_smaller(s, config, device, processes)
+        changes, least = _find_savings(settings, config, device, processes)
         if changes is None:
             text = f"nothing that plan knows: with every saving it still takes {least / 1e9:.0f} GB"
         else:
@@ -1461,7 +1509,7 @@ def _describe_device(
     speed = rate * 1e12 * shares["evaluation"].value * processes
     spent = ", ".join(f"{phase} {_duration(seconds)}" for phase, seconds in phases.items())
     evaluation_time = _duration(last / speed)
-    if not held_out_prompts(s):
+    if not held_out_prompts(settings):
         evaluation_time += " a prompt"
     measured = f"not measured on {device.name}"
     if any(source.startswith("measured") for _, source in shares.values()):
@@ -1474,7 +1522,7 @@ def _describe_device(
         ),
         (
             "time of the run",
-            f"{_duration(iteration * s.iterations + once * times / speed)} with evaluations, without "
+            f"{_duration(iteration * settings.iterations + once * times / speed)} with evaluations, without "
             "decoding and rewards",
         ),
         ("time to evaluate it", evaluation_time),
@@ -1484,7 +1532,7 @@ def _describe_device(
 
 # %% ../../nbs/06_planning/00_plan.ipynb #51e25ad7
 def estimate_numbers(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     rate: float,  # operations per second of matrix products on one process's device
     processes: int = 1,  # one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
@@ -1494,37 +1542,37 @@ def estimate_numbers(
     The seconds are a lower bound at the rate. Parameters, operations, bytes and seconds are None if
     the sizes of the model are not known.
     """
-    settings_counts = counts or iteration_counts(s)
+    settings_counts = counts or iteration_counts(settings)
     out = {
-        "iterations": s.iterations,
-        "images_per_iteration": _images(s),
+        "iterations": settings.iterations,
+        "images_per_iteration": _images(settings),
         "transitions_per_iteration": settings_counts.trained,
-        "forwards_per_image": forwards_per_image(s, settings_counts),
+        "forwards_per_image": forwards_per_image(settings, settings_counts),
     }
-    config = find_model_config(s.model)
+    config = find_model_config(settings.model)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
-    s = fit_update_batch(config, s)
+    settings = fit_update_batch(config, settings)
     speed = rate * processes
     # Without given counts, these are of the fitted update batch.
-    flops = iteration_flops(s, config, counts)
-    once, times, last = _evaluation_flops(s, config)
+    flops = iteration_flops(settings, config, counts)
+    once, times, last = _evaluation_flops(settings, config)
     work = {"iteration": sum(flops.values()), "evaluation": last}
-    work["run"] = work["iteration"] * s.iterations + once * times
+    work["run"] = work["iteration"] * settings.iterations + once * times
     sizes = {
         "all": model_sizes(config)["transformer"],
-        "trained": _count_trained_parameters(config, s.lora_rank, s.lora_targets),
+        "trained": _count_trained_parameters(config, settings.lora_rank, settings.lora_targets),
     }
     return out | {
         "parameters": sizes,
         "flops": flops,
-        "memory_bytes": training_memory(s, config, processes),
+        "memory_bytes": training_memory(settings, config, processes),
         "least_seconds": {name: operations / speed for name, operations in work.items()},
     }
 
 
 def describe_estimates(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     rate: float,  # operations per second of matrix products on one process's device
     processes: int = 1,  # one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
@@ -1532,48 +1580,51 @@ def describe_estimates(
     share: float | None = None,  # of the device's rate; None: measured on it, or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Describe parameters, operations, memory, time and disk of a run: estimated, not measured."""
-    config = find_model_config(s.model)
+    config = find_model_config(settings.model)
     if config is None:
         return [
             (
                 "model",
-                f"the sizes of {s.model} are not known here, so memory and time cannot be estimated",
+                f"the sizes of {settings.model} are not known here, so memory and time cannot be estimated",
             )
         ]
-    encoded = _encoded_prompts(s)
-    numbers = estimate_numbers(s, rate, processes, counts)
-    s = fit_update_batch(config, s)
-    once, times, last = _evaluation_flops(s, config)
-    per_prompt = "" if held_out_prompts(s) else " a prompt"
+    encoded = _encoded_prompts(settings)
+    numbers = estimate_numbers(settings, rate, processes, counts)
+    settings = fit_update_batch(config, settings)
+    once, times, last = _evaluation_flops(settings, config)
+    per_prompt = "" if held_out_prompts(settings) else " a prompt"
 
     # Sizes and operations.
-    embeds = _amount(encoded * prompt_embeds_bytes(config, s), "B")
+    embeds = _amount(encoded * prompt_embeds_bytes(config, settings), "B")
     rows = [
         ("prompts encoded", f"at most {encoded:,}, {embeds} on disk"),
         ("parameters", "{all:,}, trained {trained:,}".format(**numbers["parameters"])),
     ]
-    if s.lora_rank:
-        layers = _describe_adapted_layers(config, s.lora_rank, s.lora_targets)
+    if settings.lora_rank:
+        layers = _describe_adapted_layers(config, settings.lora_rank, settings.lora_targets)
         rows.append(("adapted layers", layers))
-    forward = _amount(forward_flops(config, s.resolution, s.max_tokens), "FLOP")
+    forward = _amount(forward_flops(config, settings.resolution, settings.max_tokens), "FLOP")
     phases = [f"{phase} {_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()]
     rows += [
-        ("one forward", f"{forward} at {s.resolution} px"),
+        ("one forward", f"{forward} at {settings.resolution} px"),
         ("arithmetic an iteration", ", ".join(phases)),
         (
             "arithmetic an evaluation",
-            f"{_amount(once, 'FLOP')} at {s.eval_resolution} px, {times} times",
+            f"{_amount(once, 'FLOP')} at {settings.eval_resolution} px, {times} times",
         ),
         ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{per_prompt}"),
     ]
-    if s.update_memory:
+    if settings.update_memory:
         rows.append(
-            ("update batch", f"{s.update_batch} transitions fit into {s.update_memory:g} GB")
+            (
+                "update batch",
+                f"{settings.update_batch} transitions fit into {settings.update_memory:g} GB",
+            )
         )
 
     # Memory and time: on the named device, or a lower bound at the rate.
     if device:
-        rows += _describe_device(s, config, device, share, processes, counts)
+        rows += _describe_device(settings, config, device, share, processes, counts)
     else:
         memory = numbers["memory_bytes"]
         least = {name: _duration(seconds) for name, seconds in numbers["least_seconds"].items()}
@@ -1594,8 +1645,8 @@ def describe_estimates(
 
     # Disk and host: the total, and its large parts.
     sizes_of = {
-        "disk": run_disk_bytes(s, config),
-        "memory of the host": _host_memory(s, config, processes),
+        "disk": run_disk_bytes(settings, config),
+        "memory of the host": _host_memory(settings, config, processes),
     }
     for name, sizes in sizes_of.items():
         text = f"{sum(sizes.values()) / 1e9:.3g} GB at most"
@@ -1607,7 +1658,7 @@ def describe_estimates(
 
 # %% ../../nbs/06_planning/00_plan.ipynb #a9a0fbf4
 def describe_measured(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     lines: list[dict],  # of the run's metrics
     rate: float,  # operations per second of matrix products on one process's device
     processes: int = 1,  # that shared the images
@@ -1615,13 +1666,13 @@ def describe_measured(
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Compare the least time of a run's phases with the measured time in its metrics."""
     measured = [line["seconds"] for line in lines if line.get("seconds")]
-    config = find_model_config(s.model)
+    config = find_model_config(settings.model)
     if not measured:
         return [("measured", "nothing: the run has no finished iteration")]
     work = {}  # operations by phase
     if config is not None:
-        work = iteration_flops(fit_update_batch(config, s), config, counts)
-        work["evaluate"] = _evaluation_flops(s, config)[0]
+        work = iteration_flops(fit_update_batch(config, settings), config, counts)
+        work["evaluate"] = _evaluation_flops(settings, config)[0]
     table = []
     for phase in dict.fromkeys(name for seconds in measured for name in seconds):
         times = [seconds[phase] for seconds in measured if phase in seconds]

@@ -33,7 +33,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from .. import InputError
-from ..core.settings import Settings, reward_weights, training_method
+from ..core.settings import Settings, reward_weights, method_label
 from ..core.statistics import NORMAL_QUANTILE
 from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
 from chunk_grpo.runs.run_folder import (
@@ -492,13 +492,13 @@ def plot_categories(
 @with_house_style
 def plot_progress(
     lines: Sequence[Mapping],  # of the metrics, up to the latest iteration
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     name: str | None = None,  # reward whose held-out scores are drawn
 ) -> Figure:
     """Draw the run so far, with the time left above."""
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
     metrics = pd.DataFrame(lines)
-    colour = method_colour(training_method(s))
+    colour = method_colour(method_label(settings))
 
     draw_mean(
         axes[0],
@@ -524,7 +524,7 @@ def plot_progress(
         axes[1].set_ylabel("norm of the gradient")
 
     done = int(metrics.iteration.max())
-    total = s.iterations
+    total = settings.iterations
     elapsed = metric_series(metrics, "seconds_total")
     seconds = float(elapsed.iloc[-1]) if len(elapsed) else 0.0
     if done >= total:
@@ -546,13 +546,15 @@ class LiveFigure:
 
     def __init__(
         self,
-        s: Settings,  # of the run
+        settings: Settings,  # of the run
         every: float = 2.0,  # seconds between two drawings
     ):
         """Choose the first training reward that is also scored on held-out prompts."""
-        self.s = s
+        self.settings = settings
         self.every = every
-        self.name = next((name for name in reward_weights(s) if name in s.eval_rewards), None)
+        self.name = next(
+            (name for name in reward_weights(settings) if name in settings.eval_rewards), None
+        )
         self.lines = []  # of the metrics
         self.drawn = -math.inf  # time of the last drawing, s
         self.handle = None  # of the displayed figure
@@ -560,18 +562,21 @@ class LiveFigure:
     def __call__(
         self,
         line: Mapping,  # of the metrics
-        s: Settings | None = None,  # unused: as a run's callback gets it
+        settings: Settings | None = None,  # unused: as a run's callback gets it
     ) -> None:
         """Add a line of the metrics, and draw again if it is time or the run has ended."""
         # A resumed run may repeat iterations, which replace those from before.
         earlier = [old for old in self.lines if old["iteration"] < line["iteration"]]
         self.lines = earlier + [dict(line)]
-        if line["iteration"] >= self.s.iterations or time.monotonic() - self.drawn >= self.every:
+        if (
+            line["iteration"] >= self.settings.iterations
+            or time.monotonic() - self.drawn >= self.every
+        ):
             self.draw()
 
     def draw(self) -> None:
         """Draw the figure, in place if it is displayed already."""
-        png = figure_to_png(plot_progress(self.lines, self.s, self.name))
+        png = figure_to_png(plot_progress(self.lines, self.settings, self.name))
         image = Image(png, width=760, alt="The run so far")
         if self.handle is None:
             self.handle = display(image, display_id=True)
@@ -586,8 +591,8 @@ def watch_run(
     every: float = 1.0,  # seconds between two reads of the folder
 ) -> str:  # finished, failed or interrupted
     """Follow a run through its folder until it has ended."""
-    s = read_run_settings(run)
-    on_log = on_log or LiveFigure(s)
+    settings = read_run_settings(run)
+    on_log = on_log or LiveFigure(settings)
     last = -1  # iteration
     while True:
         # The status is read before the lines, so that lines written before the end are not missed.
@@ -598,7 +603,7 @@ def watch_run(
         for line in lines:
             if line["iteration"] > last:
                 last = line["iteration"]
-                on_log(line, s)
+                on_log(line, settings)
         if status not in ("created", "running"):
             return status
         time.sleep(every)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['list_reports', 'find_report_notebook', 'report_parameters', 'check_report_parameters', 'execute_report',
            'notebook_to_html', 'write_report', 'write_run_report', 'group_runs', 'run_cost', 'compare_runs',
-           'unequal_evaluations']
+           'describe_evaluation_differences']
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #5c82b2e0
 import ast
@@ -25,8 +25,8 @@ import chunk_grpo
 from .. import InputError
 from ..arguments import checked, path, paths
 from ..core import settings as setting
-from ..core.files import atomic_write, check_place, remove_abandoned, temporary_folder
-from ..core.settings import Settings, training_method
+from ..core.files import atomic_write, check_writable, remove_abandoned, temporary_folder
+from ..core.settings import Settings, method_label
 from .tables import render_template
 from chunk_grpo.runs.run_folder import (
     file_of_run,
@@ -344,7 +344,7 @@ def write_report(
     out = Path(out)
     notebook = out.with_suffix(".ipynb")
     for file in (out, notebook):
-        check_place(file, file=True)
+        check_writable(file, file=True)
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
@@ -377,7 +377,7 @@ def group_runs(
     """Group runs whose settings differ only in the seed, or in settings that change no number."""
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
-    methods = [training_method(s) for s in runs]
+    methods = [method_label(s) for s in runs]
     letters: dict[str, str] = {}  # group -> letter
     counts: Counter[str] = Counter()  # group -> runs so far
     labels = []
@@ -434,7 +434,7 @@ def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folde
             "group": group,
             "letter": letter,
             "label": label,
-            "method": training_method(s),
+            "method": method_label(s),
             "seed": s.seed,
         } | run_cost(run)
         for name, values in summary["rewards"].items():
@@ -457,7 +457,9 @@ def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folde
     return pd.DataFrame(rows)
 
 
-def unequal_evaluations(runs: Sequence[str | Path]) -> str:  # runs: folders of evaluated runs
+def describe_evaluation_differences(
+    runs: Sequence[str | Path],
+) -> str:  # runs: folders of evaluated runs
     """Return a sentence on how the evaluations of runs differ; empty if they are equal."""
     terms = {
         "n_prompts": "prompts",

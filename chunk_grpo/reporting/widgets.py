@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
-from ..core.files import atomic_write, check_place
+from ..core.files import atomic_write, check_writable
 from ..method.chunks import Chunks, chunks_from_setting, step_weights
 from ..method.dynamics import chunk_weights, chunks_from_profile
 from . import figures, tables
@@ -316,7 +316,7 @@ def write_lab_notebook(
     if file.exists():
         return file
 
-    check_place(file, "`--folder`")
+    check_writable(file, "`--folder`")
     script = tables.render_template("lab.j2", name=run.name, path=repr(str(run.resolve())))
     sources = re.split(r"\n*# %%.*\n", script)[1:]
     new_cell = (nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell)  # in turn

@@ -138,10 +138,10 @@ def _print(
 
 def print_progress(
     line: dict,  # the metrics of an iteration
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
 ) -> None:
     """Print the progress of an iteration; a callback for `train`."""
-    _print(format_progress(line, s.iterations))
+    _print(format_progress(line, settings.iterations))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #281c660e
 def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
@@ -351,7 +351,7 @@ def check_launcher() -> None:
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0004
 @checked(
-    s=Settings | str | Path | Mapping,
+    settings=Settings | str | Path | Mapping,
     out=path() | None,
     processes=whole_number(1),
     nodes=whole_number(1),
@@ -360,7 +360,7 @@ def check_launcher() -> None:
     callbacks=Sequence[Callback | Callable],
 )
 def train(
-    s: Settings | str | Path | Mapping,  # settings, or what `load_settings` takes
+    settings: Settings | str | Path | Mapping,  # settings, or what `load_settings` takes
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool = False,  # resume the run in that folder
     processes: int = 1,  # on each machine
@@ -375,7 +375,7 @@ def train(
 
     Raises InputError for bad input, TrainingFailed for a crash.
     """
-    s = s if isinstance(s, Settings) else load_settings(s)
+    settings = settings if isinstance(settings, Settings) else load_settings(settings)
     total = processes * nodes
     if nodes > 1 and max_restarts:
         raise InputError(
@@ -403,14 +403,14 @@ def train(
         raise InputError("`out` must name the folder that all machines share; got nothing")
     # The first machine makes the folder; the others only check what they can.
     if not node_rank:
-        run = create_run(s, out, resume, total, nodes)
+        run = create_run(settings, out, resume, total, nodes)
         if on_made:
             on_made(run)
         if read_run_info(run)["status"] == "finished":
             return run
     else:
-        check_processes(s, total)
-        check_environment(s.compile)
+        check_processes(settings, total)
+        check_environment(settings.compile)
         run = Path(os.path.realpath(str(out)))
     train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
     return run

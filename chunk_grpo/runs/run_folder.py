@@ -31,7 +31,7 @@ from chunk_grpo.core.files import (
     RunInfo,
     RunProfile,
     check_outside_runs,
-    check_place,
+    check_writable,
     clean_run_folder,
     lock_log,
     make_folders,
@@ -46,7 +46,7 @@ from chunk_grpo.core.machine import (
     current_git_commit,
     library_versions,
     machine_info,
-    note_packages,
+    record_packages,
 )
 from chunk_grpo.core.settings import (
     REWARD_LOADERS,
@@ -66,7 +66,7 @@ from chunk_grpo.core.user_code import (
     code_keys,
     copy_code,
     find_code,
-    name_copies,
+    assign_copies,
 )
 from chunk_grpo.models.inputs import (
     absolute_inputs,
@@ -239,7 +239,7 @@ def check_new_folder(
         if not run or not (is_empty_log or is_partial):
             raise InputError(f"`out` must be a new or an empty folder; {out} is not empty")
     check_outside_runs(out)
-    check_place(out)
+    check_writable(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
 def _code_now(run: str | Path) -> dict:
@@ -251,11 +251,11 @@ def _code_now(run: str | Path) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            s = read_run_settings(run)
+            settings = read_run_settings(run)
         except InputError:
             return {}
-    out: dict = dict.fromkeys(code_keys(s), "not found") | code_hashes(s)
-    for name, options in s.reward_options.items():
+    out: dict = dict.fromkeys(code_keys(settings), "not found") | code_hashes(settings)
+    for name, options in settings.reward_options.items():
         place = options.get("environment")
         # A relative path depends on the working folder.
         if isinstance(place, str) and os.sep in place and not os.path.isabs(place):
@@ -341,18 +341,18 @@ def check_trust(
             raise InputError(
                 f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}"
             )
-    s = read_run_settings(run)
+    settings = read_run_settings(run)
     origin = run_origin(run)
     if origin == "own":
         return
     if origin == "edited":
         if not trust:
-            _check_edited_code(run, s, rewards_too)
+            _check_edited_code(run, settings, rewards_too)
         return
     if trust:
-        _check_modules_elsewhere(s)
+        _check_modules_elsewhere(settings)
         return
-    untrusted = _untrusted_names(s, changed, rewards_too)
+    untrusted = _untrusted_names(settings, changed, rewards_too)
     if untrusted:
         advice = ", or give other rewards" if rewards_too else ""
         raise InputError(
@@ -364,11 +364,11 @@ def check_trust(
 
 def _check_edited_code(
     run: str | Path,  # the run folder
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     rewards_too: bool,  # whether its rewards are loaded
 ) -> None:
     """Raise InputError if code that would be loaded is not the code that the run was trained with."""
-    records = [read_run_info(run).get("code", {}), find_code(s)]
+    records = [read_run_info(run).get("code", {}), find_code(settings)]
     if not rewards_too:  # rewards are not loaded, so their code does not matter
         loaded = ("method", "chunks", "surrogate")
         records = [
@@ -389,9 +389,9 @@ def _check_edited_code(
     )
 
 
-def _check_modules_elsewhere(s: Settings) -> None:  # s: of a trusted run from elsewhere
+def _check_modules_elsewhere(settings: Settings) -> None:  # s: of a trusted run from elsewhere
     """Raise InputError if the run names a module that only the working folder has."""
-    for name in named_code(s):
+    for name in named_code(settings):
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
             continue
@@ -403,7 +403,7 @@ def _check_modules_elsewhere(s: Settings) -> None:  # s: of a trusted run from e
 
 
 def _untrusted_names(
-    s: Settings,  # of a run from elsewhere
+    settings: Settings,  # of a run from elsewhere
     changed: Collection[str],  # names of settings that the user gives, in place of the run's
     rewards_too: bool,  # whether its rewards are loaded
 ) -> list[str]:
@@ -414,18 +414,18 @@ def _untrusted_names(
 
     reward_names = []
     if rewards_too:
-        eval_rewards = () if "eval_rewards" in changed else s.eval_rewards
-        reward_names = list(dict.fromkeys([*reward_weights(s), *eval_rewards]))
-    options = {} if "reward_options" in changed else s.reward_options
+        eval_rewards = () if "eval_rewards" in changed else settings.eval_rewards
+        reward_names = list(dict.fromkeys([*reward_weights(settings), *eval_rewards]))
+    options = {} if "reward_options" in changed else settings.reward_options
     untrusted = [f"the code {name}" for name in reward_names if name not in REWARD_LOADERS]
-    untrusted += [f"the code {code}" for code in named_code(s)]
+    untrusted += [f"the code {code}" for code in named_code(settings)]
     is_known_model = (
         "model" in changed
-        or s.model in (*POCKET_MODELS, *known_model_configs())
-        or Path(s.model).is_dir()
+        or settings.model in (*POCKET_MODELS, *known_model_configs())
+        or Path(settings.model).is_dir()
     )
     if not is_known_model:
-        untrusted.append(f"the model {s.model} of the hub")
+        untrusted.append(f"the model {settings.model} of the hub")
     untrusted += [f"{name} with {options[name]}" for name in reward_names if options.get(name)]
     return untrusted
 
@@ -435,17 +435,17 @@ _INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options")
 
 def check_run_inputs(
     run: str | Path,  # the run folder
-    s: Settings,  # of the command; an input that the command replaces is not compared
+    settings: Settings,  # of the command; an input that the command replaces is not compared
     names: Sequence[str] = ("model", "eval_prompts"),  # settings to compare; also prompts
 ) -> None:
     """Raise InputError if the run's model or prompts are missing, or are not those that it was trained with."""
     note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     recorded = {name: Settings.model_fields[name].default for name in names} | note["settings"]
-    unreplaced = [name for name in names if recorded[name] == getattr(s, name)]
-    changed = find_changed_input(s, note, unreplaced)
+    unreplaced = [name for name in names if recorded[name] == getattr(settings, name)]
+    changed = find_changed_input(settings, note, unreplaced)
     if changed:
         raise InputError(
-            f"`{changed}` must be what the run {run} was trained with; {getattr(s, changed)} has changed since, or is "
+            f"`{changed}` must be what the run {run} was trained with; {getattr(settings, changed)} has changed since, or is "
             "another one of that name"
         )
 
@@ -456,7 +456,7 @@ def has_final_weights(run: Path) -> bool:
 
 
 def create_run(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     out: str | Path | None = None,  # the folder; None: the next free runs/run-001
     resume: bool = False,  # resume the run in the folder
     processes: int = 1,  # that will train it
@@ -472,10 +472,10 @@ def create_run(
         needed = ("settings", "status", "model_sha256", "prompts_sha256")
         note = read_json(out / "run.json", RunInfo, needed)
         old = load_settings(note["settings"])
-        check_resume(absolute_inputs(old), s)
+        check_resume(absolute_inputs(old), settings)
         done = (
             note["status"] == "finished"
-            and s.iterations <= old.iterations
+            and settings.iterations <= old.iterations
             and has_final_weights(out)
         )
         return note, done
@@ -483,7 +483,7 @@ def create_run(
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
     out = Path(os.path.realpath(out or next_run_folder("run")))
-    s = absolute_inputs(s)
+    settings = absolute_inputs(settings)
 
     # All checks come before the first file is written.
     if not resume:
@@ -491,23 +491,23 @@ def create_run(
     elif not (out / "run.json").is_file():
         raise InputError(f"`out` must hold the run to resume; in {out} there is none")
     done = resume and read_previous()[1]  # a damaged run.json is reported before a log is made
-    check_processes(s, processes)
-    code = find_code(s)
+    check_processes(settings, processes)
+    code = find_code(settings)
     if resume:
         check_same_code(read_previous()[0], code, out)  # before any of it is imported
     if not done:
-        check_environment(s.compile)
+        check_environment(settings.compile)
         # imported here, since diffusers takes seconds to import
         from chunk_grpo.planning.plan import check_device, check_disk_space, check_forward
         from chunk_grpo.training.methods import load_method
 
-        check_device(s)
-        check_named_code(s)
-        load_method(s)  # checks the settings of a user's method too
-        check_disk_space(s, out)
-    hashes = content_hashes(s)
+        check_device(settings)
+        check_named_code(settings)
+        load_method(settings)  # checks the settings of a user's method too
+        check_disk_space(settings, out)
+    hashes = content_hashes(settings)
     if not done:
-        check_forward(s.model, s)
+        check_forward(settings.model, settings)
     open_prompt_cache()
 
     is_new_folder = not out.exists()
@@ -526,7 +526,7 @@ def create_run(
                     "run began"
                 )
             check_same_code(note, code, out)
-            index = input_records(s)["model_index"]
+            index = input_records(settings)["model_index"]
             if note.get("inputs", {}).get("model_index", index) != index:
                 raise InputError(
                     "`model` must be the same when a run is resumed; its model_index.json changed since "
@@ -536,7 +536,7 @@ def create_run(
             recorded = {
                 name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]
             }
-            s = s.model_copy(update=recorded)
+            settings = settings.model_copy(update=recorded)
             if not done:
                 note |= about
             clean_run_folder(out)
@@ -548,7 +548,7 @@ def create_run(
                 "versions": library_versions(),
                 "git_commit": current_git_commit(),
                 **hashes,
-                "inputs": input_records(s),
+                "inputs": input_records(settings),
                 "machine": machine_info(),
                 "seconds": 0.0,
                 "started": None,
@@ -557,10 +557,10 @@ def create_run(
                 "made_folder": is_new_folder,
             }
         if code and "code" not in note:
-            note["code"] = name_copies(code)
-        write_json(out / "run.json", note | {"settings": s.model_dump(mode="json")})
+            note["code"] = assign_copies(code)
+        write_json(out / "run.json", note | {"settings": settings.model_dump(mode="json")})
         if code:
             copy_code(note["code"], out)
-    note_packages(out)
+    record_packages(out)
     is_own_run(out, remember=True)
     return out

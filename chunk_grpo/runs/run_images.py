@@ -126,12 +126,12 @@ def find_newest_weights(run: Path | str) -> Path:  # final/, or the newest check
 # %% ../../nbs/09_runs/02_run_images.ipynb #10e90cd7
 def load_trained_policy(
     run: Path,  # the run folder
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     folder: Path | None = None,  # of the weights, final/ or a checkpoint; None: final/
 ) -> Policy:  # frozen, at `eval_resolution`
     """Load a run's policy with its trained weights; raise InputError if there are none or they do not fit."""
     folder = folder or find_trained_weights(run)
-    check_run_inputs(run, s, ("model",))
+    check_run_inputs(run, settings, ("model",))
     # The weights are read and checked before the base is loaded, which takes long.
     final = folder.name == "final"
     groups = ("ema", "weights")
@@ -150,12 +150,14 @@ def load_trained_policy(
         "vae_tiling",
         "attention",
     )
-    options = {name: getattr(s, name) for name in names} | {
-        "resolution": s.eval_resolution,
+    options = {name: getattr(settings, name) for name in names} | {
+        "resolution": settings.eval_resolution,
         "frozen": True,
     }
-    policy = trainable.load_trainable_policy(s.model, device=choose_image_device(s), **options)
-    policy.truncate_timesteps = s.truncate_timesteps  # of images as trained
+    policy = trainable.load_trainable_policy(
+        settings.model, device=choose_image_device(settings), **options
+    )
+    policy.truncate_timesteps = settings.truncate_timesteps  # of images as trained
     if final:
         trainable.load_trained_weights(policy, folder, stored)
         return policy
@@ -164,8 +166,10 @@ def load_trained_policy(
     weights = stored.get("ema", stored["weights"])
     net = policy.transformer
     parameters = policy.trained
-    if not policy.lora and s.sharding == "none":
-        trainable.freeze_unread(net.requires_grad_(True), policy.unread)
+    if not policy.lora and settings.sharding == "none":
+        trainable.freeze_layers_without_gradient(
+            net.requires_grad_(True), policy.layers_without_gradient
+        )
         parameters = [p for p in parameters if p.requires_grad]
         net.requires_grad_(False)
     expected_shapes = {str(i): p.shape for i, p in enumerate(parameters)}
@@ -185,25 +189,27 @@ AS_TRAINED_ARMS = {
 
 def sample_arm_images(
     model: Policy,  # with trained weights
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     prompts: Sequence[str] | Mapping[int, str],  # all, or at least those of `places`
     places: list[tuple[int, int]],  # (prompt, number of the image) of each image wanted
     arm: str,  # its name, which decides between the ODE and the training sampler
     split: int | None,  # step at which the base takes over: 0 is the base, None means never
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of an arm, each reproducible by itself; also sets the model's resolution."""
-    sampler = load_method(s).sampler(s.iterations - 1) if arm in AS_TRAINED_ARMS else None
-    model.set_resolution(s.resolution if sampler else s.eval_resolution)
+    sampler = (
+        load_method(settings).sampler(settings.iterations - 1) if arm in AS_TRAINED_ARMS else None
+    )
+    model.set_resolution(settings.resolution if sampler else settings.eval_resolution)
     return sample_images(
         model,
         prompts,
         places,
-        s.eval_seed,
-        s.eval_steps,
+        settings.eval_seed,
+        settings.eval_steps,
         split,
-        s.rollout_batch,
+        settings.rollout_batch,
         sampler,
-        TORCH_DTYPES[s.latents_dtype],
+        TORCH_DTYPES[settings.latents_dtype],
     )
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ae0ef414
@@ -234,19 +240,19 @@ def score_prompt_images(
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #c61c82b2
 def evaluation_parts(
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     prompts: int,  # how many there are
     arms: Mapping[str, int | None],  # arm -> split
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
     """Cut an evaluation into parts of `rollout_batch` neighbouring images, arm by arm."""
-    count = prompts * s.eval_images
-    size = s.rollout_batch
+    count = prompts * settings.eval_images
+    size = settings.rollout_batch
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 
 def draw_part(
     model: Policy,  # with trained weights
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     prompts: list[str],  # all prompts
     scorers: Mapping[str, Callable],  # rewards by name
     part: tuple[str, int, int],  # of `evaluation_parts`
@@ -255,8 +261,8 @@ def draw_part(
 ) -> list[dict]:  # one record per image
     """Sample and score the images of a part and write them to disk."""
     arm, low, high = part
-    places = [divmod(n, s.eval_images) for n in range(low, high)]
-    images = sample_arm_images(model, s, prompts, places, arm, split)
+    places = [divmod(n, settings.eval_images) for n in range(low, high)]
+    images = sample_arm_images(model, settings, prompts, places, arm, split)
     judged = score_prompt_images(images, [prompts[p] for p, _ in places], scorers)
     records = []
     make_folders(folder / arm)
@@ -266,7 +272,7 @@ def draw_part(
             "prompt_index": p,
             "image_index": i,
             "prompt": prompts[p],
-            "seed": s.eval_seed,
+            "seed": settings.eval_seed,
         }
         records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
         VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(
@@ -279,7 +285,7 @@ def draw_part(
 # %% ../../nbs/09_runs/02_run_images.ipynb #cb623460
 def begun_folder(
     run: Path,  # the run folder
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     arms: Mapping[str, int | None],  # arm -> split
     prompts: list[str],  # all prompts
 ) -> Path:
@@ -288,7 +294,7 @@ def begun_folder(
     Its name is a hash of everything that influences images and scores.
     """
     what = {
-        "settings": s.model_dump(mode="json", exclude={"threads"}),
+        "settings": settings.model_dump(mode="json", exclude={"threads"}),
         "arms": dict(arms),
         "prompts": prompts,
         "weights": hash_trained_weights(run),
@@ -326,12 +332,12 @@ def read_parts(folder: Path) -> dict[tuple[str, int, int], list[dict]]:
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #022abb40
 def load_scorers(
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     run: Path | None = None,  # that the settings come from
     trust: bool = False,  # the user has looked at what the run names
 ) -> dict[str, Callable]:  # by name
     """Load the rewards of training and evaluation; an untrusted run's code is not taken from the working folder."""
-    names = dict.fromkeys([*reward_weights(s), *s.eval_rewards])
+    names = dict.fromkeys([*reward_weights(settings), *settings.eval_rewards])
     origin = run_origin(run) if run else "own"
     # Code that an untrusted run names must not come from the working folder.
     run_rewards: tuple[str, ...] = ()
@@ -340,19 +346,19 @@ def load_scorers(
         run_rewards = (*reward_weights(run_settings), *run_settings.eval_rewards)
     scorers = {}
     for name in names:
-        options = s.reward_options.get(name, {})
+        options = settings.reward_options.get(name, {})
         scorers[name] = placement.load_placed_reward(name, name not in run_rewards, **options)
     return scorers
 
 
-def _changed_names(run: Path | str, s: Settings | Mapping) -> list[str]:
+def _changed_names(run: Path | str, settings: Settings | Mapping) -> list[str]:
     """Return the names of the evaluation's settings that differ from the run's."""
-    return [*diff_settings(read_run_settings(run), load_settings(s))]
+    return [*diff_settings(read_run_settings(run), load_settings(settings))]
 
 
 def draw_share(
     run: Path,  # a finished run
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     arms: Mapping[str, int | None],  # arm -> split
     folder: Path,  # of `begun_folder`
     share: tuple[int, int] = (0, 1),  # this process' number, and how many there are
@@ -360,26 +366,26 @@ def draw_share(
     trust: bool = False,  # the user has looked at what the run names
 ) -> None:
     """Sample and score this process's share of the parts that are missing."""
-    check_trust(run, trust, _changed_names(run, s))
+    check_trust(run, trust, _changed_names(run, settings))
     # In a process of its own the arguments come from JSON.
     run = Path(run)
-    s = load_settings(s)
+    settings = load_settings(settings)
     folder = Path(folder)
-    prompts = read_prompts(s.eval_prompts, "eval_prompts")
+    prompts = read_prompts(settings.eval_prompts, "eval_prompts")
     done = read_parts(folder)
     todo = [
         part
-        for part in evaluation_parts(s, len(prompts), arms)[share[0] :: share[1]]
+        for part in evaluation_parts(settings, len(prompts), arms)[share[0] :: share[1]]
         if part not in done
     ]
     # The scorers are loaded inside: a worker gets as many threads as this process has when it starts.
-    with drawing_threads(s.threads):
-        scorers = load_scorers(s, run, trust)
+    with drawing_threads(settings.threads):
+        scorers = load_scorers(settings, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts")
-        model = load_trained_policy(run, s)
+        model = load_trained_policy(run, settings)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
-            records = draw_part(model, s, prompts, scorers, part, arms[part[0]], folder)
+            records = draw_part(model, settings, prompts, scorers, part, arms[part[0]], folder)
             append_json_line(file, {"part": part, "records": records})
             watch()
 
@@ -410,13 +416,13 @@ def drawing_processes(run: Path | str) -> int:
 
 
 def image_cost(
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     arm: str,  # its name
 ) -> int:  # in forwards times pixels; only ratios are meaningful
     """Return the cost of an image of an arm."""
     if arm in AS_TRAINED_ARMS:
-        return s.steps * s.resolution**2
-    return s.eval_steps * s.eval_resolution**2
+        return settings.steps * settings.resolution**2
+    return settings.eval_steps * settings.eval_resolution**2
 
 
 def progress_text(
@@ -432,7 +438,7 @@ def progress_text(
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #08284b7c
 def progress_watcher(
-    s: Settings,  # of the evaluation
+    settings: Settings,  # of the evaluation
     parts: list[tuple[str, int, int]],  # all parts of the evaluation
     folder: Path,  # of the finished parts
     say: Callable[[str], None],  # receives the lines
@@ -443,7 +449,7 @@ def progress_watcher(
     def count_work(some: Collection[tuple[str, int, int]]) -> tuple[int, int]:  # images, their cost
         """Count the images of some parts and add up their cost."""
         images = sum(high - low for _, low, high in some)
-        cost = sum((high - low) * image_cost(s, arm) for arm, low, high in some)
+        cost = sum((high - low) * image_cost(settings, arm) for arm, low, high in some)
         return images, cost
 
     images, cost = count_work(parts)

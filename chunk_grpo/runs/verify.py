@@ -120,21 +120,21 @@ def _difference_share(
     a: object,  # its value: a number, a list of them, or None
     b: object,  # its value in the other log
     line: Mapping,  # the whole line of the first log
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
 ) -> float:  # 0: equal, above 1: too far, inf: no difference is allowed
     """Return the difference of two values of a metric, as a share of the allowed difference."""
     if a == b:
         return 0.0
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return max(_difference_share(name, x, y, line, s) for x, y in zip(a, b, strict=True))
+        return max(_difference_share(name, x, y, line, settings) for x, y in zip(a, b, strict=True))
     # Counts and the learning rate must be equal.
     are_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
     if not are_numbers or isinstance(a, int) or name == "lr":
         return math.inf
     spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
-    allowed = {"float32": 1e-3, "bfloat16": 5e-2}[s.dtype] * max(abs(a), abs(b), spread)
+    allowed = {"float32": 1e-3, "bfloat16": 5e-2}[settings.dtype] * max(abs(a), abs(b), spread)
     if name.startswith("ratio"):
-        allowed = s.clip_range / 10
+        allowed = settings.clip_range / 10
     elif name == "clip_fraction":
         allowed = 0.1
     return abs(a - b) / allowed
@@ -143,7 +143,7 @@ def _difference_share(
 def compare_lines(
     theirs: Iterable[Mapping],  # metrics of the run, line by line
     ours: Iterable[Mapping],  # metrics of the repetition
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
 ) -> list[dict]:  # the largest share first
     """Compare two logs and return the numbers that differ.
 
@@ -159,7 +159,7 @@ def compare_lines(
                 "name": name,
                 "run": line[name],
                 "again": other[name],
-                "share": _difference_share(name, line[name], other[name], line, s),
+                "share": _difference_share(name, line[name], other[name], line, settings),
             }
             if row["share"]:
                 rows.append(row)
@@ -169,7 +169,7 @@ def compare_lines(
 def weights_share(
     one: Path,  # a folder of weights
     other: Path,  # another folder of weights
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     iterations: int,  # that were trained
 ) -> float:  # 0: bit-identical; above 1: too far
     """Return the root mean square difference of two sets of weights, as a share of the allowed difference.
@@ -187,7 +187,7 @@ def weights_share(
             return math.inf
         total += sum((x.double() - b[k].double()).square().sum().item() for k, x in a.items())
         count += sum(x.numel() for x in a.values())
-    allowed = 0.1 * s.learning_rate * s.updates_per_iteration * iterations
+    allowed = 0.1 * settings.learning_rate * settings.updates_per_iteration * iterations
     return math.sqrt(total / max(count, 1)) / allowed
 
 # %% ../../nbs/09_runs/03_verify.ipynb #5a29ef37
@@ -245,7 +245,7 @@ def _packages(run: Path) -> dict[str, str]:  # version by name
 
 # %% ../../nbs/09_runs/03_verify.ipynb #9b835062
 def repeat_run(
-    s: Settings,  # of the run
+    settings: Settings,  # of the run
     iterations: int,  # to repeat, the first ones
     processes: int,  # on this machine
     folder: Path,  # of the repetition; must be new
@@ -263,7 +263,7 @@ def repeat_run(
     callbacks = [on_log] if on_log and processes == 1 else []
     try:
         return launch.train(
-            load_settings(s, {"iterations": iterations} | quiet),
+            load_settings(settings, {"iterations": iterations} | quiet),
             folder,
             processes=processes,
             callbacks=callbacks,
@@ -289,7 +289,7 @@ def verify_run(
     run_folder.check_trust(run, trust, doing="verifying")
     note = run_folder.read_run_info(run)
     run_lines = run_folder.read_metrics_lines(run)
-    s = run_folder.read_run_settings(run, exact=True)
+    settings = run_folder.read_run_settings(run, exact=True)
     done = len(run_lines) - 1  # iteration 0 evaluates the base
     if done < 0:
         raise InputError(f"the run must have begun; {run} has no metrics yet")
@@ -299,11 +299,11 @@ def verify_run(
     if not processes:
         processes = note.get("processes", 1) if note.get("nodes", 1) == 1 else 1
     with temporary_folder("verify") as folder:
-        again = repeat_run(s, count, processes, folder / "run", on_log)
-        rows = compare_lines(run_lines, run_folder.read_metrics_lines(again), s)
+        again = repeat_run(settings, count, processes, folder / "run", on_log)
+        rows = compare_lines(run_lines, run_folder.read_metrics_lines(again), settings)
         # Weights can be compared only if the whole run was repeated.
-        is_whole = count == s.iterations and note["status"] == "finished" and final.is_dir()
-        weights = weights_share(final, again / "final", s, count) if is_whole else None
+        is_whole = count == settings.iterations and note["status"] == "finished" and final.is_dir()
+        weights = weights_share(final, again / "final", settings, count) if is_whole else None
         differences = find_differences(run, again)
     # With another model, other prompts or other code it is another run.
     inputs = {"model_sha256": "model", "prompts_sha256": "prompts", "code": "code"}

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 
 from .. import InputError
 from ..core.files import read_json_lines
-from ..core.settings import PRESETS_DIR, training_method
+from ..core.settings import PRESETS_DIR, method_label
 from ..core.statistics import t_intervals
 from ..models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
 from chunk_grpo.reporting.figures import (
@@ -241,12 +241,12 @@ def format_difference(found: Mapping) -> str:  # found: mean, lo, hi
 def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs of an arm
     """Return column -> text: the seeds and chunks of an arm, and its cost as a mean over its runs."""
     mean = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean()
-    s = mine[0]["settings"]
-    chunks = s["chunks"]
+    settings = mine[0]["settings"]
+    chunks = settings["chunks"]
     if chunks == "profile":  # the chunks that the runs measured
         chunks = "; ".join(dict.fromkeys(row["chunks"] for row in mine)) or chunks
-    if s["train_chunks"] != "all":
-        chunks += f", only {s['train_chunks']}"
+    if settings["train_chunks"] != "all":
+        chunks += f", only {settings['train_chunks']}"
     return {
         "seeds": str(len(mine)),
         "chunks": chunks,
@@ -340,7 +340,7 @@ def arm_colour(
 ) -> str:
     """Return the colour of an arm's method."""
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
-    return METHOD_COLOURS.get(training_method(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
+    return METHOD_COLOURS.get(method_label(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
 
 
 @with_house_style

@@ -219,7 +219,9 @@ def load_study(source: str | Path) -> Study:  # source: name of a study, or its 
     values = {"title": "", "question": "", "reference": ""} | read_yaml_file(file)
     # The outcome may be a reward in a file of code beside the study: make its path absolute.
     if isinstance(values.get("outcome"), str):
-        values["outcome"] = setting.name_files({"reward": values["outcome"]}, file.parent)["reward"]
+        values["outcome"] = setting.resolve_code_files({"reward": values["outcome"]}, file.parent)[
+            "reward"
+        ]
     try:
         return Study.model_validate(values)
     except ValidationError as error:
@@ -252,11 +254,15 @@ def _arm_settings(
     for arm, changes in study.arms.items():
         best = tuned.get(arm, {}).get("settings", {})
         try:
-            s = setting.load_settings(base, changes | best | {"seed": study.first_seed}, home)
-            settings[arm] = s
-            evaluated = setting.load_settings(s, study.evaluation, home)
-            check_evaluation_changes(s, evaluated)
-            scored = list(dict.fromkeys([*setting.reward_weights(s), *evaluated.eval_rewards]))
+            run_settings = setting.load_settings(
+                base, changes | best | {"seed": study.first_seed}, home
+            )
+            settings[arm] = run_settings
+            evaluated = setting.load_settings(run_settings, study.evaluation, home)
+            check_evaluation_changes(run_settings, evaluated)
+            scored = list(
+                dict.fromkeys([*setting.reward_weights(run_settings), *evaluated.eval_rewards])
+            )
             if study.outcome and study.outcome not in scored:
                 raise InputError(
                     f"`outcome` must be a reward that is evaluated, {', '.join(scored)}; got "
@@ -318,7 +324,7 @@ def expand_trials(
             )
 
     settings = _arm_settings(study, home)
-    evaluation = setting.name_files(study.evaluation, home)
+    evaluation = setting.resolve_code_files(study.evaluation, home)
     trials = []
     for seed in study.seed_range if seeds is None else seeds:
         for arm, arm_settings in settings.items():
@@ -530,9 +536,9 @@ def check_trials(
         if trial.arm not in checked_arms:
             checked_arms.add(trial.arm)
             try:
-                s = setting.load_settings(trial.settings, trial.evaluation)
-                check_named_code(s)
-                load_method(s)
+                settings = setting.load_settings(trial.settings, trial.evaluation)
+                check_named_code(settings)
+                load_method(settings)
             except InputError as error:
                 raise InputError(f"arm {trial.arm} of the study {trial.study}: {error}") from None
         file = out / trial.name / "run.json"

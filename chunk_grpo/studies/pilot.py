@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['tuning_arms', 'write_tuning_study', 'at_edge', 'choose_settings', 'next_points', 'allowed_points', 'tune_study',
-           'tuned_rows', 'paired_power', 'seeds_needed', 'pilot_spread', 'tuning_spread', 'plan_table']
+           'tuned_rows', 'paired_power', 'seeds_needed', 'pilot_difference_sd', 'tuning_difference_sd', 'plan_table']
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #f54943a6
 from collections.abc import Callable, Mapping, Sequence
@@ -88,13 +88,13 @@ def write_tuning_study(
     }
     tuned_arms = {}
     for name, (arm, point) in arms.items():
-        tuned_arms[name] = setting.name_files(study.arms[arm] | point, home)
+        tuned_arms[name] = setting.resolve_code_files(study.arms[arm] | point, home)
     content = study.model_dump(exclude=left_out) | {
         "title": f"Tuning of: {study.title}",
         "seeds": study.tune_seeds,
         "first_seed": _TUNING_SEED,
         "arms": tuned_arms,
-        "evaluation": setting.name_files(study.evaluation, home),
+        "evaluation": setting.resolve_code_files(study.evaluation, home),
         "reference": next(iter(arms)),
     }
     content["evaluation"].pop("eval_prompts", None)  # these are the study's own
@@ -290,7 +290,7 @@ def seeds_needed(
     return None
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #116c2610
-def pilot_spread(
+def pilot_difference_sd(
     rows: Sequence[Mapping],  # of pilot runs
     outcome: str,  # reward
     reference: str,  # arm that the others are compared with
@@ -344,13 +344,13 @@ def _matching_points(
     return pairs
 
 
-def tuning_spread(
+def tuning_difference_sd(
     tuned: Mapping[str, Mapping],  # arm -> settings, gain, points, as in tuned.yaml
     reference: str,  # arm that the others are compared with
 ) -> pd.DataFrame:  # a row per arm: seeds, gain, difference, sd, relative_sd
     """Return how much paired differences vary between seeds, pooled over the points of a grid.
 
-    The columns are those of `pilot_spread`, but `seeds` is the number of degrees of freedom plus one.
+    The columns are those of `pilot_difference_sd`, but `seeds` is the number of degrees of freedom plus one.
     """
     baseline = tuned[reference]
     rows = {}
@@ -388,7 +388,7 @@ def plan_table(source: str | Path) -> pd.DataFrame:  # source: name of a study, 
     effect = study.smallest_effect
     if study.reference not in tuned or not effect:
         return pd.DataFrame()
-    spread = tuning_spread(tuned, study.reference).relative_sd
+    spread = tuning_difference_sd(tuned, study.reference).relative_sd
     table = pd.DataFrame({"relative_sd": spread, "seeds": study.seeds})
     for suffix, tests in (("", 1), (", corrected", max(len(spread), 1))):
         table[f"needed{suffix}"] = [seeds_needed(sd, effect, tests=tests) for sd in spread]

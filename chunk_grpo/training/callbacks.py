@@ -50,7 +50,7 @@ class _LogFunction(Callback):
         self.function = function
 
     def on_log(self, state, line: dict) -> None:
-        self.function(line, state.s)
+        self.function(line, state.settings)
 
 
 def as_callbacks(
@@ -109,7 +109,7 @@ class Logger(Callback):
         """Say what part of the model is trained, there and in run.json, with what; give the tracker the settings."""
         import torch  # these here: a report needs only the alarms
 
-        from chunk_grpo.models.trainable import adapted_layers, describe_layers, trained_share
+        from chunk_grpo.models.trainable import list_adapted_layers, describe_layers, trained_share
 
         share = trained_share(state.policy)
         file = state.run / "run.json"
@@ -124,11 +124,13 @@ class Logger(Callback):
         )
         self.say(f"training {beside} {share:.1%} of the model")
         if state.policy.lora:
-            self.say(f"adapted layers: {describe_layers(adapted_layers(state.policy.transformer))}")
-        if state.s.tracker != "none":
+            self.say(
+                f"adapted layers: {describe_layers(list_adapted_layers(state.policy.transformer))}"
+            )
+        if state.settings.tracker != "none":
             flat = {
                 k: v if isinstance(v, (int, float)) else str(v)
-                for k, v in state.s.model_dump(mode="json").items()
+                for k, v in state.settings.model_dump(mode="json").items()
             }
             state.accelerator.init_trackers("chunk_grpo", config=flat)
 
@@ -140,7 +142,7 @@ class Logger(Callback):
             append_json_line(state.run / "metrics.jsonl", line)
         state.accelerator.log(tracker_values(line), step=line["iteration"])
         log_eval_samples(state, line["iteration"])
-        self.say(format_progress(line, state.s.iterations, log=True))
+        self.say(format_progress(line, state.settings.iterations, log=True))
 
     def on_train_end(self, state) -> None:
         """Finish what the trackers write."""
@@ -155,42 +157,43 @@ def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> boo
     return len(last) == _IN_A_ROW and all(map(holds, last))
 
 
-def _clip_alarm(lines: Sequence[dict], s: Settings) -> str:
+def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether the clip takes nearly all gradients of later updates."""
 
     def share(line: dict) -> float:
         found = [x for x in line.get("clip_fraction") or [] if x is not None]
         return sum(found) / len(found) if found else 0.0
 
-    most = (s.updates_per_iteration - 1) / s.updates_per_iteration
+    most = (settings.updates_per_iteration - 1) / settings.updates_per_iteration
     if not most or not _holds_in_a_row(lines, lambda line: share(line) > 0.75 * most):
         return ""
     return (
         f"the clip took the gradient of {share(lines[-1]):.0%} of the items, of at most {most:.0%}: the steps are "
-        f"too large for `clip_range` {s.clip_range:g}"
+        f"too large for `clip_range` {settings.clip_range:g}"
     )
 
 
-def _floor_alarm(lines: Sequence[dict], s: Settings) -> str:
+def _floor_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether rounding alone reaches the clip range."""
     floor = lines[-1].get("ratio_floor") or 0.0
     return (
         f"the floor of the ratio, {floor:.1e}, reaches a tenth of clip_range"
-        if floor >= s.clip_range / 10
+        if floor >= settings.clip_range / 10
         else ""
     )
 
 
-def _flat_alarm(lines: Sequence[dict], s: Settings) -> str:
+def _flat_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether no group has rewards that differ."""
     flat = _holds_in_a_row(
-        lines, lambda line: (line.get("advantage_std_zero_groups") or 0) >= s.prompts_per_iteration
+        lines,
+        lambda line: (line.get("advantage_std_zero_groups") or 0) >= settings.prompts_per_iteration,
     )
     words = f"in {_IN_A_ROW} iterations all images of each prompt had the same reward; nothing was learned"
     return words if flat else ""
 
 
-def _norm_alarm(lines: Sequence[dict], s: Settings) -> str:
+def _norm_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether the gradient explodes: its norm is above ten times the median of the five to twenty before it."""
 
     def high(lines: Sequence[dict]) -> bool:
@@ -224,7 +227,7 @@ def _first_and_last(
     return statistics.fmean(first), statistics.fmean(last), error
 
 
-def _hacking_alarm(lines: Sequence[dict], s: Settings) -> str:
+def _hacking_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether the training reward rises while a held-out score falls."""
     moved = _first_and_last(lines, "reward_mean")
     now = lines[-1]
@@ -254,7 +257,7 @@ _IMAGE_WORDS = {
 }
 
 
-def _image_alarm(name: str, lines: Sequence[dict], s: Settings) -> str:
+def _image_alarm(name: str, lines: Sequence[dict], settings: Settings) -> str:
     """Check whether a statistic of the images leaves the range of the base's."""
     moved = _first_and_last(lines, f"image_{name}")
     reward = _first_and_last(lines, "reward_mean")
@@ -278,26 +281,26 @@ _ALARMS = {
 
 
 def raised_alarms(
-    lines: Sequence[dict], s: Settings
+    lines: Sequence[dict], settings: Settings
 ) -> dict[str, str]:  # metrics, iteration 0 first -> name: words
     """List the alarms that begin with the newest line."""
-    standing = {name: _ALARMS[name](lines, s) for name in ALARMS}
+    standing = {name: _ALARMS[name](lines, settings) for name in ALARMS}
     before = [lines[:-k] for k in range(1, min(_QUIET, len(lines) - 1) + 1)]
     return {
         name: words
         for name, words in standing.items()
-        if words and not any(_ALARMS[name](earlier, s) for earlier in before)
+        if words and not any(_ALARMS[name](earlier, settings) for earlier in before)
     }
 
 
 def alarm_history(
-    lines: Sequence[dict], s: Settings
+    lines: Sequence[dict], settings: Settings
 ) -> list[dict]:  # a row an alarm: iteration, alarm, words
     """List every alarm of a run, in order."""
     return [
         {"iteration": lines[i]["iteration"], "alarm": name, "what": words}
         for i in range(len(lines))
-        for name, words in raised_alarms(lines[: i + 1], s).items()
+        for name, words in raised_alarms(lines[: i + 1], settings).items()
     ]
 
 # %% ../../nbs/07_training/07_callbacks.ipynb #c3b10011
@@ -314,20 +317,20 @@ class Alarms(Callback):
     def on_log(self, state, line: dict) -> None:
         """Look at the lines so far; StopTraining where `stop_on` names an alarm."""
         self.lines.append(line)
-        raised = raised_alarms(self.lines, state.s)
+        raised = raised_alarms(self.lines, state.settings)
         for name, words in raised.items():
             self.say(f"warning: iteration {line['iteration']}, alarm {name}: {words}")
         idle = [
-            one["skipped_updates"] >= state.s.updates_per_iteration
+            one["skipped_updates"] >= state.settings.updates_per_iteration
             for one in reversed(self.lines[1:])
         ]
         last = idle.index(False) if False in idle else len(idle)
-        if last >= MOST_IDLE or last == state.s.iterations:
+        if last >= MOST_IDLE or last == state.settings.iterations:
             raise InputError(
                 "`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
                 f"trained in the last {last} iterations, for no gradient was"
             )
-        for name in [name for name in raised if name in state.s.stop_on]:
+        for name in [name for name in raised if name in state.settings.stop_on]:
             raise StopTraining(
                 f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
                 f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`"

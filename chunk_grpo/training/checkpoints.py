@@ -41,7 +41,7 @@ from ..core.settings import check_resume, load_settings
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by name, `weight.entry`."""
     out = {}
-    places = set()
+    trainable_steps = set()
     for i, entry in optimizer.state_dict()["state"].items():
         for (
             key,
@@ -56,8 +56,10 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
             )
             for name, tensor in inner.items():
                 tensor = torch.as_tensor(tensor).contiguous()
-                out[f"{i}.{name}"] = tensor.clone() if tensor.data_ptr() in places else tensor
-                places.add(tensor.data_ptr())
+                out[f"{i}.{name}"] = (
+                    tensor.clone() if tensor.data_ptr() in trainable_steps else tensor
+                )
+                trainable_steps.add(tensor.data_ptr())
     return out
 
 

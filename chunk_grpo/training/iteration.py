@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TrainingState', 'make_accelerator', 'prepare_state', 'load_policy_and_optimizer', 'chunk_gains', 'compare_groups',
            'count_seconds', 'Rollout', 'sample_groups', 'score_base', 'measure_profile', 'measure_ratio_floor',
-           'are_whole_numbers', 'check_partition', 'check_draw', 'build_update_batches', 'refuse_silent_weights',
-           'step_optimizer', 'Update', 'update_policy']
+           'is_integer_tensor', 'check_partition', 'check_selected_chunks', 'build_update_batches',
+           'check_weights_have_gradients', 'step_optimizer', 'Update', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -35,7 +35,7 @@ from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import prompt_embeds, trainable
-from ..models.inputs import evenly_spaced_positions, read_prompts, sample_prompt_indices
+from ..models.inputs import space_positions_evenly, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -55,7 +55,12 @@ from chunk_grpo.training.rollout import (
     sample_trajectories,
     sde_batches,
 )
-from .update import UpdateBatch, UpdateStats, accumulate_gradients, all_evidence
+from chunk_grpo.training.update import (
+    UpdateBatch,
+    UpdateStats,
+    accumulate_gradients,
+    compute_transition_stats,
+)
 from .update import build_update_batch, ratio_floor, split_updates
 
 _LATER: Any = None  # of what a state gets before anybody asks for it
@@ -65,7 +70,7 @@ _LATER: Any = None  # of what a state gets before anybody asks for it
 class TrainingState:
     """What a run holds, and what of it lasts from one iteration to the next."""
 
-    s: setting.Settings
+    settings: setting.Settings
     run: Path  # the run folder
     accelerator: Accelerator
     prompts: list[str]  # to train on
@@ -82,7 +87,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer = _LATER
     ema: EMAModel | None = None
     # weights that the method keeps, by its names
-    copies: dict[str, list[Tensor]] = field(default_factory=dict)
+    reference_weights: dict[str, list[Tensor]] = field(default_factory=dict)
     profile: Tensor | None = None  # (T,) mean distances of the base, once measured
     iteration: int = 0  # finished iterations
     total: float = 0.0  # seconds of finished iterations
@@ -91,35 +96,39 @@ class TrainingState:
 
     def averages(self) -> dict[str, list[Tensor]]:
         """Return the moving average, if there is one, and the method's copies of the weights, in this order."""
-        return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.copies
+        return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.reference_weights
 
     @property
     def identity(self) -> dict:  # run_id, settings
         """Return what a checkpoint must share with the run that resumes from it."""
-        return {"run_id": self.run_id, "settings": self.s.model_dump(mode="json")}
+        return {"run_id": self.run_id, "settings": self.settings.model_dump(mode="json")}
 
-    def own_prompts(
+    def local_prompts(
         self,
         iteration: int,  # 0, 1, ...
     ) -> list[int]:  # positions in the list of prompts
         """Return this process's prompts of an iteration."""
         ids = sample_prompt_indices(
-            len(self.prompts), self.s.prompts_per_iteration, self.s.seed, iteration
+            len(self.prompts), self.settings.prompts_per_iteration, self.settings.seed, iteration
         )
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
 
-    def held_out_places(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process."""
-        chosen = evenly_spaced_positions(len(self.held_out), self.s.eval_count)
-        places = [(p, i) for p in chosen for i in range(self.s.eval_images)]
-        return places, places[self.accelerator.process_index :: self.accelerator.num_processes]
+        chosen = space_positions_evenly(len(self.held_out), self.settings.eval_count)
+        trainable_steps = [(p, i) for p in chosen for i in range(self.settings.eval_images)]
+        return trainable_steps, trainable_steps[
+            self.accelerator.process_index :: self.accelerator.num_processes
+        ]
 
     def needed_prompts(self) -> list[str]:
         """Return every prompt that this process will sample or be evaluated on, once."""
-        drawn = [self.prompts[p] for i in range(self.s.iterations) for p in self.own_prompts(i)]
+        drawn = [
+            self.prompts[p] for i in range(self.settings.iterations) for p in self.local_prompts(i)
+        ]
         # The first held-out prompt is always needed: see `metrics`.
-        held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_places()[1]]]
+        held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_images()[1]]]
         return list(dict.fromkeys([*drawn, *held_out]))
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
@@ -141,44 +150,45 @@ def make_accelerator(
 
 
 def prepare_state(
-    s: setting.Settings,
+    settings: setting.Settings,
     run: Path,  # an existing folder
 ) -> TrainingState:  # without policy and optimizer
     """Check the settings, and load all that a run needs except its weights; raise InputError if a check fails."""
-    if s.threads:
-        torch.set_num_threads(s.threads)
-    trackers = None if s.tracker == "none" else s.tracker
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    trackers = None if settings.tracker == "none" else settings.tracker
     if trackers and importlib.util.find_spec(trackers) is None:
         raise InputError(
             f"tracker: {trackers} is not installed; allowed are none and what is: pip install {trackers}."
         )
-    if s.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
+    if settings.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
             "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'."
         )
-    check_environment(s.compile)
-    accelerator = make_accelerator(trackers, run, s.device)
+    check_environment(settings.compile)
+    accelerator = make_accelerator(trackers, run, settings.device)
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
     # User code may have been edited since the run began.
-    check_same_code(note, find_code(s) if "code" in note else {}, Path(run))
-    method = load_method(s)
-    prompts = read_prompts(s.prompts, "prompts")
-    held_out = read_prompts(s.eval_prompts, "eval_prompts")
-    sample_prompt_indices(len(prompts), s.prompts_per_iteration, s.seed, 0)
-    setting.check_processes(s, accelerator.num_processes)
-    trained_on = setting.reward_weights(s)
-    names = dict.fromkeys([*trained_on, *s.eval_rewards])
+    check_same_code(note, find_code(settings) if "code" in note else {}, Path(run))
+    method = load_method(settings)
+    prompts = read_prompts(settings.prompts, "prompts")
+    held_out = read_prompts(settings.eval_prompts, "eval_prompts")
+    sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
+    setting.check_processes(settings, accelerator.num_processes)
+    trained_on = setting.reward_weights(settings)
+    names = dict.fromkeys([*trained_on, *settings.eval_rewards])
     scorers = {
-        name: placement.load_placed_reward(name, **s.reward_options.get(name, {})) for name in names
+        name: placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
+        for name in names
     }
     # With an `anchor_share` below 1, the other rewards score the images of training too.
-    training_rewards = names if s.anchor_share < 1 else trained_on
+    training_rewards = names if settings.anchor_share < 1 else trained_on
     check_prompts({name: scorers[name] for name in training_rewards}, prompts, "prompts")
     check_prompts(scorers, held_out, "eval_prompts")
     return TrainingState(
-        s, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
+        settings, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
@@ -186,7 +196,7 @@ def load_policy_and_optimizer(
     state: TrainingState,
 ) -> TrainingState:  # the same, with policy and optimizer
     """Load the policy, free its weights, encode the prompts, make the optimizer."""
-    s = state.s
+    settings = state.settings
     needed = state.needed_prompts()
     names = (
         "resolution",
@@ -205,34 +215,36 @@ def load_policy_and_optimizer(
         "seed",
     )
     policy = trainable.load_trainable_policy(
-        s.model, **{name: getattr(s, name) for name in names}, device=state.accelerator.device
+        settings.model,
+        **{name: getattr(settings, name) for name in names},
+        device=state.accelerator.device,
     )
-    policy.truncate_timesteps = s.truncate_timesteps
-    policy.set_resolution(s.eval_resolution).set_resolution(
-        s.resolution
+    policy.truncate_timesteps = settings.truncate_timesteps
+    policy.set_resolution(settings.eval_resolution).set_resolution(
+        settings.resolution
     )  # what cannot be packed is said now
     with prompt_embeds.lazy_prompt_encoder(policy) as fresh:
         prompt_embeds.cache_prompt_embeds([*needed, *policy.blank], policy.key, fresh)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_local_main_process:
         prompt_embeds.trim_prompt_cache()
-    if s.sharding == "none":
+    if settings.sharding == "none":
         policy.module = state.accelerator.prepare(policy.transformer)
     optimizer = torch.optim.AdamW
-    if s.optimizer == "adamw-8bit":
+    if settings.optimizer == "adamw-8bit":
         from bitsandbytes.optim import AdamW8bit as optimizer  # pyright: ignore[reportMissingImports]
     state.policy, state.optimizer = (
         policy,
-        optimizer(policy.trained, lr=s.learning_rate, weight_decay=s.weight_decay),
+        optimizer(policy.trained, lr=settings.learning_rate, weight_decay=settings.weight_decay),
     )
-    state.ema = EMAModel(policy.trained, decay=s.ema) if s.ema else None
-    state.copies = {
-        name: [p.detach().clone() for p in policy.trained] for name in state.method.copies
+    state.ema = EMAModel(policy.trained, decay=settings.ema) if settings.ema else None
+    state.reference_weights = {
+        name: [p.detach().clone() for p in policy.trained] for name in state.method.reference_decays
     }
-    state.limit = s.update_batch
-    if s.update_memory:
+    state.limit = settings.update_batch
+    if settings.update_memory:
         model: Any = plan.read_model_config(policy.folder)  # it was loaded, so it is known
-        state.limit = plan.fit_update_batch(model, s).update_batch
+        state.limit = plan.fit_update_batch(model, settings).update_batch
     return state
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002
@@ -249,16 +261,16 @@ def _score_completions(
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
-    batch = state.s.rollout_batch
+    batch = state.settings.rollout_batch
 
     images_per_state = 1
-    if is_one_state(state.s, paths.sampler, start):
-        images_per_state = state.s.images_per_prompt
+    if is_one_state(state.settings, paths.sampler, start):
+        images_per_state = state.settings.images_per_prompt
     current = paths.latents[:, start].float()
     first = torch.arange(0, len(paths.keys), images_per_state)
     prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
 
-    store = TORCH_DTYPES[state.s.latents_dtype]
+    store = TORCH_DTYPES[state.settings.latents_dtype]
     final = complete_states(
         policy, context.rows(first), current[first], paths.sampler, levels, batch, store
     )
@@ -280,21 +292,23 @@ def chunk_gains(
 
     The chunks come in reverse order, the last first.
     """
-    s = state.s
+    settings = state.settings
     paths = context.trajectories
-    places = state.method.places(paths.sampler)
+    trainable_steps = state.method.trainable_steps(paths.sampler)
     gains = []
 
     # From the image back to the noise: the state before a chunk is the state after the chunk before it.
     after = scores
-    for chunk in reversed(state.method.chunks(torch.ones(len(places))).slices):
-        start = int(places[chunk][0])
+    for chunk in reversed(state.method.chunks(torch.ones(len(trainable_steps))).slices):
+        start = int(trainable_steps[chunk][0])
         remaining = len(paths.sampler) - start
-        steps = min(s.completion_steps or remaining, remaining)
+        steps = min(settings.completion_steps or remaining, remaining)
         levels = start + torch.linspace(0, remaining, steps + 1).round().long()
         before = _score_completions(state, context, levels)
         before = {name: x.to(after[name]) for name, x in before.items()}
-        gains.append((places[chunk], {name: after[name] - before[name] for name in scores}))
+        gains.append(
+            (trainable_steps[chunk], {name: after[name] - before[name] for name in scores})
+        )
         after = before
     return gains
 
@@ -307,7 +321,7 @@ def _of_all_groups(
     """Gather the scores of all processes in groups, apply the function, and return this process's slice."""
     first = next(iter(scores.values()))
     device = state.accelerator.device
-    size = state.s.images_per_prompt * first[0].numel()
+    size = state.settings.images_per_prompt * first[0].numel()
     gathered = {
         name: state.accelerator.gather(x.to(device)).cpu().reshape(-1, size)
         for name, x in scores.items()
@@ -324,7 +338,7 @@ def compare_groups(
     combined: Tensor,  # (P, G) of this process's groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
     """Compute the method's advantages of what `credit_of` names: images, chunks or edges of a tree."""
-    s = state.s
+    settings = state.settings
     method = state.method
     sampler = context.trajectories.sampler
 
@@ -343,27 +357,29 @@ def compare_groups(
         """Return this process's advantages (B, ...) of scores (B, ...)."""
         return _of_all_groups(state, raw_scores, advantages)
 
-    if s.credit_of == "image":
+    if settings.credit_of == "image":
         of_strides = [compared(scores)]
-        start = int(method.places(sampler)[-1]) + 1
+        start = int(method.trainable_steps(sampler)[-1]) + 1
         # The first stride is the rollout's own.
-        for stride in map(int, s.completion_strides.split(",")[1:]):
+        for stride in map(int, settings.completion_strides.split(",")[1:]):
             levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
             of_strides.append(compared(_score_completions(state, context, levels)))
         if len(of_strides) == 1:
             return of_strides[0]
-        limit = s.advantage_clamp
+        limit = settings.advantage_clamp
         return torch.stack(of_strides).sum(0).clamp(-limit, limit)
 
-    if s.credit_of in ("depth", "leaves"):
-        states = sharing.shared_states(method.table, sampler.stochastic)
-        edges = sharing.edge_advantages(combined, states, s.credit_of, s.advantage_clamp)
+    if settings.credit_of in ("depth", "leaves"):
+        states = sharing.shared_states(method.noise_owner, sampler.stochastic)
+        edges = sharing.edge_advantages(
+            combined, states, settings.credit_of, settings.advantage_clamp
+        )
         return edges.flatten(0, 1)
 
     # The gains of a chunk are compared within the chunk, or all gains of a group with one another.
     advantage = torch.zeros(combined.numel(), len(sampler))
     gains = chunk_gains(state, context, scores)
-    if s.credit_of == "gain":
+    if settings.credit_of == "gain":
         of_chunks = [compared(gain) for _, gain in gains]
     else:
         stacked = {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
@@ -403,8 +419,8 @@ def _begin_groups(
     names: Iterable[str],  # of the rewards that score them
 ) -> tuple[list[int], list[tuple[int, int, int, int]], Tensor, StreamingScores]:
     """Return this process's prompts, the keys of their images, the prompt index of each image, and the scorer."""
-    prompt_ids = state.own_prompts(state.iteration)
-    keys = [(state.s.seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
+    prompt_ids = state.local_prompts(state.iteration)
+    keys = [(state.settings.seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
     row = torch.arange(len(prompt_ids)).repeat_interleave(count)
     scorers = {name: state.rewards[name] for name in names}
     texts = [state.prompts[prompt] for _, _, prompt, _ in keys]
@@ -418,9 +434,9 @@ def _anchored_images(
     others: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
 ) -> Tensor | None:  # (B,) bool; None: all
     """Return the images that the anchor counts for: those whose reward outruns the other rewards."""
-    if state.s.anchor_share >= 1:
+    if state.settings.anchor_share >= 1:
         return None
-    share = state.s.anchor_share
+    share = state.settings.anchor_share
     return _of_all_groups(
         state,
         {"": combined, **others},
@@ -441,16 +457,16 @@ def _weigh_by_distance(
 
 def sample_groups(state: TrainingState) -> Rollout:
     """Sample a group of images for each of this process's prompts, score them, and compute their advantages."""
-    s = state.s
+    settings = state.settings
     method = state.method
     seconds = defaultdict(float)
 
     # Rewards that are not trained on score these images only if they decide where the anchor counts.
     other_rewards = []
-    if s.anchor_share < 1:
-        other_rewards = [name for name in s.eval_rewards if name not in state.reward_weights]
+    if settings.anchor_share < 1:
+        other_rewards = [name for name in settings.eval_rewards if name not in state.reward_weights]
     prompt_ids, keys, row, streaming_scores = _begin_groups(
-        state, s.images_per_prompt, [*state.reward_weights, *other_rewards]
+        state, settings.images_per_prompt, [*state.reward_weights, *other_rewards]
     )
     statistics = []
     features = []
@@ -459,37 +475,41 @@ def sample_groups(state: TrainingState) -> Rollout:
     def ready(final: Tensor) -> None:
         """Decode a batch of latents (b, S, C) and hand the images to the scoring thread."""
         with count_seconds(seconds, "decode"):
-            images = decode_latents(state.policy, final, s.rollout_batch)
+            images = decode_latents(state.policy, final, settings.rollout_batch)
             streaming_scores.add(images)
             statistics.append(
                 image_statistics(images, state.policy.patch * state.policy.vae_scale_factor)
             )
-        if s.diversity:
-            features.append(state.rewards[setting.embedding_reward(s)].embed(images))
+        if settings.diversity:
+            features.append(state.rewards[setting.embedding_reward(settings)].embed(images))
 
     # Sample with the present weights, or with a copy, as DiffusionNFT does.
-    before = ReplayContext(state.policy, conditioning, _LATER, state.copies)
+    before = ReplayContext(state.policy, conditioning, _LATER, state.reference_weights)
     with count_seconds(seconds, "rollout"):
-        with before.weights(method.sampled_by) if method.sampled_by else contextlib.nullcontext():
+        with (
+            before.use_weights(method.sampling_reference)
+            if method.sampling_reference
+            else contextlib.nullcontext()
+        ):
             paths = sample_trajectories(
                 policy=state.policy,
                 conditioning=conditioning,
-                row=row,
+                prompt_index=row,
                 keys=keys,
                 sampler=method.sampler(state.iteration),
-                batch=s.rollout_batch,
-                shared=s.shared_noise,
-                store=TORCH_DTYPES[s.latents_dtype],
-                host=s.latents_on == "host",
-                ready=ready,
-                table=method.table,
-                spread=s.noise_spread,
+                batch=settings.rollout_batch,
+                shared_noise=settings.shared_noise,
+                storage_dtype=TORCH_DTYPES[settings.latents_dtype],
+                offload=settings.latents_on == "host",
+                on_batch=ready,
+                noise_owner=method.noise_owner,
+                noise_spread=settings.noise_spread,
             )
 
     # Wait for the last scores; those of earlier batches came during the rollout.
     with count_seconds(seconds, "reward"):
         scores = streaming_scores.scores()
-    groups = {name: x.reshape(-1, s.images_per_prompt) for name, x in scores.items()}
+    groups = {name: x.reshape(-1, settings.images_per_prompt) for name, x in scores.items()}
     combined = credit.combine_rewards(groups, state.reward_weights)
 
     # The other rewards get no credit, so they leave the scores here.
@@ -498,13 +518,13 @@ def sample_groups(state: TrainingState) -> Rollout:
     context = replace(before, trajectories=paths, anchored=anchored)
 
     # Compare the images of each group. Credit for chunks samples and scores completions first.
-    needs_completions = "gain" in s.credit_of or "," in s.completion_strides
+    needs_completions = "gain" in settings.credit_of or "," in settings.completion_strides
     with count_seconds(seconds, "completions") if needs_completions else contextlib.nullcontext():
         advantage = compare_groups(state, context, scores, combined)
 
     # Reward good images more if no other image of the group is like them.
-    if s.diversity:
-        advantage = _weigh_by_distance(advantage, torch.cat(features), s.images_per_prompt)
+    if settings.diversity:
+        advantage = _weigh_by_distance(advantage, torch.cat(features), settings.images_per_prompt)
     return Rollout(
         context=context,
         scores=scores,
@@ -520,25 +540,27 @@ def score_base(
     rollout: Rollout,  # of this iteration
 ) -> dict[str, Tensor]:  # raw scores by reward, of `baseline_images` per prompt
     """Sample this process's prompts with the base, from the noise of each group's first images, and score them."""
-    s = state.s
+    settings = state.settings
     context = rollout.context
-    _, keys, row, streaming_scores = _begin_groups(state, s.baseline_images, state.reward_weights)
+    _, keys, row, streaming_scores = _begin_groups(
+        state, settings.baseline_images, state.reward_weights
+    )
     batches = sde_batches(
         policy=state.policy,
         conditioning=context.conditioning,
-        row=row,
+        prompt_index=row,
         keys=keys,
         sampler=context.trajectories.sampler,
-        batch=s.rollout_batch,
-        shared=s.shared_noise,
-        store=TORCH_DTYPES[s.latents_dtype],
-        table=state.method.table,
-        spread=s.noise_spread,
+        batch=settings.rollout_batch,
+        shared_noise=settings.shared_noise,
+        storage_dtype=TORCH_DTYPES[settings.latents_dtype],
+        noise_owner=state.method.noise_owner,
+        noise_spread=settings.noise_spread,
     )
     # The generator samples while it is read, so it must be read with the base's weights.
     with trainable.base_weights(state.policy):
         for path, _ in batches:
-            streaming_scores.add(decode_latents(state.policy, path[:, -1], s.rollout_batch))
+            streaming_scores.add(decode_latents(state.policy, path[:, -1], settings.rollout_batch))
     return streaming_scores.scores()
 
 # %% ../../nbs/07_training/04_iteration.ipynb #4a9a3a21
@@ -547,23 +569,23 @@ def measure_profile(
     paths: Trajectories,  # sampled by the base
 ) -> dict:  # kind, mean (T,), std, ...
     """Measure how far each transition moves the latents, over all processes, and set `state.profile`."""
-    s, sampler = state.s, paths.sampler
+    settings, sampler = state.settings, paths.sampler
     gathered: Any = state.accelerator.gather(paths.distance.to(state.accelerator.device))
     distance = gathered.cpu().double()
     grid = sampler.sigmas
     # A merged transition stands where it begins; those that it jumps over move nothing.
-    if len(sampler) < s.steps:
+    if len(sampler) < settings.steps:
         grid = state.method.sigmas
         begin = torch.searchsorted(-grid, -sampler.sigmas[:-1], right=True) - 1
-        distance = torch.zeros(len(distance), s.steps, dtype=torch.float64).index_copy(
+        distance = torch.zeros(len(distance), settings.steps, dtype=torch.float64).index_copy(
             1, begin, distance
         )
     state.profile = distance.mean(0)
     return {
         "kind": "l1",
-        "sampler": s.sampler,
-        "eta": s.eta,
-        "steps": s.steps,
+        "sampler": settings.sampler,
+        "eta": settings.eta,
+        "steps": settings.steps,
         "sigmas": grid.tolist(),
         "mean": state.profile.tolist(),
         "std": distance.std(0).tolist(),
@@ -574,20 +596,22 @@ def measure_profile(
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
 def measure_ratio_floor(
     context: ReplayContext,  # trajectories and the policy that replays them
-    work: UpdateBatch,  # the first update's
+    update_batch: UpdateBatch,  # the first update's
     method: Method,
 ) -> list[float]:  # in the batches of training, against the rollout's log-probabilities
     """Measure the largest |ratio - 1| before any update."""
     # Both passes use the batches of training; they differ in the graph alone.
-    without_graph = all_evidence(context, work, method, False)[0]
-    with_graph = all_evidence(context, work, method, True)[0]
+    without_graph = compute_transition_stats(context, update_batch, method, False)[0]
+    with_graph = compute_transition_stats(context, update_batch, method, True)[0]
     stochastic = context.trajectories.sampler.stochastic
-    in_rollout = context.trajectories.logp[work.sample, torch.searchsorted(stochastic, work.index)]
+    in_rollout = context.trajectories.log_probs[
+        update_batch.image, torch.searchsorted(stochastic, update_batch.step)
+    ]
     in_rollout = in_rollout.to(with_graph.device)
-    return [ratio_floor(with_graph, old, work) for old in (without_graph, in_rollout)]
+    return [ratio_floor(with_graph, old, update_batch) for old in (without_graph, in_rollout)]
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c5062ddd
-def are_whole_numbers(
+def is_integer_tensor(
     value: object,  # what a function returned
     dimensions: int,  # that it must have
 ) -> bool:
@@ -602,17 +626,24 @@ def are_whole_numbers(
 def check_partition(
     method: Method,
     sampler: Sampler,
-    places: Tensor,  # what `places` returned
+    trainable_steps: Tensor,  # what `trainable_steps` returned
     chunks: Chunks | list[Chunks],  # what `partition` returned
     images: int,  # B, of this process
 ) -> None:
     """Raise InputError unless chunks cover all transitions that may be trained; checked once."""
     if "partition" in method.checked:
         return
-    inside = are_whole_numbers(places, 1) and len(places) > 0 and bool((places.diff() > 0).all())
-    if not (inside and 0 <= int(places[0]) and int(places[-1]) < len(sampler)):
+    inside = (
+        is_integer_tensor(trainable_steps, 1)
+        and len(trainable_steps) > 0
+        and bool((trainable_steps.diff() > 0).all())
+    )
+    if not (inside and 0 <= int(trainable_steps[0]) and int(trainable_steps[-1]) < len(sampler)):
         raise wrong_return(
-            method, "places", f"increasing transitions from 0 to {len(sampler) - 1}", places
+            method,
+            "trainable_steps",
+            f"increasing transitions from 0 to {len(sampler) - 1}",
+            trainable_steps,
         )
     each = [chunks] if isinstance(chunks, Chunks) else chunks
     if not isinstance(each, list | tuple) or not (
@@ -622,50 +653,55 @@ def check_partition(
             method, "partition", f"chunks for all images, or a list of {images}", chunks
         )
     for one in each:
-        if not isinstance(one, Chunks) or one.transitions != len(places):
+        if not isinstance(one, Chunks) or one.transitions != len(trainable_steps):
             came = f"chunks {one}" if isinstance(one, Chunks) else describe_value(one)
             raise InputError(
-                f"`chunks` of {method.s.method} must cover the {len(places)} transitions that may be "
+                f"`chunks` of {method.settings.method} must cover the {len(trainable_steps)} transitions that may be "
                 f"trained; got {came}"
             )
     method.checked.add("partition")
 
 
-def check_draw(
+def check_selected_chunks(
     method: Method,
-    chosen: Tensor,  # what `draw` returned
+    chosen: Tensor,  # what `select_chunks` returned
     images: int,  # B, of this process
     count: int,  # K, chunks of the image that has most
 ) -> None:
     """Raise InputError unless the drawn chunks are numbers (B, k) of chunks; checked once."""
-    if "draw" in method.checked:
+    if "select_chunks" in method.checked:
         return
-    right = are_whole_numbers(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
+    right = is_integer_tensor(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
     if not (right and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
         raise wrong_return(
             method,
-            "draw",
+            "select_chunks",
             f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
             chosen,
         )
-    method.checked.add("draw")
+    method.checked.add("select_chunks")
 
 
 def _equalize_forwards(
     accelerator: Any,
-    works: list[UpdateBatch],  # of this process, one per update
+    update_batches: list[UpdateBatch],  # of this process, one per update
 ) -> list[UpdateBatch]:
     """Give each update as many forward passes as it has in the process with most, for sharded weights.
 
     An update that needs two passes in one process takes two in all.
     """
     local = torch.tensor(
-        [[len(work.batches), -int(work.whole)] for work in works], device=accelerator.device
+        [[len(update_batch.batches), -int(update_batch.whole)] for update_batch in update_batches],
+        device=accelerator.device,
     )
     most = accelerator.gather(local[None]).amax(0).tolist()
     return [
-        replace(work, idle_forwards=forwards - len(work.batches), whole=negative_whole < 0)
-        for work, (forwards, negative_whole) in zip(works, most, strict=True)
+        replace(
+            update_batch,
+            idle_forwards=forwards - len(update_batch.batches),
+            whole=negative_whole < 0,
+        )
+        for update_batch, (forwards, negative_whole) in zip(update_batches, most, strict=True)
     ]
 
 
@@ -673,68 +709,70 @@ def build_update_batches(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
 ) -> tuple[list[UpdateBatch], list[float | None]]:
-    """Lay out each update, and return how many items its mean is over; None: its own items."""
-    s = state.s
+    """Lay out each update, and return how many chunk samples its mean is over; None: its own chunk samples."""
+    settings = state.settings
     method = state.method
     paths = rollout.context.trajectories
     accelerator: Any = state.accelerator
     assert state.profile is not None  # it was measured
 
     # Partition the trajectories into chunks, and draw those that are trained.
-    shares = split_updates(paths.keys, s.images_per_prompt, s.updates_per_iteration)
-    places = method.places(paths.sampler)
+    shares = split_updates(paths.keys, settings.images_per_prompt, settings.updates_per_iteration)
+    trainable_steps = method.trainable_steps(paths.sampler)
     with read_only(method, "partition", paths):
         chunks = method.partition(paths, state.profile.clone())
-    check_partition(method, paths.sampler, places, chunks, len(paths.keys))
-    with read_only(method, "draw", paths):
-        chosen = method.draw(paths, chunks, state.profile.clone(), state.iteration)
-    check_draw(
+    check_partition(method, paths.sampler, trainable_steps, chunks, len(paths.keys))
+    with read_only(method, "select_chunks", paths):
+        chosen = method.select_chunks(paths, chunks, state.profile.clone(), state.iteration)
+    check_selected_chunks(
         method,
         chosen,
         len(paths.keys),
         len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
     )
-    weights = method.weights(paths.sampler)
+    weights = method.transition_weights(paths.sampler)
     if weights is not None:
-        check_floats(method, "weights", weights, (len(paths.sampler),), "(T,)")
+        check_floats(method, "transition_weights", weights, (len(paths.sampler),), "(T,)")
 
     # A group without any advantage has no gradient, so its images may be left out.
-    spread = rollout.advantage.abs().unflatten(0, (-1, s.images_per_prompt)).flatten(1).amax(1)
-    spread = spread.repeat_interleave(s.images_per_prompt)
-    works = []
+    spread = (
+        rollout.advantage.abs().unflatten(0, (-1, settings.images_per_prompt)).flatten(1).amax(1)
+    )
+    spread = spread.repeat_interleave(settings.images_per_prompt)
+    update_batches = []
     means = []
-    # If neither holds, all processes have equally many items, and need not ask each other.
-    is_ragged = not isinstance(chunks, Chunks) or s.drop_flat_groups
+    # If neither holds, all processes have equally many chunk samples, and need not ask each other.
+    is_ragged = not isinstance(chunks, Chunks) or settings.drop_flat_groups
     for images in shares:
-        trained = images[spread[images] > 0] if s.drop_flat_groups else images
+        trained = images[spread[images] > 0] if settings.drop_flat_groups else images
         # An update needs at least one image.
         trained = trained if len(trained) else images[:1]
-        works.append(
+        update_batches.append(
             build_update_batch(
                 images=trained,
                 chosen=chosen,
                 chunks=chunks,
                 limit=state.limit,
                 weights=weights,
-                stochastic=places,
+                stochastic=trainable_steps,
             )
         )
         # Images that are left out count in the mean all the same.
         items = torch.tensor(float((chosen[images] >= 0).sum()), device=accelerator.device)
         means.append(float(accelerator.reduce(items, "mean")) if is_ragged else None)
-    if s.sharding != "none":
-        works = _equalize_forwards(accelerator, works)
-    return works, means
+    if settings.sharding != "none":
+        update_batches = _equalize_forwards(accelerator, update_batches)
+    return update_batches, means
 
 # %% ../../nbs/07_training/04_iteration.ipynb #b592bff1
-def refuse_silent_weights(policy: Policy, processes: int) -> None:
+def check_weights_have_gradients(policy: Policy, processes: int) -> None:
     """Raise InputError if a trained weight got no gradient and other processes would wait for it."""
     named = policy.transformer.named_parameters() if processes > 1 else ()
     silent = [name for name, p in named if p.requires_grad and p.grad is None]
     if silent:
         raise InputError(
             f"model: no gradient reaches {silent[0]} and {len(silent) - 1} other weights, so {processes} "
-            "processes cannot train them together; name their layers in `unread` of "
+            "processes cannot train them together; name their layers in `layers_without_gradient` of "
             f"{type(policy).__name__}, or train with one process."
         )
 
@@ -743,7 +781,7 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
     """Clip the gradients and take an optimizer step; take none if their norm is not finite."""
     norm = float(
         trainable.full_tensor(
-            torch.nn.utils.clip_grad_norm_(state.policy.trained, state.s.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(state.policy.trained, state.settings.max_grad_norm)
         )
     )
     if math.isfinite(norm):
@@ -757,7 +795,7 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 class Update:
     """The optimizer steps of an iteration in this process, one entry per step."""
 
-    works: list[UpdateBatch]
+    batches: list[UpdateBatch]
     stats: list[UpdateStats]
     # of the gradients, before clipping; a step whose norm is not finite is skipped
     norms: list[float]
@@ -767,9 +805,9 @@ class Update:
 
 def _update_copies(state: TrainingState) -> None:
     """Move each copy of the weights that the method keeps toward the present weights."""
-    for name in state.method.copies:
+    for name in state.method.reference_decays:
         decay = copy_decay(state.method, name, state.iteration)
-        for copy, p in zip(state.copies[name], state.policy.trained, strict=True):
+        for copy, p in zip(state.reference_weights[name], state.policy.trained, strict=True):
             copy.copy_(decay * copy + (1 - decay) * p.detach())
 
 
@@ -778,21 +816,23 @@ def update_policy(
     rollout: Rollout,  # of this iteration
 ) -> Update:
     """Take the iteration's optimizer steps, then average the copies that the method keeps."""
-    s = state.s
+    settings = state.settings
     accelerator = state.accelerator
     method = state.method
     context = rollout.context
-    works, means = build_update_batches(state, rollout)
+    update_batches, means = build_update_batches(state, rollout)
 
-    # The first update is on-policy, so only the later ones need evidence from before it.
+    # The first update is on-policy, so only the later ones need transition statistics from before it.
     olds = [None]
-    for work in works[1:]:
-        olds.append(all_evidence(context, work, method) if method.ratio else None)
+    for update_batch in update_batches[1:]:
+        olds.append(
+            compute_transition_stats(context, update_batch, method) if method.has_ratio else None
+        )
 
     def sync(last: bool) -> contextlib.AbstractContextManager:
         """Return the context in which processes exchange gradients at the last backward pass only."""
         # No process holds the whole gradient of sharded weights: it is shared out at every backward pass.
-        sharded = s.sharding != "none"
+        sharded = settings.sharding != "none"
         if last or sharded:
             return contextlib.nullcontext()
         return accelerator.no_sync(state.policy.module)
@@ -800,29 +840,29 @@ def update_policy(
     # Without `sync`, processes would wait for the backward pass of this forward pass with graph.
     floors = []
     with sync(False):
-        if state.iteration == 0 and method.ratio and method.density:
-            floors = measure_ratio_floor(context, works[0], method)
+        if state.iteration == 0 and method.has_ratio and method.has_log_prob:
+            floors = measure_ratio_floor(context, update_batches[0], method)
 
     stats = []
     norms = []
-    for work, old, mean in zip(works, olds, means, strict=True):
+    for update_batch, old, mean in zip(update_batches, olds, means, strict=True):
         state.optimizer.zero_grad()
         update_stats = accumulate_gradients(
             context=context,
-            work=work,
+            update_batch=update_batch,
             advantage=rollout.advantage,
             method=method,
             old=old,
             sync=sync,
             backward=accelerator.backward,
-            items_in_mean=mean,
+            samples_in_mean=mean,
         )
         stats.append(update_stats)
 
         # Other processes would wait forever for the gradient of a weight that has none.
-        waiting_processes = accelerator.num_processes if s.sharding == "none" else 1
-        refuse_silent_weights(state.policy, waiting_processes)
+        waiting_processes = accelerator.num_processes if settings.sharding == "none" else 1
+        check_weights_have_gradients(state.policy, waiting_processes)
         norms.append(step_optimizer(state))
 
     _update_copies(state)
-    return Update(works=works, stats=stats, norms=norms, floors=floors)
+    return Update(batches=update_batches, stats=stats, norms=norms, floors=floors)

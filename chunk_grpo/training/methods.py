@@ -32,7 +32,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..method.sharing import Sharing, merge_transitions, rollout_forwards, shared_states
 from ..method.windows import Window
-from ..models.policy import Policy, told_sigma
+from ..models.policy import Policy, compute_network_sigma
 from ..models.trainable import base_weights, swap_weights
 from ..planning.plan import IterationCounts, transitions_per_image
 from .rollout import Trajectories, make_generator
@@ -63,12 +63,12 @@ def sample_chunks(
     uniform: float = 0.0,  # share of equal chances
     temperature: float = 1.0,  # flattens the weights (16)
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
-    places: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
+    trainable_steps: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     """Draw the chunks that every image trains, from the image's own random numbers."""
     if not isinstance(chunks, Chunks):
         return _sample_chunks_image_by_image(
-            paths, chunks, fraction, weighting, None, uniform, temperature, profile, places
+            paths, chunks, fraction, weighting, None, uniform, temperature, profile, trainable_steps
         )
 
     # The fraction is of the chunks that may be drawn.
@@ -80,7 +80,7 @@ def sample_chunks(
     weights = torch.full((len(paths.keys), total), 1 / total)
     if weighting != "uniform":
         distance = profile.expand(len(paths.keys), -1) if weighting == "profile" else paths.distance
-        steps = paths.sampler.stochastic if places is None else places
+        steps = paths.sampler.stochastic if trainable_steps is None else trainable_steps
         distance = distance[:, steps.to(distance.device)]
         weights = dynamics.chunk_weights(distance, chunks)
         weights = dynamics.tempered_weights(weights, uniform, temperature).cpu()
@@ -100,39 +100,42 @@ class ReplayContext:
     conditioning: dict[str, Tensor]  # rows of `encode`, one per prompt
     trajectories: Trajectories
     # name -> weights in the order of `policy.trained`
-    copies: Mapping[str, list[Tensor]] = field(default_factory=dict)
+    reference_weights: Mapping[str, list[Tensor]] = field(default_factory=dict)
     anchored: Tensor | None = None  # (B,) bool: the images that the anchor counts for; None: all
 
     def rows(self, image: Tensor) -> dict[str, Tensor]:
         """Return the encoded prompts of images (m,), one row per image."""
-        return {k: v[self.trajectories.row[image]] for k, v in self.conditioning.items()}
+        return {k: v[self.trajectories.prompt_index[image]] for k, v in self.conditioning.items()}
 
     @contextlib.contextmanager
-    def weights(self, name: str) -> Iterator[None]:
+    def use_weights(self, name: str) -> Iterator[None]:
         """Give the policy the weights of a copy, without gradient, within this context."""
-        swap_weights(self.policy.trained, self.copies[name])
+        swap_weights(self.policy.trained, self.reference_weights[name])
         try:
             with torch.no_grad():
                 yield
         finally:
-            swap_weights(self.policy.trained, self.copies[name])
+            swap_weights(self.policy.trained, self.reference_weights[name])
 
     def velocities(
         self,
         x: Tensor,  # (m, S, C), latents
         image: Tensor,  # (m,), their images
         index: Tensor,  # (m,), their levels of the grid
-        beside: Sequence[str] = (),  # names of reference weights: "base" or copies
+        reference_names: Sequence[str] = (),  # names of reference weights: "base" or copies
     ) -> tuple[Tensor, dict[str, Tensor]]:  # (m, S, C), with graph; of each reference, without
         """Compute the velocities of the policy and of its reference weights."""
         policy = self.policy
         rows = self.rows(image)
-        network_sigma = told_sigma(policy, self.trajectories.sampler.sigmas[index])
+        network_sigma = compute_network_sigma(policy, self.trajectories.sampler.sigmas[index])
 
         # A reference that is named twice takes one forward pass.
         references = {}
-        for name in dict.fromkeys(beside):
-            with torch.no_grad(), base_weights(policy) if name == "base" else self.weights(name):
+        for name in dict.fromkeys(reference_names):
+            with (
+                torch.no_grad(),
+                base_weights(policy) if name == "base" else self.use_weights(name),
+            ):
                 references[name] = policy.velocity(x, network_sigma, rows)
         return policy.velocity(x, network_sigma, rows), references
 
@@ -155,7 +158,7 @@ def wrong_return(
 ) -> InputError:
     """Make the error for a function of a method that returned something else than it must."""
     return InputError(
-        f"`{hook}` of {method.s.method} must return {allowed}; got {describe_value(value)}"
+        f"`{hook}` of {method.settings.method} must return {allowed}; got {describe_value(value)}"
     )
 
 
@@ -188,13 +191,17 @@ def read_only(
     paths: Trajectories,  # that it may read
 ) -> Iterator[None]:
     """Raise InputError if the stored latents or their log-probabilities are written into within this context."""
-    tensors = {"latents": paths.latents, "logp": paths.logp, "row": paths.row}
+    tensors = {
+        "latents": paths.latents,
+        "log_probs": paths.log_probs,
+        "prompt_index": paths.prompt_index,
+    }
     before = {name: x._version for name, x in tensors.items()}
     yield
     for name, x in tensors.items():
         if x._version != before[name]:
             raise InputError(
-                f"`{hook}` of {method.s.method} must not write into the trajectories' `{name}`, which are "
+                f"`{hook}` of {method.settings.method} must not write into the trajectories' `{name}`, which are "
                 "used again; change a copy"
             )
 
@@ -205,10 +212,10 @@ def copy_decay(
     iteration: int,  # 0, 1, ..., just finished
 ) -> float:
     """Return the share of a copy that stays after an iteration; raise InputError unless it is from 0 to 1."""
-    decay = method.copies[name](iteration)
+    decay = method.reference_decays[name](iteration)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
         raise InputError(
-            f"`copies` of {method.s.method} must have decays from 0 to 1; {name!r} has {decay!r} in "
+            f"`reference_decays` of {method.settings.method} must have decays from 0 to 1; {name!r} has {decay!r} in "
             f"iteration {iteration + 1}"
         )
     return decay
@@ -217,75 +224,80 @@ def copy_decay(
 class _Selection:
     """The choices that need no policy: what is kept, sampled and compared, and which transitions are trained."""
 
-    # the statistic compares with the evidence before the first update: it is 0 before it
-    ratio = True
-    density = True  # the evidence begins with the log-probability that the rollout had too
-    # an item's worth depends on those of its group, which all have to be known first
-    grouped = False
+    # the statistic compares with the transition statistics before the first update: it is 0 before it
+    has_ratio = True
+    # the transition statistics begin with the log-probability that the rollout had too
+    has_log_prob = True
+    # a chunk sample's objective depends on those of its group, which all have to be known first
+    needs_group = False
     # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
-    parts = 0
-    ratios = 1
+    statistic_size = 0
+    ratio_count = 1
     # weights kept: name -> decay of the average after an iteration
-    copies: Mapping[str, Callable[[int], float]] = {}
-    sampled_by: str | None = None  # the copy that draws; None: the present weights
-    # copies whose velocity the evidence needs as well; "base" is one of them
-    reads: tuple[str, ...] = ()
+    reference_decays: Mapping[str, Callable[[int], float]] = {}
+    sampling_reference: str | None = None  # the copy that draws; None: the present weights
+    # copies whose velocity the transition statistics need as well; "base" is one of them
+    references: tuple[str, ...] = ()
 
-    def __init__(self, s: Settings):
+    def __init__(self, settings: Settings):
         self.checked: set[str] = set()  # functions whose returned values were looked at
-        self.s, self.sigmas = (
-            s,
-            sigmas(s.steps, s.shift),
+        self.settings, self.sigmas = (
+            settings,
+            sigmas(settings.steps, settings.shift),
         )  # on the CPU, where looking at a number stops no queue
         self.chunker = (
-            import_callable(s.chunks, "chunks")
-            if ":" in s.chunks and s.chunk_rule.kind == "code"
+            import_callable(settings.chunks, "chunks")
+            if ":" in settings.chunks and settings.chunk_rule.kind == "code"
             else None
         )
-        self.sharing = Sharing.parse(s.sharing)
-        self.table = (
-            None if s.sharing == "own" else self.sharing.table(s.images_per_prompt, s.steps)
+        self.sharing = Sharing.parse(settings.sharing)
+        self.noise_owner = (
+            None
+            if settings.sharing == "own"
+            else self.sharing.table(settings.images_per_prompt, settings.steps)
         )
-        if s.kl and s.anchor_every:
-            self.copies = {
-                **self.copies,
-                "reference": lambda iteration: float((iteration + 1) % s.anchor_every > 0),
+        if settings.kl and settings.anchor_every:
+            self.reference_decays = {
+                **self.reference_decays,
+                "reference": lambda iteration: float((iteration + 1) % settings.anchor_every > 0),
             }
-        self.window, own = Window.parse(s.window), s.surrogate in named_code(s)
-        self.clip = import_callable(s.surrogate, "surrogate") if own else None
-        self.worth: surrogates.Surrogate | None = (
-            None if own else surrogates.Surrogate.parse(s.surrogate, s.clip_range)
+        self.window, own = Window.parse(settings.window), settings.surrogate in named_code(settings)
+        self.custom_surrogate = import_callable(settings.surrogate, "surrogate") if own else None
+        self.surrogate: surrogates.Surrogate | None = (
+            None if own else surrogates.Surrogate.parse(settings.surrogate, settings.clip_range)
         )
-        self.parts = 2 if self.worth and self.worth.kind == "dppo" else self.parts
+        self.statistic_size = (
+            2 if self.surrogate and self.surrogate.kind == "dppo" else self.statistic_size
+        )
 
     @property
-    def proportional(self) -> bool:
-        """Return True if an item's objective is known to be proportional to its advantage."""
+    def is_proportional(self) -> bool:
+        """Return True if a chunk sample's objective is known to be proportional to its advantage."""
         return (
             type(self).objective is Method.objective
-            and bool(self.worth)
-            and self.worth.kind not in ("par", "pepg")
+            and bool(self.surrogate)
+            and self.surrogate.kind not in ("par", "pepg")
         )
 
     def sampler(self, iteration: int) -> Sampler:
         """Return the sampler of an iteration's trajectories."""
-        s, grid = self.s, self.sigmas
-        eta = self.window.strengths(len(grid) - 2, s.eta, iteration, s.seed)
-        if s.merge != "none":
-            grid, eta = merge_transitions(grid, eta, s.merge, s.shift)
-        solver, second = s.solver, None
+        settings, grid = self.settings, self.sigmas
+        eta = self.window.strengths(len(grid) - 2, settings.eta, iteration, settings.seed)
+        if settings.merge != "none":
+            grid, eta = merge_transitions(grid, eta, settings.merge, settings.shift)
+        solver, second = settings.solver, None
         if (
-            s.merge.startswith("rest")
+            settings.merge.startswith("rest")
             and self.window.kind == "frozen"
             and len(grid) - 1 - self.window.width < 3
         ):
             # what dpm2 is on so few transitions: the first and the last are Euler's
             solver = "euler"
-        if s.merge.startswith("entropy"):
+        if settings.merge.startswith("entropy"):
             second = self.sigmas[1]  # E-GRPO's noise at sigma 1 is that of the whole grid
-        return Sampler(grid, s.sampler, eta, solver, second)
+        return Sampler(grid, settings.sampler, eta, solver, second)
 
-    def places(self, sampler: Sampler) -> Tensor:
+    def trainable_steps(self, sampler: Sampler) -> Tensor:
         """Return the transitions that may be trained, (n,) long and increasing."""
         return sampler.stochastic
 
@@ -293,8 +305,8 @@ class _Selection:
         self,
         profile: Tensor,  # (n,), mean distance that each place moves the base's latents
     ) -> Chunks:
-        """Return the chunks of the places."""
-        rule = self.s.chunk_rule
+        """Return the chunks of the trainable steps."""
+        rule = self.settings.chunk_rule
         if self.chunker is not None:
             made = self.chunker(profile)
             return chunks_from_setting(
@@ -303,7 +315,7 @@ class _Selection:
         if rule.min_size:
             return chunk_search.adaptive_chunks(profile[None], rule.min_size)[0]
         measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
-        return chunks_from_setting(self.s.chunks, len(profile), measured)
+        return chunks_from_setting(self.settings.chunks, len(profile), measured)
 
     def partition(
         self,
@@ -311,13 +323,13 @@ class _Selection:
         profile: Tensor,  # (T,) mean distances of the base
     ) -> Chunks | list[Chunks]:
         """Return the chunks of the trajectories: the same for all or, if adaptive, those of each."""
-        places = self.places(paths.sampler)
-        if self.s.chunk_rule.kind == "fixed" and self.chunker is None:
-            return self.chunks(torch.ones(len(places)))
-        if not self.s.chunk_rule.min_size:
-            return self.chunks(profile[places])
+        trainable_steps = self.trainable_steps(paths.sampler)
+        if self.settings.chunk_rule.kind == "fixed" and self.chunker is None:
+            return self.chunks(torch.ones(len(trainable_steps)))
+        if not self.settings.chunk_rule.min_size:
+            return self.chunks(profile[trainable_steps])
         return chunk_search.adaptive_chunks(
-            paths.distance.cpu()[:, places], self.s.chunk_rule.min_size
+            paths.distance.cpu()[:, trainable_steps], self.settings.chunk_rule.min_size
         )
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
@@ -330,20 +342,22 @@ class _Selection:
         alike = {
             name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()
         }  # those of one initial noise
-        return credit_advantages(alike, weights, self.s.credit, self.s.advantage_clamp).reshape(
-            shape
-        )
+        return credit_advantages(
+            alike, weights, self.settings.credit, self.settings.advantage_clamp
+        ).reshape(shape)
 
-    def share_of_equal_chances(
+    def uniform_share(
         self,
         iteration: int,  # 0, 1, ...
     ) -> float:
         """Return the share of equal chances that weighted drawing has in an iteration."""
-        s = self.s
-        faded = min(1.0, iteration / s.weighting_anneal) if s.weighting_anneal else 0.0
-        return s.weighting_uniform + (1 - s.weighting_uniform) * faded
+        settings = self.settings
+        faded = (
+            min(1.0, iteration / settings.weighting_anneal) if settings.weighting_anneal else 0.0
+        )
+        return settings.weighting_uniform + (1 - settings.weighting_uniform) * faded
 
-    def draw(
+    def select_chunks(
         self,
         paths: Trajectories,  # of B images
         chunks: Chunks | list[Chunks],  # the same for all, or those of each image
@@ -351,52 +365,52 @@ class _Selection:
         iteration: int,  # 0, 1, ...
     ) -> Tensor:  # (B, k) long; -1 behind the last of an image that trains fewer
         """Draw the chunks that each image trains."""
-        s = self.s
+        settings = self.settings
         return sample_chunks(
             paths,
             chunks,
-            s.chunk_fraction,
-            s.chunk_weighting,
-            s.train_chunk_numbers,
-            self.share_of_equal_chances(iteration),
-            s.weighting_temperature,
+            settings.chunk_fraction,
+            settings.chunk_weighting,
+            settings.train_chunk_numbers,
+            self.uniform_share(iteration),
+            settings.weighting_temperature,
             profile,
-            self.places(paths.sampler),
+            self.trainable_steps(paths.sampler),
         )
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000014
 class _Objective(_Selection):
     """The choices that need the policy: step weights, likelihood, objective, and the settings they require."""
 
-    needs: Mapping[str, object] = {}  # settings that must have these values
-    because = ""  # why, for the error's sentence: it "trains levels of final images"
+    required_settings: Mapping[str, object] = {}  # settings that must have these values
+    requirement_reason = ""  # why, for the error's sentence: it "trains levels of final images"
 
-    def weights(
+    def transition_weights(
         self,
         sampler: Sampler,  # of an iteration
     ) -> Tensor | None:  # (T,) with mean 1 over all transitions that windows reach; None: all equal
         """Return the weight of each transition in the objective."""
-        text = self.s.step_weights
-        places = self.places(sampler)
+        text = self.settings.step_weights
+        trainable_steps = self.trainable_steps(sampler)
         if text == "one":
             return None
 
         # Sizes of chunks mean the weights T / (K cs) of these chunks.
         if text not in surrogates.STEP_WEIGHTS:
             try:
-                made = step_weights(chunks_from_setting(text, len(places)))
+                made = step_weights(chunks_from_setting(text, len(trainable_steps)))
             except InputError as error:
                 named = ", ".join(surrogates.STEP_WEIGHTS)
                 words = str(error).replace("`chunks`", "they")
                 raise InputError(
                     f"`step_weights` must be one, {named}, or sizes of chunks: {words}"
                 ) from None
-            return torch.zeros(len(sampler)).index_put((places,), made)
+            return torch.zeros(len(sampler)).index_put((trainable_steps,), made)
 
         if self.window.kind == "all":
-            return surrogates.step_weights_by_name(text, sampler, places)
+            return surrogates.step_weights_by_name(text, sampler, trainable_steps)
 
-        whole = Sampler(self.sigmas, self.s.sampler, self.s.eta)
+        whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
         return surrogates.step_weights_by_name(text, sampler, sampler.stochastic, whole=whole)
 
     def replay(
@@ -406,31 +420,31 @@ class _Objective(_Selection):
         index: Tensor,  # (m,), its step in the trajectory
         anchor: bool = True,  # whether the anchor's penalty is wanted
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the evidence of transitions, with graph, and the anchor's penalty.
+        """Return the transition statistics of transitions, with graph, and the anchor's penalty.
 
-        The evidence is a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
+        The transition statistics are a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
         """
         x, target = self.states(context, image, index)
         sampler = context.trajectories.sampler
 
         # The anchor pulls toward the base, or toward the copy that `anchor_every` renews.
-        reference = "reference" if "reference" in context.copies else "base"
-        anchored = anchor and self.s.kl > 0
-        references = [*self.reads, reference] if anchored else [*self.reads]
-        v, others = context.velocities(x, image, index, references)
-        evidence = self.evidence(v, others, target, x, sampler, index)
+        reference = "reference" if "reference" in context.reference_weights else "base"
+        anchored = anchor and self.settings.kl > 0
+        references = [*self.references, reference] if anchored else [*self.references]
+        v, reference_velocities = context.velocities(x, image, index, references)
+        transition_stats = self.transition_stats(v, reference_velocities, target, x, sampler, index)
         if not anchored:
-            return evidence, None
+            return transition_stats, None
 
-        if self.s.anchor == "transition":
+        if self.settings.anchor == "transition":
             mean, std = sampler.mean_std(v, x, index)
-            reference_mean, _ = sampler.mean_std(others[reference], x, index)
+            reference_mean, _ = sampler.mean_std(reference_velocities[reference], x, index)
             penalty = sampler.kl(mean, reference_mean, std)
         else:
-            penalty = (v - others[reference]).square().flatten(1).mean(1)
+            penalty = (v - reference_velocities[reference]).square().flatten(1).mean(1)
         if context.anchored is not None:
             penalty = penalty * context.anchored[image].to(penalty)
-        return evidence, penalty
+        return transition_stats, penalty
 
     def states(
         self,
@@ -445,10 +459,11 @@ class _Objective(_Selection):
         following = path[image, index + 1].float().to(device)
         return current, following
 
-    def evidence(
+    def transition_stats(
         self,
         v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        others: Mapping[str, Tensor],  # name -> (m, S, C) of a reference, without graph
+        # name -> (m, S, C) of a reference, without graph
+        reference_velocities: Mapping[str, Tensor],
         target: Tensor,  # (m, S, C) next latents
         x: Tensor,  # (m, S, C) latents
         sampler: Sampler,  # of the rollout
@@ -456,72 +471,75 @@ class _Objective(_Selection):
     ) -> tuple[Tensor, ...]:  # (m, ...) each
         """Return what is kept of transitions; the log-probability (m,) comes first."""
         mean, std = sampler.mean_std(v, x, index)
-        logp = sampler.log_prob(target, mean, std)
-        if self.s.statistic == "ratio" and not self.parts:
-            return (logp,)
-        return (logp, mean, std.flatten().expand(len(mean)))
+        log_prob = sampler.log_prob(target, mean, std)
+        if self.settings.statistic == "ratio" and not self.statistic_size:
+            return (log_prob,)
+        return (log_prob, mean, std.flatten().expand(len(mean)))
 
     def statistic(
         self,
-        new: tuple[Tensor, ...],  # evidence of the present weights, with graph
-        old: tuple[Tensor, ...],  # evidence before the first update
+        new: tuple[Tensor, ...],  # transition statistics of the present weights, with graph
+        old: tuple[Tensor, ...],  # transition statistics before the first update
     ) -> Tensor:  # (m,) or (m, parts)
-        """Return what is averaged over an item: the log of each transition's ratio, or the evidence itself."""
+        """Return what is averaged over a chunk sample: each transition's log-ratio or its statistics."""
         if len(new) == 1:
-            return new[0] - old[0] if self.ratio else new[0]
+            return new[0] - old[0] if self.has_ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
         statistic = surrogates.transition_statistic(
-            self.s.statistic, new[0] - old[0], shift, new[2]
+            self.settings.statistic, new[0] - old[0], shift, new[2]
         )
-        return torch.stack([statistic, shift.detach()], 1) if self.parts else statistic
+        return torch.stack([statistic, shift.detach()], 1) if self.statistic_size else statistic
 
     def objective(
         self,
-        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each item
-        advantage: Tensor,  # (N,), of each item
-        group: Tensor,  # (N,), group of each item
+        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each chunk sample
+        advantage: Tensor,  # (N,), of each chunk sample
+        group: Tensor,  # (N,), group of each chunk sample
     ) -> Tensor:  # (N,)
-        """Return the objective of each item, to be maximised.
+        """Return the objective of each chunk sample, to be maximised.
 
         A statistic (N, parts) has the log-ratio first and, for dppo, the divergence second. A surrogate, built in
         or not, gets ratio and advantage of shape (N,) in every method.
         """
         log_ratio, *shift = statistic.unbind(1) if statistic.ndim > 1 else (statistic,)
-        if self.worth is not None:
-            return self.worth(log_ratio, advantage, *shift[:1])
-        objective = self.clip(log_ratio.exp(), advantage, self.s.clip_range)
+        if self.surrogate is not None:
+            return self.surrogate(log_ratio, advantage, *shift[:1])
+        objective = self.custom_surrogate(log_ratio.exp(), advantage, self.settings.clip_range)
         check_floats(self, "surrogate", objective, advantage.shape, "(N,)")
         return objective
 
 # %% ../../nbs/07_training/02_methods.ipynb #a8dd09ef
 def is_one_state(
-    s: Settings,
+    settings: Settings,
     sampler: Sampler,  # of an iteration
     start: int,  # index of a transition
 ) -> bool:
     """Return True if all images of a group are in one state before the transition `start`."""
-    alike = s.sharing == "group" or s.shared_noise and not s.noise_spread  # at the beginning
+    alike = (
+        settings.sharing == "group" or settings.shared_noise and not settings.noise_spread
+    )  # at the beginning
     return alike and not bool((sampler.stochastic < start).any())
 
 
 def completions(
-    s: Settings,
+    settings: Settings,
     sampler: Sampler,  # of an iteration
-    places: Tensor,  # (n,) long, the steps that may be trained
+    trainable_steps: Tensor,  # (n,) long, the steps that may be trained
     chunks: Chunks | None,  # None: each image's own
     # forwards of each completion, and how many of it are made for an image
 ) -> list[tuple[int, float]]:
     """List the images that the ODE completes, and that are scored, for `credit_of` or `completion_strides`."""
-    if not (chunks and "gain" in s.credit_of):
-        left = len(sampler) - 1 - int(places[-1])
+    if not (chunks and "gain" in settings.credit_of):
+        left = len(sampler) - 1 - int(trainable_steps[-1])
         return [
-            (math.ceil(left / int(stride)), 1.0) for stride in s.completion_strides.split(",")[1:]
+            (math.ceil(left / int(stride)), 1.0)
+            for stride in settings.completion_strides.split(",")[1:]
         ]
-    starts = [int(places[part][0]) for part in chunks.slices]
+    starts = [int(trainable_steps[part][0]) for part in chunks.slices]
     return [
         (
-            min(len(sampler) - start, s.completion_steps or s.steps),
-            1 / s.images_per_prompt if is_one_state(s, sampler, start) else 1.0,
+            min(len(sampler) - start, settings.completion_steps or settings.steps),
+            1 / settings.images_per_prompt if is_one_state(settings, sampler, start) else 1.0,
         )
         for start in starts
     ]
@@ -530,29 +548,29 @@ def completions(
 class Method(_Objective):
     """A method: one function or more per axis. Without overrides it is Chunk-GRPO."""
 
-    def item_metrics(
+    def chunk_metrics(
         self,
-        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each item
+        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each chunk sample
         slope: Tensor,  # as statistic, the objective's derivative by it
-        advantage: Tensor,  # (N,), of each item
-        worth: Tensor,  # (N,), objective of each item
+        advantage: Tensor,  # (N,), of each chunk sample
+        objective: Tensor,  # (N,), objective of each chunk sample
     ) -> dict[str, Tensor]:  # (N,) each
-        """Return the numbers of each item that the metrics are made of, by name."""
-        if not self.ratio:
-            return {"loss": -worth}
+        """Return the numbers of each chunk sample that the metrics are made of, by name."""
+        if not self.has_ratio:
+            return {"loss": -objective}
         if statistic.ndim > 1:  # of several ratios, the one that moved most
-            most = statistic[:, : self.ratios].abs().argmax(1, keepdim=True)
+            most = statistic[:, : self.ratio_count].abs().argmax(1, keepdim=True)
             statistic, slope = (x.gather(1, most)[:, 0] for x in (statistic, slope))
         return {"ratio": statistic.exp(), "clipped": ((slope == 0) & (advantage != 0)).to(slope)}
 
     def metrics(
         self,
-        items: dict[str, Tensor],  # (N,) each, of `item_metrics`, from all processes
-        chunk: Tensor,  # (N,), chunk number of each item
+        items: dict[str, Tensor],  # (N,) each, of `chunk_metrics`, from all processes
+        chunk: Tensor,  # (N,), chunk number of each chunk sample
         count: int,  # number of chunks
     ) -> dict:
         """Return the method's values in a line of metrics."""
-        if not self.ratio:
+        if not self.has_ratio:
             return {"loss_mean": items["loss"].mean().item()}
         away = (items["ratio"] - 1).abs()
         drawn = torch.bincount(chunk, minlength=count)
@@ -566,14 +584,14 @@ class Method(_Objective):
         """Count what an iteration computes, the mean over the run's iterations."""
         if type(self).sampler is Method.sampler:  # iterations with the same window are alike
             windows = [
-                self.window.places(len(self.sigmas) - 2, i, self.s.seed)
-                for i in range(self.s.iterations)
+                self.window.places(len(self.sigmas) - 2, i, self.settings.seed)
+                for i in range(self.settings.iterations)
             ]
             shares = {
                 windows.index(window): n / len(windows) for window, n in Counter(windows).items()
             }
         else:
-            iterations = range(0, self.s.iterations, -(-self.s.iterations // 1000))
+            iterations = range(0, self.settings.iterations, -(-self.settings.iterations // 1000))
             shares = dict.fromkeys(iterations, 1 / len(iterations))
         each = {i: self._counts_of_iteration(i) for i in shares}
         return IterationCounts(
@@ -583,41 +601,43 @@ class Method(_Objective):
             )
         )
 
-    def trained_per_image(
+    def count_trained_per_image(
         self,
         chunks: Chunks | None,  # None: they are not known before a run
     ) -> float:
         """Return the mean number of transitions of an image that are trained."""
-        return transitions_per_image(self.s, chunks and chunks.sizes)[1]
+        return transitions_per_image(self.settings, chunks and chunks.sizes)[1]
 
     def _counts_of_iteration(self, iteration: int) -> IterationCounts:
         """Count what one iteration computes."""
-        s = self.s
+        settings = self.settings
         sampler = self.sampler(iteration)
-        images = self.s.prompts_per_iteration * self.s.images_per_prompt
-        places = self.places(sampler)
+        images = self.settings.prompts_per_iteration * self.settings.images_per_prompt
+        trainable_steps = self.trainable_steps(sampler)
         chunks = (
-            self.chunks(torch.ones(len(places)))
-            if s.chunk_rule.kind == "fixed" or s.method != "chunk"
+            self.chunks(torch.ones(len(trainable_steps)))
+            if settings.chunk_rule.kind == "fixed" or settings.method != "chunk"
             else None
         )
-        trained = images * self.trained_per_image(chunks)
+        trained = images * self.count_trained_per_image(chunks)
 
-        # A later update asks once more for what was before the first one. Where items need each other's means, or do
+        # A later update asks once more for what was before the first one. Where chunk samples need each other's means, or do
         # not fit into a batch, a pass over all of them comes before the one with gradients.
-        later = 1 - 1 / s.updates_per_iteration
-        largest = max(chunks.sizes if chunks else [len(places)])
-        split = (later if self.ratio else 1) * (largest > s.update_batch)
-        passes = self.ratio * later + (1 if self.grouped else split)
-        references = set(self.reads)
-        held = {"reference" if s.anchor_every else "base"} if s.kl else set()
+        later = 1 - 1 / settings.updates_per_iteration
+        largest = max(chunks.sizes if chunks else [len(trainable_steps)])
+        split = (later if self.has_ratio else 1) * (largest > settings.update_batch)
+        passes = self.has_ratio * later + (1 if self.needs_group else split)
+        references = set(self.references)
+        held = {"reference" if settings.anchor_every else "base"} if settings.kl else set()
         extra = len(references | held) + (1 + len(references)) * passes
 
-        first = s.shared_noise and not s.noise_spread  # one forward for all images of a prompt
+        first = (
+            settings.shared_noise and not settings.noise_spread
+        )  # one forward for all images of a prompt
         states = (
             None
-            if self.table is None
-            else shared_states(self.table[: len(sampler) + 1], sampler.stochastic)
+            if self.noise_owner is None
+            else shared_states(self.noise_owner[: len(sampler) + 1], sampler.stochastic)
         )
         rollout, baseline = (
             0
@@ -625,102 +645,106 @@ class Method(_Objective):
             else rollout_forwards(states[:, :n])
             if states is not None
             else n * (len(sampler) - 1) + (1 if first else n)
-            for n in (s.images_per_prompt, s.baseline_images)
+            for n in (settings.images_per_prompt, settings.baseline_images)
         )
-        more = completions(s, sampler, places, chunks)
+        more = completions(settings, sampler, trainable_steps, chunks)
         return IterationCounts(
-            rollout=s.prompts_per_iteration * rollout
+            rollout=settings.prompts_per_iteration * rollout
             + images * sum(forwards * part for forwards, part in more),
             trained=trained,
             extra=trained * extra,
-            baseline=s.prompts_per_iteration * baseline,
+            baseline=settings.prompts_per_iteration * baseline,
             scored=images * (1 + sum(part for _, part in more))
-            + s.prompts_per_iteration * s.baseline_images,
+            + settings.prompts_per_iteration * settings.baseline_images,
         )
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
-        for name, value in self.needs.items():
-            if getattr(self.s, name) != value:
+        for name, value in self.required_settings.items():
+            if getattr(self.settings, name) != value:
                 raise InputError(
-                    f"`{name}` must be {value} with {self.s.method}, which {self.because}; "
-                    f"got {getattr(self.s, name)}"
+                    f"`{name}` must be {value} with {self.settings.method}, which {self.requirement_reason}; "
+                    f"got {getattr(self.settings, name)}"
                 )
-        images, updates = self.s.images_per_prompt, self.s.updates_per_iteration
-        if self.grouped and images // updates < 2:
+        images, updates = self.settings.images_per_prompt, self.settings.updates_per_iteration
+        if self.needs_group and images // updates < 2:
             raise InputError(
                 f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
-                f"with {self.s.method}, which compares them; got {updates}"
+                f"with {self.settings.method}, which compares them; got {updates}"
             )
         if (
             self.sharing.kind == "seeds"
-            and self.s.credit_of == "image"
+            and self.settings.credit_of == "image"
             and images // self.sharing.number < 2
         ):
             raise InputError(
                 f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
-                f"compare them; got {self.s.sharing}"
+                f"compare them; got {self.settings.sharing}"
             )
-        for name in self.copies:
-            for iteration in range(min(self.s.iterations, 1000)):
+        for name in self.reference_decays:
+            for iteration in range(min(self.settings.iterations, 1000)):
                 copy_decay(self, name, iteration)
-        if self.s.credit == "scale" and "gain" not in self.s.credit_of:
+        if self.settings.credit == "scale" and "gain" not in self.settings.credit_of:
             raise InputError(
                 "`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
                 "all-gains, whose zero means something; got scale"
             )
-        if self.s.kl and self.s.anchor == "transition" and not self.density:
+        if self.settings.kl and self.settings.anchor == "transition" and not self.has_log_prob:
             raise InputError(
-                f"`anchor` must be velocity with {self.s.method}, which has no density of transitions; "
+                f"`anchor` must be velocity with {self.settings.method}, which has no density of transitions; "
                 "got transition"
             )
         same = type(self).sampler is Method.sampler and self.window.kind in (
             "all",
             "frozen",
         )  # in all iterations
-        for iteration in range(1 if same else min(self.s.iterations, 1000)):
+        for iteration in range(1 if same else min(self.settings.iterations, 1000)):
             sampler = self.sampler(iteration)
-            places = self.places(sampler)
+            trainable_steps = self.trainable_steps(sampler)
             where = f"in iteration {iteration + 1}"
-            if not len(places):
+            if not len(trainable_steps):
                 raise InputError(
-                    f"`method` must leave transitions to train; {self.s.method} has none {where}"
+                    f"`method` must leave transitions to train; {self.settings.method} has none {where}"
                 )
             if (
-                self.ratio
-                and self.density
-                and not set(places.tolist()) <= set(sampler.stochastic.tolist())
+                self.has_ratio
+                and self.has_log_prob
+                and not set(trainable_steps.tolist()) <= set(sampler.stochastic.tolist())
             ):
                 raise InputError(
-                    f"`method` must take ratios of transitions with noise; {self.s.method} takes those of "
+                    f"`method` must take ratios of transitions with noise; {self.settings.method} takes those of "
                     f"deterministic ones {where}"
                 )
-            if self.s.shared_noise and not self.s.noise_spread and not len(sampler.stochastic):
+            if (
+                self.settings.shared_noise
+                and not self.settings.noise_spread
+                and not len(sampler.stochastic)
+            ):
                 raise InputError(
-                    f"`shared_noise` must be false with the ODE of {self.s.method}, or all images of a "
+                    f"`shared_noise` must be false with the ODE of {self.settings.method}, or all images of a "
                     "prompt are the same"
                 )
-            if self.s.chunk_rule.kind == "fixed":
-                made = self.chunks(torch.ones(len(places)))
-                if type(self).draw is Method.draw:
-                    parse_chunk_numbers(self.s.train_chunks, len(made))
-            self.weights(sampler)
+            if self.settings.chunk_rule.kind == "fixed":
+                made = self.chunks(torch.ones(len(trainable_steps)))
+                if type(self).select_chunks is Method.select_chunks:
+                    parse_chunk_numbers(self.settings.train_chunks, len(made))
+            self.transition_weights(sampler)
 
 # %% ../../nbs/07_training/02_methods.ipynb #hook-checks
 _HOOKS = (
     "sampler",
-    "places",
+    "trainable_steps",
     "chunks",
     "partition",
     "advantages",
-    "draw",
-    "weights",
+    "select_chunks",
+    "transition_weights",
     "replay",
     "states",
-    "evidence",
+    "transition_stats",
     "statistic",
     "objective",
-    "item_metrics",
+    "chunk_metrics",
     "metrics",
     "counts",
     "check",
@@ -803,12 +827,12 @@ def _takes(
 
 def _make_method(
     made: object,  # what the setting names
-    s: Settings,
+    settings: Settings,
 ) -> Method:
     """Make a method of the settings; InputError where its class cannot be made of them."""
     if not (isinstance(made, type) and issubclass(made, Method)):
         raise InputError(
-            f"`method` must name a class on chunk_grpo.training.methods.Method; got {s.method}"
+            f"`method` must name a class on chunk_grpo.training.methods.Method; got {settings.method}"
         )
     if inspect.isabstract(made):
         lacking = ", ".join(f"`{name}`" for name in sorted(made.__abstractmethods__))
@@ -816,7 +840,7 @@ def _make_method(
     if words := _takes(made, Method):
         raise _wrong(made, "__init__", words)
     method = call_user_code(
-        made, s, fault=lambda name, words: _wrong(made, name, words), name="__init__"
+        made, settings, fault=lambda name, words: _wrong(made, name, words), name="__init__"
     )
     if not isinstance(method, Method):
         raise _wrong(
@@ -824,11 +848,11 @@ def _make_method(
         )
     if gone := [
         name
-        for name in ("s", "sigmas", "chunker", "table", "window", "worth")
+        for name in ("settings", "sigmas", "chunker", "noise_owner", "window", "surrogate")
         if not hasattr(method, name)
     ]:
         raise _wrong(
-            made, "__init__", f"must call super().__init__(s); the method has no `{gone[0]}`"
+            made, "__init__", f"must call super().__init__(settings); the method has no `{gone[0]}`"
         )
     return method
 
@@ -850,34 +874,38 @@ def _check_attributes(method: Method) -> None:
             raise _wrong(method, hook, "must return its result; it is a generator or asynchronous")
         if words := _takes(getattr(method, hook), base, skip=1):
             raise _wrong(method, hook, words)
-    copies, reads = method.copies, method.reads
+    copies, reads = method.reference_decays, method.references
     if not isinstance(copies, Mapping) or not all(
         isinstance(k, str) and callable(x) for k, x in copies.items()
     ):
         raise _wrong(
             method,
-            "copies",
+            "reference_decays",
             f"must map names of copies to functions of the iteration; got {copies!r:.80}",
         )
     known = ", ".join(["base", *copies])
     if not isinstance(reads, (tuple, list)) or not {*reads} <= {"base", *copies}:
-        raise _wrong(method, "reads", f"must be a tuple of names among {known}; got {reads!r:.80}")
-    if method.sampled_by is not None and method.sampled_by not in copies:
+        raise _wrong(
+            method, "references", f"must be a tuple of names among {known}; got {reads!r:.80}"
+        )
+    if method.sampling_reference is not None and method.sampling_reference not in copies:
         raise _wrong(
             method,
-            "sampled_by",
+            "sampling_reference",
             f"must be None or among {', '.join(copies) or 'no copies'}; got "
-            f"{method.sampled_by!r:.80}",
+            f"{method.sampling_reference!r:.80}",
         )
-    needs = method.needs
+    needs = method.required_settings
     if not isinstance(needs, Mapping) or not all(name in Settings.model_fields for name in needs):
-        raise _wrong(method, "needs", f"must map names of settings to values; got {needs!r:.80}")
-    for name in ("parts", "ratios"):
+        raise _wrong(
+            method, "required_settings", f"must map names of settings to values; got {needs!r:.80}"
+        )
+    for name in ("statistic_size", "ratio_count"):
         if type(getattr(method, name)) is not int or getattr(method, name) < 0:
             raise _wrong(
                 method, name, f"must be a whole number from 0; got {getattr(method, name)!r:.80}"
             )
-    for name in ("ratio", "density", "grouped"):
+    for name in ("has_ratio", "has_log_prob", "needs_group"):
         if type(getattr(method, name)) is not bool:
             raise _wrong(method, name, f"must be True or False; got {getattr(method, name)!r:.80}")
 
@@ -897,12 +925,14 @@ def _check_chunks(
     count: int,  # transitions that may be trained
 ) -> None:
     """Raise InputError if a method, or the chunker of the settings, makes chunks of other transitions."""
-    fixed = method.s.chunk_rule.kind == "fixed"
+    fixed = method.settings.chunk_rule.kind == "fixed"
     profile = torch.ones(count) if fixed else torch.linspace(1, 0.5, count, dtype=torch.float64)
     if method.chunker is not None and type(method).chunks is Method.chunks:
 
         def fault(name: str, words: str) -> InputError:
-            return InputError(f"`chunks` must name a chunker that works; {method.s.chunks} {words}")
+            return InputError(
+                f"`chunks` must name a chunker that works; {method.settings.chunks} {words}"
+            )
 
         if words := _takes(method.chunker, lambda profile: None):
             raise fault("", words)
@@ -943,22 +973,29 @@ def _check_iteration(
         raise _wrong(
             method, "sampler", f"must return a Sampler; it returned a {type(sampler).__name__}"
         )
-    places = call_hook(method, "places", sampler)
-    whole = isinstance(places, Tensor) and places.ndim == 1 and places.dtype == torch.long
+    trainable_steps = call_hook(method, "trainable_steps", sampler)
+    whole = (
+        isinstance(trainable_steps, Tensor)
+        and trainable_steps.ndim == 1
+        and trainable_steps.dtype == torch.long
+    )
     if (
         not whole
-        or bool((places.diff() <= 0).any())
-        or (len(places) and not 0 <= int(places[0]) <= int(places[-1]) < len(sampler))
+        or bool((trainable_steps.diff() <= 0).any())
+        or (
+            len(trainable_steps)
+            and not 0 <= int(trainable_steps[0]) <= int(trainable_steps[-1]) < len(sampler)
+        )
     ):
         raise _wrong(
             method,
-            "places",
+            "trainable_steps",
             f"must return numbers of transitions, (n,) long, increasing and below "
-            f"{len(sampler)}; it returned {places.tolist() if whole else _kind_of(places)}",
+            f"{len(sampler)}; it returned {trainable_steps.tolist() if whole else _kind_of(trainable_steps)}",
         )
-    if len(places):  # where there are none, `check` says so
-        _check_chunks(method, len(places))
-    weights = call_hook(method, "weights", sampler)
+    if len(trainable_steps):  # where there are none, `check` says so
+        _check_chunks(method, len(trainable_steps))
+    weights = call_hook(method, "transition_weights", sampler)
     if weights is not None and not (
         isinstance(weights, Tensor)
         and weights.shape == (len(sampler),)
@@ -967,45 +1004,51 @@ def _check_iteration(
     ):
         raise _wrong(
             method,
-            "weights",
+            "transition_weights",
             f"must return None or finite numbers of shape ({len(sampler)},); it returned "
             f"{_kind_of(weights)}",
         )
 
 
 def _check_surrogate(method: Method) -> None:
-    """Raise InputError if the surrogate of the settings cannot be called, or does not return one value per item."""
+    """Raise InputError if the surrogate of the settings cannot be called, or does not return one value per chunk sample."""
 
     def fault(name: str, words: str) -> InputError:
         return InputError(
-            f"`surrogate` must name a function that works; {method.s.surrogate} {words}"
+            f"`surrogate` must name a function that works; {method.settings.surrogate} {words}"
         )
 
-    if words := _takes(method.clip, lambda ratio, advantage, clip_range: None):
+    if words := _takes(method.custom_surrogate, lambda ratio, advantage, clip_range: None):
         raise fault("", words)
     ratio = torch.tensor([0.9, 1.0, 1.1], requires_grad=True)
     advantage = torch.tensor([1.0, 0.5, -1.0])
-    worth = call_user_code(method.clip, ratio, advantage, method.s.clip_range, fault=fault, name="")
-    if not isinstance(worth, Tensor) or worth.shape != (3,) or not worth.is_floating_point():
+    objective = call_user_code(
+        method.custom_surrogate, ratio, advantage, method.settings.clip_range, fault=fault, name=""
+    )
+    if (
+        not isinstance(objective, Tensor)
+        or objective.shape != (3,)
+        or not objective.is_floating_point()
+    ):
         raise fault(
             "",
-            f"must return a number for each of 3 ratios, shape (3,); it returned {_kind_of(worth)}",
+            f"must return a number for each of 3 ratios, shape (3,); it returned {_kind_of(objective)}",
         )
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022
-def load_method(s: Settings) -> Method:
+def load_method(settings: Settings) -> Method:
     """Return the method that the settings name; raise InputError if there is none, or if it rejects them."""
-    of = METHODS.get(s.method, {"class": s.method}).get("class")
+    of = METHODS.get(settings.method, {"class": settings.method}).get("class")
     made = import_callable(of, "method") if of else Method
-    method = _make_method(made, s)
-    own = s.method not in METHODS
+    method = _make_method(made, settings)
+    own = settings.method not in METHODS
     if own:
         _check_attributes(method)
-    if method.clip is not None:
+    if method.custom_surrogate is not None:
         _check_surrogate(method)
     if own or method.chunker is not None:
         steady = type(method).sampler is Method.sampler and method.window.kind in ("all", "frozen")
-        for iteration in range(1 if steady else min(s.iterations, 1000)):
+        for iteration in range(1 if steady else min(settings.iterations, 1000)):
             _check_iteration(method, iteration)
     said = call_hook(method, "check")
     if said is not None:

@@ -24,12 +24,12 @@ from chunk_grpo.core.files import (
     append_json_line,
     atomic_write,
     make_folders,
-    schema_problem,
+    describe_schema_violation,
     sync_to_disk,
 )
 from ..core.statistics import mean_se
 from ..models import trainable
-from ..models.inputs import evenly_spaced_positions, sample_prompt_indices
+from ..models.inputs import space_positions_evenly, sample_prompt_indices
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
 from .iteration import Rollout, TrainingState, Update
@@ -43,14 +43,16 @@ def above_base_metrics(
     texts: Sequence[str] | None = None,  # prompt of each group; None: all different
 ) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
     """Compute how far training is above the base on the prompts of all processes, from the same noise."""
-    s = state.s
+    settings = state.settings
 
     def pairs(x: Tensor, images: int) -> Tensor:  # (P, n) of all processes
         every: Any = state.accelerator.gather(x.to(state.accelerator.device))
-        return every.cpu().double().reshape(-1, images)[:, : s.baseline_images]
+        return every.cpu().double().reshape(-1, images)[:, : settings.baseline_images]
 
     above = {
-        name: (pairs(x, s.images_per_prompt) - pairs(base[name], s.baseline_images)).mean(1)
+        name: (
+            pairs(x, settings.images_per_prompt) - pairs(base[name], settings.baseline_images)
+        ).mean(1)
         for name, x in scores.items()
     }
     weights = state.reward_weights if len(above) > 1 else dict.fromkeys(above, 1.0)
@@ -114,7 +116,7 @@ def check_method_metrics(
                 f"the type {type(value).__name__}"
             ) from None
         plain[name] = value
-    problem = schema_problem({"iteration": 0} | plain, MetricsLine)
+    problem = describe_schema_violation({"iteration": 0} | plain, MetricsLine)
     if problem:
         raise InputError(f"`metrics` of {method} must be what a reader of them takes; {problem}")
     return plain
@@ -127,34 +129,39 @@ def collect_metrics(
     base: dict[str, Tensor] | None = None,  # of `score_base`
 ) -> dict:
     """Collect the metrics of a finished iteration over all processes."""
-    s, method, device, norms = state.s, state.method, state.accelerator.device, update.norms
+    settings = state.settings
+    method = state.method
+    device = state.accelerator.device
+    norms = update.norms
     gather: Any = state.accelerator.gather  # makes a tensor of a tensor
     columns = {
         name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items
     }
-    number = torch.cat([work.chunk for work in update.works])
+    number = torch.cat([update_batch.chunk for update_batch in update.batches])
     own = torch.stack([*columns.values(), number.to(next(iter(columns.values())))], dim=1)
     table = gather(state.accelerator.pad_across_processes(own.to(device), pad_index=-1)).cpu()
     *values, chunk = table[table[:, -1] >= 0].T
     assert state.profile is not None  # it was measured
-    count = len(method.chunks(state.profile[method.places(method.sampler(state.iteration - 1))]))
+    count = len(
+        method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
+    )
     items = method.metrics(
         dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count
     )
     items = check_method_metrics(items, type(method).__name__)
-    trained = sum(len(work.segment) for work in update.works)
+    trained = sum(len(update_batch.segment) for update_batch in update.batches)
     kl = sum(one.kl for one in update.stats)
     trained, kl = (
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
     )
     drawn = sample_prompt_indices(
-        len(state.prompts), s.prompts_per_iteration, s.seed, state.iteration - 1
+        len(state.prompts), settings.prompts_per_iteration, settings.seed, state.iteration - 1
     )
     texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
     above = above_base_metrics(state, rollout.scores, base, texts) if base else {}
 
     def grouped(x: Tensor) -> Tensor:  # (P, G)
-        return gather(x.to(device)).cpu().reshape(-1, s.images_per_prompt)
+        return gather(x.to(device)).cpu().reshape(-1, settings.images_per_prompt)
 
     largest = grouped(rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1))
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
@@ -172,7 +179,7 @@ def collect_metrics(
         },
         **items,
         "grad_norm": sum(norms) / len(norms),
-        "lr": s.learning_rate,
+        "lr": settings.learning_rate,
         "images": largest.numel(),
         "transitions_trained": int(trained.sum()),
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
@@ -188,25 +195,33 @@ def evaluate_held_out(
     state: TrainingState,
 ) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
     """Score images of held-out prompts with the present weights (the moving average where there is one)."""
-    s, policy = state.s, state.policy
-    places, mine = state.held_out_places()
-    idle = -(-len(places) // state.accelerator.num_processes) - len(mine)
+    settings, policy = state.settings, state.policy
+    trainable_steps, mine = state.held_out_images()
+    idle = -(-len(trainable_steps) // state.accelerator.num_processes) - len(mine)
     # all need as many forwards
     drawn = [*mine, *[(0, 0)] * idle]
     texts = [state.held_out[p] for p, _ in mine]
     if state.ema is not None:  # in place, where they lie
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
     arms = {"": None} | (
-        {"_hybrid": s.hybrid_split} if 0 < s.hybrid_split < s.eval_steps and state.iteration else {}
+        {"_hybrid": settings.hybrid_split}
+        if 0 < settings.hybrid_split < settings.eval_steps and state.iteration
+        else {}
     )
-    policy.set_resolution(s.eval_resolution)
+    policy.set_resolution(settings.eval_resolution)
     images = {
         arm: sample_images(
-            policy, state.held_out, drawn, s.eval_seed, s.eval_steps, split, s.rollout_batch
+            policy,
+            state.held_out,
+            drawn,
+            settings.eval_seed,
+            settings.eval_steps,
+            split,
+            settings.rollout_batch,
         )
         for arm, split in arms.items()
     }
-    policy.set_resolution(s.resolution)
+    policy.set_resolution(settings.resolution)
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
     out = {}
@@ -219,13 +234,15 @@ def evaluate_held_out(
             )
             scores = dict(gather_object(list(zip(mine, own, strict=True))))
             means = (
-                torch.tensor([scores[place] for place in places]).reshape(-1, s.eval_images).mean(1)
+                torch.tensor([scores[place] for place in trainable_steps])
+                .reshape(-1, settings.eval_images)
+                .mean(1)
             )
-            asked = [state.held_out[p] for p, _ in places[:: s.eval_images]]
+            asked = [state.held_out[p] for p, _ in trainable_steps[:: settings.eval_images]]
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means, asked)
     make_folders(folder := state.run / "samples" / f"{state.iteration:06d}")
     records = []
-    for i in evenly_spaced_positions(len(mine), 8):  # eight images over the whole list, as files
+    for i in space_positions_evenly(len(mine), 8):  # eight images over the whole list, as files
         (prompt, number), file = mine[i], "{:05d}_{}.png".format(*mine[i])
         VaeImageProcessor.numpy_to_pil(images[""][i].permute(1, 2, 0).numpy())[0].save(
             folder / file

@@ -24,7 +24,7 @@ from ..method.dynamics import relative_distance
 from ..method.sampler import Sampler, multistep_weights
 from ..method.schedule import predict_endpoints
 from ..method.sharing import shared_states
-from ..models.policy import Policy, decode_latents, told_sigma
+from ..models.policy import Policy, decode_latents, compute_network_sigma
 from ..models.trainable import base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
@@ -53,8 +53,8 @@ class Trajectories:
     """The trajectories of one iteration on one process, ordered by image, the images of a group together."""
 
     latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    logp: Tensor  # (B, n) of the n stochastic transitions, computed in the rollout's batches
-    row: Tensor  # (B,) index of the image's prompt in the conditioning
+    log_probs: Tensor  # (B, n) of the n stochastic transitions, computed in the rollout's batches
+    prompt_index: Tensor  # (B,) index of the image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of every image
     sampler: Sampler  # that drew them
 
@@ -67,34 +67,35 @@ class Trajectories:
 def initial_noise(
     policy: Policy,  # its `noise` has the shape of the latents
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
-    shared: bool = False,  # all images of an iteration start from the same noise
-    table: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
-    spread: float = 0.0,  # share of its own noise that each image adds to the shared one
+    shared_noise: bool = False,  # all images of an iteration start from the same noise
+    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
+    noise_spread: float = 0.0,  # share of its own noise that each image adds to the shared one
 ) -> Tensor:  # (B, S, C) float32 on the CPU
     """Draw the latents at sigma 1 of every image.
 
-    With `shared` and a positive `spread`, an image starts from `sqrt(1 - spread**2)` times the shared noise
-    plus `spread` times its own, which has unit variance again.
+    With `shared_noise` and a positive `noise_spread`, an image starts from `sqrt(1 - spread**2)` times the shared noise
+    plus `noise_spread` times its own, which has unit variance again.
     """
     # Row 0 of the table names the image of the group whose initial noise each image takes.
-    if table is not None:
-        keys = [(*key[:3], int(table[0, key[3]])) for key in keys]
+    if noise_owner is not None:
+        keys = [(*key[:3], int(noise_owner[0, key[3]])) for key in keys]
 
     # The shared noise is named by (seed, iteration) alone.
-    if shared and not spread:
+    if shared_noise and not noise_spread:
         return policy.noise(make_generator(*keys[0][:2], -1, -1)).expand(len(keys), -1, -1)
 
     own_noise = torch.stack([policy.noise(make_generator(*key)) for key in keys])
-    if not shared:
+    if not shared_noise:
         return own_noise
-    shared_noise = initial_noise(policy, keys, shared=True)
-    return math.sqrt(1 - spread**2) * shared_noise + spread * own_noise
+    common_noise = initial_noise(policy, keys, shared_noise=True)
+    return math.sqrt(1 - noise_spread**2) * common_noise + noise_spread * own_noise
 
 # %% ../../nbs/07_training/01_rollout.ipynb #ea0aee9e
 def step_noise(
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     shape: tuple[int, ...],  # (T, S, C), of one image
-    table: Tensor | None = None,  # (T + 1, G) whose draw each image of a group uses; None: its own
+    # (T + 1, G) whose draw each image of a group uses; None: its own
+    noise_owner: Tensor | None = None,
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
     """Draw the noise of every transition and image."""
 
@@ -102,11 +103,11 @@ def step_noise(
         """Draw the noise of all transitions (T, S, C) that belongs to one key."""
         return torch.randn(shape, generator=make_generator(*key, stream="steps"))
 
-    if table is None:
+    if noise_owner is None:
         return torch.stack([draw(key) for key in keys], dim=1)
 
     # A grid with merged transitions has fewer steps than the table.
-    step_owners = table[1 : shape[0] + 1]  # (T, G)
+    step_owners = noise_owner[1 : shape[0] + 1]  # (T, G)
     owners_per_image = [
         [(*key[:3], generation) for generation in step_owners[:, key[3]].tolist()] for key in keys
     ]
@@ -121,10 +122,10 @@ def step_noise(
 @torch.no_grad()
 def integrate(
     policy: Policy,
-    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), at the sampler's first noise level
     sampler: Sampler,  # its transitions must be deterministic if `noise` is None
-    store: torch.dtype,  # dtype to which latents are rounded after each transition
+    storage_dtype: torch.dtype,  # dtype to which latents are rounded after each transition
     noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: no noise
     # (step, latents, network sigma) -> velocity; None: the policy's
     velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
@@ -136,13 +137,13 @@ def integrate(
     """
     second_order = sampler.second_order if second_order is None else second_order
     endpoint = torch.zeros_like(latents, dtype=torch.float32)
-    latents = latents.to(store)
+    latents = latents.to(storage_dtype)
     for step in range(len(sampler)):
         # Compute in float32 from the latents as they are stored, as training will.
         current = latents.float()
-        network_sigma = told_sigma(policy, sampler.sigmas[step]).expand(len(current))
+        network_sigma = compute_network_sigma(policy, sampler.sigmas[step]).expand(len(current))
         if velocity is None:
-            v = policy.velocity(current, network_sigma, rows)
+            v = policy.velocity(current, network_sigma, prompt_embeds)
         else:
             v = velocity(step, current, network_sigma)
         mean, std = sampler.mean_std(v, current, step)
@@ -157,13 +158,13 @@ def integrate(
         if noise is not None:
             following = mean + std * noise[step].to(mean.device, non_blocking=True)
         # Round first: the caller takes the log-probability of the rounded latents.
-        latents = following.to(store)
+        latents = following.to(storage_dtype)
         yield latents, mean, std
 
 
 def _velocity_per_shared_state(
     policy: Policy,
-    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C)
     network_sigma: Tensor,  # (B,)
     step: int,  # index of the transition
@@ -182,7 +183,9 @@ def _velocity_per_shared_state(
     if missing:
         images = torch.tensor([states.index(state) for state in missing])
         v = policy.velocity(
-            latents[images], network_sigma[images], {name: x[images] for name, x in rows.items()}
+            latents[images],
+            network_sigma[images],
+            {name: x[images] for name, x in prompt_embeds.items()},
         )
         velocities |= zip(missing, v, strict=True)
 
@@ -198,32 +201,35 @@ def _velocity_per_shared_state(
 @torch.no_grad()
 def sample_sde(
     policy: Policy,
-    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), the initial noise
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     sampler: Sampler,  # of T steps, n of them stochastic
-    store: torch.dtype,  # of the stored latents
-    first: Tensor | None = None,  # (B, S, C) velocity at the first step; None: it is computed
-    table: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
+    storage_dtype: torch.dtype,  # of the stored latents
+    # (B, S, C) velocity at the first step; None: it is computed
+    first_velocity: Tensor | None = None,
+    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
     # velocities by (step, seed, iteration, prompt, state); None: no batch shares states
     known: dict[tuple, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # latents (B, T+1, S, C), log-probabilities (B, n)
     """Integrate the SDE (7) from noise to image for one batch.
 
     The log-probability of each stochastic transition is that of the latents as they are stored, so replaying
-    them gives the same number. With a `table`, images that share a state share its forward pass. Velocities in
+    them gives the same number. With a `noise_owner`, images that share a state share its forward pass. Velocities in
     `known` are read rather than computed, and those of the batch's last group are added to it.
     """
-    noise = step_noise(keys, (len(sampler), *latents.shape[1:]), table)
+    noise = step_noise(keys, (len(sampler), *latents.shape[1:]), noise_owner)
     stochastic_steps = set(sampler.stochastic.tolist())
-    states = None if table is None else shared_states(table, sampler.stochastic).tolist()
+    states = (
+        None if noise_owner is None else shared_states(noise_owner, sampler.stochastic).tolist()
+    )
 
     def velocity(step: int, current: Tensor, network_sigma: Tensor) -> Tensor:
         """Compute the velocities (B, S, C), or take those that are known."""
         if states is not None:
             return _velocity_per_shared_state(
                 policy=policy,
-                rows=rows,
+                prompt_embeds=prompt_embeds,
                 latents=current,
                 network_sigma=network_sigma,
                 step=step,
@@ -231,18 +237,18 @@ def sample_sde(
                 group_states=states[step],
                 known=known,
             )
-        if step == 0 and first is not None:
-            return first
-        return policy.velocity(current, network_sigma, rows)
+        if step == 0 and first_velocity is not None:
+            return first_velocity
+        return policy.velocity(current, network_sigma, prompt_embeds)
 
-    path = [latents.to(store)]
+    path = [latents.to(storage_dtype)]
     logps = [torch.zeros(len(keys), 0, device=latents.device)]
     transitions = integrate(
         policy=policy,
-        rows=rows,
+        prompt_embeds=prompt_embeds,
         latents=latents,
         sampler=sampler,
-        store=store,
+        storage_dtype=storage_dtype,
         noise=noise,
         velocity=velocity,
     )
@@ -266,10 +272,12 @@ def _first_velocities(
     prompts = len(next(iter(conditioning.values())))
     velocities = []
     for low in range(0, prompts, batch):
-        rows = {k: v[low : low + batch] for k, v in conditioning.items()}
+        prompt_embeds = {k: v[low : low + batch] for k, v in conditioning.items()}
         size = min(batch, prompts - low)
         velocities.append(
-            policy.velocity(noise.expand(size, -1, -1), sampler.sigmas[0].expand(size), rows)
+            policy.velocity(
+                noise.expand(size, -1, -1), sampler.sigmas[0].expand(size), prompt_embeds
+            )
         )
     return torch.cat(velocities)
 
@@ -277,37 +285,39 @@ def _first_velocities(
 def sde_batches(
     policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
-    row: Tensor,  # (B,) index of each image's prompt in the conditioning
+    prompt_index: Tensor,  # (B,) index of each image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     sampler: Sampler,  # of T steps, n of them stochastic
     batch: int,  # images per forward pass
-    shared: bool,  # as for `initial_noise`
-    store: torch.dtype,  # of the stored latents
-    table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
-    spread: float = 0.0,  # as for `initial_noise`
+    shared_noise: bool,  # as for `initial_noise`
+    storage_dtype: torch.dtype,  # of the stored latents
+    noise_owner: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    noise_spread: float = 0.0,  # as for `initial_noise`
 ) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
     """Yield batch after batch of images, sampled by `sample_sde`."""
-    start = initial_noise(policy, keys, shared, table, spread).to(policy.device)
+    start = initial_noise(policy, keys, shared_noise, noise_owner, noise_spread).to(policy.device)
 
     # Images with the same noise and prompt have the same first velocity.
     prompt_velocities = None
-    if shared and not spread:
+    if shared_noise and not noise_spread:
         prompt_velocities = _first_velocities(policy, conditioning, start[0], sampler, batch)
 
     known: dict[tuple, Tensor] = {}
     for low in range(0, len(keys), batch):
         images = slice(low, low + batch)
-        first = None if prompt_velocities is None else prompt_velocities[row[images]]
-        rows = {k: v[row[images]] for k, v in conditioning.items()}
+        first_velocity = (
+            None if prompt_velocities is None else prompt_velocities[prompt_index[images]]
+        )
+        prompt_embeds = {k: v[prompt_index[images]] for k, v in conditioning.items()}
         yield sample_sde(
             policy=policy,
-            rows=rows,
+            prompt_embeds=prompt_embeds,
             latents=start[images],
             keys=keys[images],
             sampler=sampler,
-            store=store,
-            first=first,
-            table=table,
+            storage_dtype=storage_dtype,
+            first_velocity=first_velocity,
+            noise_owner=noise_owner,
             known=known,
         )
 
@@ -320,42 +330,42 @@ def sde_batches(
 def sample_trajectories(
     policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
-    row: Tensor,  # (B,) long, index of each image's prompt in the conditioning
+    prompt_index: Tensor,  # (B,) long, index of each image's prompt in the conditioning
     keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
     sampler: Sampler,  # of T steps
     batch: int = 16,  # images per forward pass
-    shared: bool = False,  # one initial noise for all images of the iteration
-    store: torch.dtype = torch.float32,  # of the stored latents
-    host: bool = False,  # keep the latents in host memory
+    shared_noise: bool = False,  # one initial noise for all images of the iteration
+    storage_dtype: torch.dtype = torch.float32,  # of the stored latents
+    offload: bool = False,  # keep the latents in host memory
     # called with the last latents (b, S, C) of every batch
-    ready: Callable[[Tensor], None] = lambda final: None,
-    table: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
-    spread: float = 0.0,  # as for `initial_noise`
+    on_batch: Callable[[Tensor], None] = lambda final: None,
+    noise_owner: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    noise_spread: float = 0.0,  # as for `initial_noise`
 ) -> Trajectories:
     """Sample the SDE, equations (7) and (11), and return the trajectory of every image."""
     batches = sde_batches(
         policy=policy,
         conditioning=conditioning,
-        row=row,
+        prompt_index=prompt_index,
         keys=keys,
         sampler=sampler,
         batch=batch,
-        shared=shared,
-        store=store,
-        table=table,
-        spread=spread,
+        shared_noise=shared_noise,
+        storage_dtype=storage_dtype,
+        noise_owner=noise_owner,
+        noise_spread=noise_spread,
     )
     all_latents = []
     all_logps = []
-    for latents, logp in batches:
-        all_latents.append(latents.cpu() if host else latents)
-        all_logps.append(logp)
+    for latents, log_prob in batches:
+        all_latents.append(latents.cpu() if offload else latents)
+        all_logps.append(log_prob)
         # Scoring can begin while the next batch is drawn.
-        ready(latents[:, -1])
+        on_batch(latents[:, -1])
     return Trajectories(
         latents=torch.cat(all_latents),
-        logp=torch.cat(all_logps),
-        row=row,
+        log_probs=torch.cat(all_logps),
+        prompt_index=prompt_index,
         keys=keys,
         sampler=sampler,
     )
@@ -369,7 +379,7 @@ def complete_states(
     sampler: Sampler,  # of the rollout
     levels: Tensor,  # (n + 1,) long, increasing: positions in its grid to visit, down to the last
     batch: int = 16,  # images per forward pass
-    store: torch.dtype = torch.float32,  # of the rollout's stored latents
+    storage_dtype: torch.dtype = torch.float32,  # of the rollout's stored latents
 ) -> Tensor:  # (B, S, C) at sigma 0
     """Complete states by the ODE, as the rollout takes transitions without noise."""
     start = int(levels[0])
@@ -386,14 +396,14 @@ def complete_states(
 
     final = []
     for low in range(0, len(latents), batch):
-        rows = {k: v[low : low + batch] for k, v in conditioning.items()}
+        prompt_embeds = {k: v[low : low + batch] for k, v in conditioning.items()}
         states = latents[low : low + batch].to(policy.device)
         for following, _, _ in integrate(
             policy=policy,
-            rows=rows,
+            prompt_embeds=prompt_embeds,
             latents=states,
             sampler=ode,
-            store=store,
+            storage_dtype=storage_dtype,
             second_order=second_order,
         ):
             states = following
@@ -403,7 +413,7 @@ def complete_states(
 # %% ../../nbs/07_training/01_rollout.ipynb #3d43a221
 def _euler_steps(
     policy: Policy,
-    rows: dict[str, Tensor],  # encoded prompts, one row per image
+    prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), before the first of the steps
     grid: Tensor,  # (N+1,) sigmas
     sampler: Sampler,  # the ODE on the grid
@@ -411,7 +421,7 @@ def _euler_steps(
 ) -> Tensor:  # (B, S, C)
     """Take some Euler steps of the ODE with the weights that the policy has now."""
     for step in steps:
-        v = policy.velocity(latents, grid[step].expand(len(latents)), rows)
+        v = policy.velocity(latents, grid[step].expand(len(latents)), prompt_embeds)
         latents, _ = sampler.mean_std(v, latents, step)
     return latents
 
@@ -430,12 +440,12 @@ def sample_ode(
     split = len(sampler) if split is None else split
     samples = []
     for low in range(0, len(noise), batch):
-        rows = {k: v[low : low + batch] for k, v in conditioning.items()}
+        prompt_embeds = {k: v[low : low + batch] for k, v in conditioning.items()}
         latents = noise[low : low + batch].to(policy.device)
-        latents = _euler_steps(policy, rows, latents, grid, sampler, steps=range(split))
+        latents = _euler_steps(policy, prompt_embeds, latents, grid, sampler, steps=range(split))
         with base_weights(policy):
             remaining = range(split, len(sampler))
-            latents = _euler_steps(policy, rows, latents, grid, sampler, steps=remaining)
+            latents = _euler_steps(policy, prompt_embeds, latents, grid, sampler, steps=remaining)
         samples.append(latents)
     return torch.cat(samples)
 
@@ -474,7 +484,7 @@ def sample_images(
     split: int | None = None,  # step at which the base takes over; None: never
     batch: int = 16,  # images per forward pass
     sampler: Sampler | None = None,  # to sample as in training, if `split` is 0 or None
-    store: torch.dtype = torch.float32,  # of a rollout's stored latents
+    storage_dtype: torch.dtype = torch.float32,  # of a rollout's stored latents
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of held-out prompts, reproducible image by image.
 
@@ -486,14 +496,14 @@ def sample_images(
 
     # Encode each prompt once.
     prompt_positions = sorted({position for position, _ in places})
-    row = torch.tensor([prompt_positions.index(position) for position, _ in places])
+    prompt_index = torch.tensor([prompt_positions.index(position) for position, _ in places])
     encoded = policy.encode([prompts[position] for position in prompt_positions])
-    rows = {k: v[row] for k, v in encoded.items()}
+    prompt_embeds = {k: v[prompt_index] for k, v in encoded.items()}
 
     if sampler is None:
         latents = sample_ode(
             policy=policy,
-            conditioning=rows,
+            conditioning=prompt_embeds,
             noise=initial_noise(policy, keys),
             grid=policy.sigmas(steps),
             batch=batch,
@@ -505,13 +515,13 @@ def sample_images(
         with base_weights(policy) if split == 0 else nullcontext():
             paths = sde_batches(
                 policy=policy,
-                conditioning=rows,
-                row=torch.arange(len(keys)),
+                conditioning=prompt_embeds,
+                prompt_index=torch.arange(len(keys)),
                 keys=keys,
                 sampler=sampler,
                 batch=batch,
-                shared=False,
-                store=store,
+                shared_noise=False,
+                storage_dtype=storage_dtype,
             )
             latents = torch.cat([path[:, -1] for path, _ in paths])
     return decode_latents(policy, latents, batch)

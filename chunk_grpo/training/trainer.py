@@ -39,8 +39,8 @@ def _named(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(state: TrainingState) -> Path:  # its folder
     """Write a checkpoint of the finished iterations; every process has to call it."""
-    s = state.s
-    sharded = state.s.sharding != "none"
+    settings = state.settings
+    sharded = state.settings.sharding != "none"
     if sharded or state.accelerator.is_main_process:
         groups = {
             "weights": _named(state.policy.trained),
@@ -57,8 +57,8 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             state.iteration,
             groups,
             rest,
-            s.keep_checkpoints,
-            s.keep_every,
+            settings.keep_checkpoints,
+            settings.keep_every,
             state.identity,
             sharded,
         )
@@ -139,7 +139,9 @@ def resume(
             old.rename(aside)
     if state.accelerator.is_main_process:
         _restore_log(state.run, folder, say)
-        checkpoints.remove_old_checkpoints(state.run, state.s.keep_checkpoints, state.s.keep_every)
+        checkpoints.remove_old_checkpoints(
+            state.run, state.settings.keep_checkpoints, state.settings.keep_every
+        )
     state.accelerator.wait_for_everyone()
     if folder is None:
         return
@@ -163,7 +165,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
     Raise InputError if advantages or log-probabilities are not finite.
     """
-    s = state.s
+    settings = state.settings
     start = time.perf_counter()
     cpu = time.process_time()
 
@@ -174,7 +176,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
             "`reward` must give scores whose mean and spread are finite; those of iteration "
             f"{state.iteration + 1} are too large for that"
         )
-    if not torch.isfinite(rollout.context.trajectories.logp).all():
+    if not torch.isfinite(rollout.context.trajectories.log_probs).all():
         raise InputError(
             "`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
             f"{state.iteration + 1} are not finite"
@@ -182,27 +184,33 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
     # The base's scores on the same prompts tell progress from easier prompts.
     base = None
-    if s.baseline_images:
+    if settings.baseline_images:
         with count_seconds(rollout.seconds, "baseline"):
             base = score_base(state, rollout)
 
     # The update may take its chunks from the profile, so the profile comes first.
     with count_seconds(rollout.seconds, "update"):
-        due = state.iteration % s.profile_every == 0 if s.profile_every else state.iteration == 0
+        due = (
+            state.iteration % settings.profile_every == 0
+            if settings.profile_every
+            else state.iteration == 0
+        )
         profile = measure_profile(state, rollout.context.trajectories) if due else {}
         update = update_policy(state, rollout)
     state.iteration += 1
 
     # Measure what was done, and the held-out prompts every so often and at the end.
     line = collect_metrics(state, rollout, update, base)
-    if state.iteration == s.iterations or (s.eval_every and state.iteration % s.eval_every == 0):
+    if state.iteration == settings.iterations or (
+        settings.eval_every and state.iteration % settings.eval_every == 0
+    ):
         with count_seconds(rollout.seconds, "evaluate"):
             line |= evaluate_held_out(state)
 
     # Reports read the profile without a model.
     if profile and state.accelerator.is_main_process:
         chunks = state.method.chunks(
-            state.profile[state.method.places(rollout.context.trajectories.sampler)]
+            state.profile[state.method.trainable_steps(rollout.context.trajectories.sampler)]
         )
         files.write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     state.total += time.perf_counter() - start
@@ -214,7 +222,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     }
 
 # %% ../../nbs/07_training/08_trainer.ipynb #4f2da6cc
-def _refuse_infinite_weights(state: TrainingState) -> None:
+def _check_weights_are_finite(state: TrainingState) -> None:
     """Raise InputError if a trained weight is not finite."""
     if not all(map(checkpoints.is_finite, state.policy.trained)):
         raise InputError(
@@ -227,8 +235,8 @@ def save_final_weights(state: TrainingState) -> None:
     """Write the trained weights (or their moving average) in diffusers' layout; every process has to call it."""
     if state.ema is not None:
         state.ema.copy_to(state.policy.trained)
-    _refuse_infinite_weights(state)
-    if state.s.sharding != "none":
+    _check_weights_are_finite(state)
+    if state.settings.sharding != "none":
         state.policy.transformer = trainable.gather_model(state.policy.transformer)
     if state.accelerator.is_main_process:
         with files.atomic_write(state.run / "final", replace=True) as temporary:
@@ -243,13 +251,13 @@ def save_final_weights(state: TrainingState) -> None:
 
 # %% ../../nbs/07_training/08_trainer.ipynb #3ed97d9a
 def train_run(
-    s: setting.Settings,
+    settings: setting.Settings,
     run: Path,  # an existing folder; a checkpoint in it is resumed
     callbacks: Sequence[Callback] = (),  # besides the logger and the alarms
     say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
     """Train to the weights in `final/`, from the newest whole checkpoint if there is one; every process calls it."""
-    state = prepare_state(s, Path(run))
+    state = prepare_state(settings, Path(run))
     say = say if state.accelerator.is_main_process else lambda text: None
     listeners = [Logger(say), *callbacks, Alarms(say)]
 
@@ -276,16 +284,18 @@ def train_run(
                 announce("on_log", line)
             except StopTraining as error:
                 stop = error
-            _refuse_infinite_weights(state)
-            last = state.iteration == s.iterations
-            if state.iteration and (stop or last or state.iteration % s.checkpoint_every == 0):
+            _check_weights_are_finite(state)
+            last = state.iteration == settings.iterations
+            if state.iteration and (
+                stop or last or state.iteration % settings.checkpoint_every == 0
+            ):
                 announce("on_save", save_checkpoint(state))
             if stop:
                 raise stop
 
         if base:
             finish_iteration(base)
-        while state.iteration < s.iterations:
+        while state.iteration < settings.iterations:
             finish_iteration(train_iteration(state))
         save_final_weights(state)
         announce("on_train_end")

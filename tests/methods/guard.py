@@ -8,7 +8,7 @@ from chunk_grpo.training.methods import Method
 class Guard(Method):
     """Chunk-GRPO with Guard's ratio."""
 
-    def evidence(self, v, others, target, x, sampler, index):
+    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
         mean, std = sampler.mean_std(v, x, index)
         return sampler.log_prob(target, mean, std), mean, std.flatten().expand(len(mean))
 
@@ -18,7 +18,9 @@ class Guard(Method):
         moved = (mean - old[1]).square().flatten(1).mean(1)
         return std * (logp - old[0] + moved / (2 * std**2))
 
-    def weights(self, sampler):
+    def transition_weights(self, sampler):
         weights = torch.zeros(len(sampler))
-        weights[self.places(sampler)] = 1 / -sampler.sigmas.diff()[self.places(sampler)]
-        return weights / weights[self.places(sampler)].mean()
+        weights[self.trainable_steps(sampler)] = (
+            1 / -sampler.sigmas.diff()[self.trainable_steps(sampler)]
+        )
+        return weights / weights[self.trainable_steps(sampler)].mean()

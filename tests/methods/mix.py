@@ -14,13 +14,13 @@ class Mix(Method):
         last = len(self.sigmas) - 2  # transitions that may have noise
         first = iteration // EVERY % max(last - WIDTH + 1, 1)
         inside = range(first, min(first + WIDTH, last))
-        eta = [self.s.eta if i in inside else 0.0 for i in range(last + 1)]
-        return Sampler(self.sigmas, self.s.sampler, eta)
+        eta = [self.settings.eta if i in inside else 0.0 for i in range(last + 1)]
+        return Sampler(self.sigmas, self.settings.sampler, eta)
 
     def chunks(self, profile):
         return Chunks.steps(len(profile))
 
-    def draw(self, paths, chunks, profile, iteration):
+    def select_chunks(self, paths, chunks, profile, iteration):
         import torch
 
         return torch.arange(len(chunks)).expand(len(paths.keys), -1)

@@ -13,14 +13,14 @@ class NFT(Method):
     """An average of the policy draws by the ODE; the final images, noised anew, train it."""
 
     beta, ratio, density = 1.0, False, False
-    copies = {"old": lambda iteration: min(0.001 * iteration, 0.5)}
-    sampled_by = "old"
-    reads = ("old",)
+    reference_decays = {"old": lambda iteration: min(0.001 * iteration, 0.5)}
+    sampling_reference = "old"
+    references = ("old",)
 
     def sampler(self, iteration):
         return Sampler(self.sigmas, "ode")
 
-    def places(self, sampler):
+    def trainable_steps(self, sampler):
         return torch.arange(len(sampler))
 
     def chunks(self, profile):
@@ -37,8 +37,8 @@ class NFT(Method):
         ]
         return add_noise(clean, torch.stack(noise).to(clean), paths.sampler.sigmas[index]), clean
 
-    def evidence(self, v, others, target, x, sampler, index):
-        old = others["old"]
+    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
+        old = reference_velocities["old"]
         t = sampler.sigmas[index].to(x).reshape(-1, 1, 1)
         losses = []
         for mixed in ((1 - self.beta) * old + self.beta * v, (1 + self.beta) * old - self.beta * v):
