@@ -68,7 +68,7 @@ prepare: $(STAMP) ## after editing notebooks: export the package, run the pages 
 	@$(BIN)/python tools/readme.py
 
 pocket: $(STAMP) ## train the shipped pocket weights again from scratch, hours on two cores
-	@$(BIN)/python tools/train_pocket.py
+	@$(BIN)/python research/pocket/train_pocket.py
 
 constraints: $(DOCS) ## write constraints.txt from what is installed
 	@{ echo '# The exact versions everything was tested with, on Python 3.11. Made by `make constraints`.'; \
@@ -76,6 +76,6 @@ constraints: $(DOCS) ## write constraints.txt from what is installed
 
 clean: ## remove what tools leave behind; runs and .venv stay
 	rm -rf build dist _proc _docs .pytest_cache .ruff_cache .hypothesis
-	find chunk_grpo nbs tests tools -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+	find chunk_grpo nbs tests tools research -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 .PHONY: help install demo test quick package slow sweep gpu gpu-bundle docs lab prepare pocket constraints clean

@@ -203,8 +203,8 @@ def test_rewards_of_the_world_refuse_options(name):
 
 @pytest.fixture(scope="module")
 def trainer():
-    """tools/train_pocket.py, which made the shipped weights."""
-    file = Path(__file__).resolve().parents[1] / "tools/train_pocket.py"
+    """research/pocket/train_pocket.py, which made the shipped weights."""
+    file = Path(__file__).resolve().parents[1] / "research/pocket/train_pocket.py"
     spec = importlib.util.spec_from_file_location("train_pocket", file)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module

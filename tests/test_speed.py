@@ -26,7 +26,7 @@ from chunk_grpo.training.rollout import sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "research"))
 import method_costs  # noqa: E402
 import orders  # noqa: E402
 
@@ -93,7 +93,13 @@ def test_costs_are_measured_for_every_row_of_the_table(tmp_path, monkeypatch):
 
 
 def test_a_row_that_the_table_lacks_is_refused(tmp_path):
-    words = ["tools/method_costs.py", "--methods", "steps,fats", "--out", tmp_path / "costs.json"]
+    words = [
+        "research/method_costs.py",
+        "--methods",
+        "steps,fats",
+        "--out",
+        tmp_path / "costs.json",
+    ]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert (
         done.returncode == 2
@@ -348,7 +354,7 @@ def test_the_program_measures_and_the_page_shows_it(tmp_path):
     (tmp_path / "benchmarks").mkdir()
     out = tmp_path / "benchmarks/speed.json"
     few = ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
-    program = [sys.executable, ROOT / "tools/speed.py", "--repeats", "1", "--out", out, *few]
+    program = [sys.executable, ROOT / "research/speed.py", "--repeats", "1", "--out", out, *few]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads(out.read_text())

@@ -146,9 +146,9 @@ def main() -> int:
     given = [x for x in sys.argv[1:] if x != "--json"]
     root = Path(given[0]) if given else Path(__file__).resolve().parents[1]
     found = count_package(root) | count_book(root)
-    for part in ("tests", "tools"):
+    for part in ("tests", "tools", "research"):
         found[f"lines of {part}"] = sum(
-            len(f.read_text().splitlines()) for f in (root / part).glob("*.py")
+            len(f.read_text().splitlines()) for f in (root / part).rglob("*.py")
         )
     if "--json" in sys.argv:
         print(json.dumps(found))

@@ -1,6 +1,6 @@
 """What the paper claims, how each claim is asked of the kept rows, and the verdicts as tables and one picture.
 
-Research code of the pages in nbs/findings, which import it, as nbs/index.ipynb and tests do; the rule is
+The pages in nbs/findings, nbs/index.ipynb and tests import it; the rule is
 `chunk_grpo.core.statistics.claim_verdict`.
 """
 

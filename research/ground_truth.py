@@ -1,6 +1,6 @@
 """Steps and chunks against the truth on the pocket model: wrong signs of advantages, cosine and variance of gradients.
 
-    python tools/ground_truth.py [--prompts 30] [--images 12] [--branches 4] [--sampler flow] [--out FILE.json]
+    python research/ground_truth.py [--prompts 30] [--images 12] [--branches 4] [--sampler flow] [--out FILE.json]
 
 Trajectories of the base model, reward pocket-clip, T 17, eta 0.7, with both samplers unless one is named. From every
 latent N branches give the true advantage of every transition, with its error. Gradients are those of an adapter of rank

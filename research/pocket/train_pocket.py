@@ -1,6 +1,6 @@
 """Train the shipped pocket weights again from scratch: autoencoder, its decoder, flow, the misled flow, CLIP.
 
-    python tools/train_pocket.py [--out pocket-rebuilt] [--work build/pocket] [--threads N] [--compile]
+    python research/pocket/train_pocket.py [--out pocket-rebuilt] [--work build/pocket] [--threads N] [--compile]
 
 Hours on two cores; an interrupted training goes on from the work folder. What is trained, and the losses, are taught in
 nbs/01_pocket. The package needs nothing of this at run time: the weights are shipped.

@@ -1,6 +1,6 @@
 """How many images a gradient needs: signal-to-noise ratio of the pocket model's gradient, by sampler and transitions.
 
-    python tools/gradient_signal.py [--prompts 96] [--images 12] [--out FILE.json]
+    python research/gradient_signal.py [--prompts 96] [--images 12] [--out FILE.json]
 
 Trajectories of the base model, reward pocket-clip, T 17. For every sampler, set of transitions and group of layers: the
 ratio for 100 images, with its standard error over 8 blocks of prompts.

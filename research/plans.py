@@ -1,6 +1,6 @@
 """Write down, from the history, which plan the runs of each study could have followed.
 
-    python tools/plans.py       writes runs/results/verdict/plans.json
+    python research/plans.py       writes runs/results/verdict/plans.json
 
 A kept row names the commit of the code that made it. For every study and commit this looks up the plan (study.yaml and
 base.yaml) at that commit, and the commit that brought the rows. A plan can be shown to be older than its runs only

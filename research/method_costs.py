@@ -1,6 +1,6 @@
 """Seconds an image of every row of the table of methods, where calls cost most and where arithmetic does.
 
-    python tools/method_costs.py --out runs/results/benchmarks/method_costs.json [--methods steps,fast] [--workers 5]
+    python research/method_costs.py --out runs/results/benchmarks/method_costs.json [--methods steps,fast] [--workers 5]
 
 Every row trains two iterations on the pocket model and on a FLUX of middle size with random weights, on a CPU, with
 one thread; the second iteration counts. The rows are dealt to workers, each pinned to a core of its own, and each

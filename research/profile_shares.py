@@ -1,6 +1,6 @@
 """How much of a profile's variation is the prompt's: the base model, many prompts, several samplers.
 
-    python tools/profile_shares.py [--prompts 48] [--images 4] [--out FILE.json]
+    python research/profile_shares.py [--prompts 48] [--images 4] [--out FILE.json]
 
 Shares (a) and (b) of the notebook measurements/profiles over the 16 trained transitions of T 17; standard errors by
 leaving out one prompt at a time, intervals of 95% from the t distribution.

@@ -1,6 +1,6 @@
 """Train the other bases of the pocket world: one with three quarters of its captions wrong, and an undertrained one.
 
-    python tools/train_bases.py [--out chunk_grpo/pocket/bases] [--work build/bases] [--images 8]
+    python research/pocket/train_bases.py [--out chunk_grpo/pocket/bases] [--work build/bases] [--images 8]
 
 About five minutes on one free core; an interrupted training resumes from the work folder. Each base is a folder as
 diffusers saves a pipeline. Its autoencoder is a link to the shipped one's, so bases differ in what they draw and not in

@@ -1,6 +1,6 @@
 """Measure what every reward sees on images of every base of the pocket world, as a rollout draws them.
 
-    python tools/measure_bases.py [--images 12] [--out runs/results/benchmarks/pocket_worlds.json]
+    python research/pocket/measure_bases.py [--images 12] [--out runs/results/benchmarks/pocket_worlds.json]
 
 For each base and each list of held-out prompts: the mean and the spread of each reward over images, its mean standard
 deviation within a prompt's group, the share of groups whose scores are all equal, which teach nothing, and the
@@ -24,7 +24,7 @@ from chunk_grpo.models.inputs import MODEL_FOLDERS, hash_model_files, locate_mod
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training.rollout import sample_images
 
-OUT = Path(__file__).parents[1] / "runs" / "results" / "benchmarks" / "pocket_worlds.json"
+OUT = Path(__file__).parents[2] / "runs" / "results" / "benchmarks" / "pocket_worlds.json"
 REWARDS = ("pocket-clip", "pocket-partial", "pocket-geneval", "pocket-low", "pocket-low-pixels")
 VERDICT = "pocket-geneval"
 LISTS = ("test", "test192")

@@ -1,7 +1,7 @@
 """What a gradient tells: its signal and noise, what each transition was worth, and how estimators of that differ.
 
 The pages gradient-noise, credit-assignment and gradient-bias of nbs/findings derive each function and show it at work;
-`tools/ground_truth.py` and `tools/gradient_signal.py` measure with these functions.
+`research/ground_truth.py` and `research/gradient_signal.py` measure with these functions.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The same iteration in the orders of other code, beside ours: image by image, transition by transition, in batches.
 
 DanceGRPO draws image by image and trains transition by transition; GCPO's code draws so and trains chunk by chunk;
-Flow-GRPO draws and trains three at a time. Each must leave the gradient that ours leaves. `tools/speed.py` and
-`tools/gpu.py` measure them; nbs/findings/speed.ipynb shows what they found.
+Flow-GRPO draws and trains three at a time. Each must leave the gradient that ours leaves. `research/speed.py` and
+`research/method_costs.py` measure them; nbs/findings/speed.ipynb shows what they found.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """What an iteration takes, what each lever of speed gives, how cost grows: the numbers of nbs/findings/speed.ipynb.
 
-    python tools/speed.py --out runs/results/benchmarks/speed.json                        on two cores
-    python tools/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
+    python research/speed.py --out runs/results/benchmarks/speed.json                        on two cores
+    python research/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
         [--repeats 5] [--parts profile,iteration,orders,levers,growth,ranks] [NAME=VALUE ...]
 
 Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings

@@ -1,6 +1,6 @@
 """What the shipped pocket files were made with: prompt lists, networks, losses, pictures that have something wrong.
 
-The lessons of nbs/01_pocket show these, tools/train_pocket.py trains with them. The package reads the shipped prompts,
+The lessons of nbs/01_pocket show these, research/pocket/train_pocket.py trains with them. The package reads the shipped prompts,
 loads the weights with diffusers and transformers, and needs none of it.
 """
 
