@@ -467,7 +467,8 @@ class Site:
         self.notebook(BOOK / "index.ipynb", *tops)
         for name in ("conf.py", "scorer.js"):
             self.write(name, (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
-        for name in ("book.css", "book.js", "chunks.svg"):
+        static = ("book.css", "book.js", "interactive.css", "interactive.js", "chunks.svg")
+        for name in static:
             self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
         for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:
             old.unlink()

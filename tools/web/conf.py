@@ -28,8 +28,8 @@ html_search_scorer = str(
     Path(__file__).with_name("scorer.js")
 )  # Sphinx looks in the working directory
 html_favicon = "_static/chunks.svg"
-html_css_files = ["book.css"]
-html_js_files = ["book.js"]
+html_css_files = ["book.css", "interactive.css"]
+html_js_files = ["book.js", ("interactive.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
