@@ -1,7 +1,5 @@
 """Sphinx's settings of the site that `make docs` builds; `tools/docs.py` writes its sources."""
 
-from pathlib import Path
-
 project = "Chunk-GRPO"
 author = "The Chunk-GRPO authors"
 copyright = "the Chunk-GRPO authors, Apache License 2.0"
@@ -14,7 +12,7 @@ myst_heading_anchors = 4
 myst_dmath_double_inline = True
 suppress_warnings = ["myst.header"]  # findings step from # to ###
 source_suffix = {".ipynb": "myst-nb", ".md": "myst-nb"}
-exclude_patterns = ["_static"]
+exclude_patterns = ["_static", "_templates"]
 python_maximum_signature_line_length = 80
 python_display_short_literal_types = True
 add_module_names = False
@@ -24,9 +22,7 @@ pygments_style = "a11y-high-contrast-light"
 html_theme = "sphinx_book_theme"
 html_title = "Chunk-GRPO"
 html_static_path = ["_static"]
-html_search_scorer = str(
-    Path(__file__).with_name("scorer.js")
-)  # Sphinx looks in the working directory
+templates_path = ["_templates"]  # no index of Sphinx on every page, and the page of the search
 html_favicon = "_static/chunks.svg"
 html_css_files = ["book.css", "interactive.css"]
 html_js_files = ["book.js", ("interactive.js", {"defer": "defer"})]
