@@ -182,12 +182,12 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
     ),
     "reads the unknown": ("references = ('new',)", "references", "among base"),
     "sampled by the unknown": ("sampling_reference = 'old'", "sampling_reference", "no copies"),
-    "needs no setting": (
+    "required_settings no setting": (
         "required_settings = {'no_such': 1}",
         "required_settings",
         "must map names of settings",
     ),
-    "parts is a text": ("statistic_size = 'two'", "statistic_size", "whole number"),
+    "statistic_size is a text": ("statistic_size = 'two'", "statistic_size", "whole number"),
     "ratio is a text": ("has_ratio = 'no'", "has_ratio", "True or False"),
 }
 

@@ -26,6 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "nbs"
 PACKAGE = ROOT / "chunk_grpo"
 WEB = ROOT / "tools/web"
+STATIC_FILES = (
+    "book.css",
+    "book.js",
+    "search.js",
+    "interactive.css",
+    "interactive.js",
+    "chunks.svg",
+)
 CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "method": "The method",
     "pocket": "The pocket model",
@@ -467,20 +475,12 @@ class Site:
         for old, new in ROOT_PAGES.items():
             self.write(new, self.markdown((ROOT / old).read_text(encoding="utf-8"), ROOT / old))
         self.notebook(BOOK / "index.ipynb", *tops)
-<<<<<<< main
-        for name in ("conf.py", "scorer.js"):
-            self.write(name, (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
-        static = ("book.css", "book.js", "interactive.css", "interactive.js", "chunks.svg")
-        for name in static:
-            self.write(f"_static/{name}", (ROOT / "tools/web" / name).read_text(encoding="utf-8"))
-=======
         self.write("conf.py", (WEB / "conf.py").read_text(encoding="utf-8"))
-        for name in ("book.css", "book.js", "search.js", "chunks.svg"):
+        for name in STATIC_FILES:
             self.write(f"_static/{name}", (WEB / name).read_text(encoding="utf-8"))
         for name in ("layout.html", "search.html"):
             text = (WEB / "templates" / name).read_text(encoding="utf-8")
             self.write(f"_templates/{name}", text)
->>>>>>> helper
         for old in {*self.folder.rglob("*.ipynb"), *self.folder.rglob("*.md")} - self.written:
             old.unlink()
         shutil.copytree(BOOK / "images", self.folder / "images", dirs_exist_ok=True)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'ALARMS', 'PRESETS_DIR', 'METHODS',
            'RESUME_CHANGEABLE_FIELDS', 'reward_weights', 'evaluated_rewards', 'embedding_reward', 'named_code',
-           'resolve_code_files', 'module_search_path', 'import_callable', 'method_label', 'Settings', 'list_presets',
-           'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
-           'check_resume', 'settings_table', 'check_processes']
+           'resolve_code_files', 'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings',
+           'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings',
+           'diff_settings', 'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import contextlib
@@ -291,6 +291,27 @@ class _OptimizerSettings(BaseModel):
     """How a gradient becomes an update, and where weights, moments and trajectories are stored."""
 
     learning_rate: float = setting(1e-5, "", _TABLE_6, "Step size of AdamW.", gt=0)
+    lr_scheduler: _Text = setting(
+        "constant",
+        "",
+        "constant: the paper; others: diffusers",
+        'How the learning rate changes from one iteration to the next: "constant", or from `learning_rate` to 0 as '
+        '"linear", "cosine" or "cosine_with_restarts:CYCLES" (diffusers\' get_scheduler).',
+    )
+    lr_warmup_iterations: int = setting(
+        0,
+        "iterations",
+        "0: the paper",
+        "First iterations, in which the learning rate rises in equal steps to `learning_rate`; 0: none.",
+        ge=0,
+    )
+    lr_iterations: int = setting(
+        0,
+        "iterations",
+        OURS,
+        "Iterations, warm-up included, in which the learning rate falls to 0; 0: all `iterations`.",
+        ge=0,
+    )
     weight_decay: float = setting(1e-4, "", _TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
     clip_range: float = setting(
         5e-5, "", _TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0
@@ -840,6 +861,59 @@ def _refuse_idle(
             )
 
 
+def lr_schedule(settings: "Settings") -> tuple[str, int]:  # name of diffusers, cycles
+    """Return the learning-rate schedule that `lr_scheduler` describes, with 1 cycle unless it has restarts.
+
+    Raises InputError if it is malformed.
+    """
+    match = re.fullmatch(
+        r"(constant|linear|cosine)|(cosine_with_restarts):([2-9]|[1-9][0-9]{1,4})",
+        settings.lr_scheduler,
+    )
+    _require(
+        settings,
+        "lr_scheduler",
+        match,
+        "be constant, linear, cosine, or cosine_with_restarts:CYCLES with a number from 2",
+        value=repr(settings.lr_scheduler[:80]),
+    )
+    return match[1] or match[2], int(match[3] or 1)
+
+
+def _check_learning_rates(settings: "Settings") -> None:
+    """Raise InputError if schedule, warm-up and number of iterations do not fit together."""
+    name, cycles = lr_schedule(settings)
+    if name == "constant":
+        _require(
+            settings,
+            "lr_iterations",
+            not settings.lr_iterations,
+            "be 0 where `lr_scheduler` is constant, which has no end",
+        )
+        return
+    _require(
+        settings,
+        "lr_iterations",
+        not settings.lr_iterations or settings.lr_iterations >= settings.iterations,
+        f"be 0 or at least `iterations` ({settings.iterations}), after which the learning rate is 0",
+    )
+    falling = (settings.lr_iterations or settings.iterations) - settings.lr_warmup_iterations
+    _require(
+        settings,
+        "lr_warmup_iterations",
+        falling > 0,
+        "leave iterations in which the learning rate falls: be below "
+        f"{settings.lr_iterations or settings.iterations}",
+    )
+    _require(
+        settings,
+        "lr_scheduler",
+        cycles <= falling,
+        f"have at most as many cycles as iterations after the warm-up ({falling})",
+        value=repr(settings.lr_scheduler),
+    )
+
+
 def _check_choices(settings: "Settings") -> None:
     """Raise InputError if two settings contradict each other; needs no import of torch."""
     updates = settings.updates_per_iteration
@@ -852,6 +926,7 @@ def _check_choices(settings: "Settings") -> None:
         f"be a multiple of `updates_per_iteration` ({updates}), so that every update sees equally many images of "
         "each prompt",
     )
+    _check_learning_rates(settings)
     _require(
         settings,
         "keep_every",
@@ -1174,6 +1249,11 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
         return self
 
 # %% ../../nbs/02_core/04_settings.ipynb #22e10569
+# Nobody chooses so many settings by hand: values with at least as many were written out by a run, of this version
+# or of an earlier one with fewer settings.
+_FIELDS_OF_A_RUN = 84
+
+
 def _row_of(values: Mapping) -> dict:
     """Return the settings that the values' method has in the table of methods.
 
@@ -1181,7 +1261,7 @@ def _row_of(values: Mapping) -> dict:
     presets that they agree with.
     """
     method = values.get("method", "chunk")
-    if method != "chunk" or len(values) < len(Settings.model_fields):
+    if method != "chunk" or len(values) < _FIELDS_OF_A_RUN:
         is_preset = isinstance(method, str) and method in METHODS
         return METHODS[method].get("settings", {}) if is_preset else {}
     merged = {}
@@ -1357,7 +1437,7 @@ def load_settings(
 
     # Complete settings were written out by a run, so nobody chose each of them for this method.
     chosen = {*overrides}
-    is_complete = len(values) == len(Settings.model_fields)
+    is_complete = len(values) >= _FIELDS_OF_A_RUN
     keeps_method = changes.get("method", values.get("method")) == values.get("method")
     if not is_complete and keeps_method:
         if isinstance(source, (str, Path)):
@@ -1423,6 +1503,11 @@ def check_resume(
     if new_iterations < old_iterations:
         raise InputError(
             f"`iterations` may only be raised when a run is resumed; it was {old_iterations}, got {new_iterations}"
+        )
+    if new_iterations > old_iterations and old.lr_scheduler != "constant" and not old.lr_iterations:
+        raise InputError(
+            f"`iterations` must stay {old_iterations} when the run is resumed, whose learning rate "
+            f"(`lr_scheduler` {old.lr_scheduler}) falls to 0 in so many; got {new_iterations}"
         )
 
 # %% ../../nbs/02_core/04_settings.ipynb #93b18eb0

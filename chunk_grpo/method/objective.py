@@ -41,7 +41,7 @@ def chunk_ratio(
     old_logp: Tensor,  # of the same transitions when they were sampled, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), exactly 1 where nothing changed; differentiable in new_logp
-    """Compute the importance ratio of every chunk, equation (14): difference first, then mean, then exp.
+    """Compute the importance ratio of every chunk, equation (14), as exp(mean(new - old)).
 
     Raise InputError unless shapes are (B, n).
     """
@@ -59,11 +59,11 @@ def chunk_ratio(
 
 # %% ../../nbs/00_method/03_objective.ipynb #4bda7608
 def item_sizes(
-    segment: Tensor,  # item of each transition, (M,) long, 0 ... N - 1
-) -> Tensor:  # (N,) long, transitions of each item, every one at least 1
-    """Count the transitions of each item.
+    segment: Tensor,  # chunk sample of each transition, (M,) long, 0 ... N - 1
+) -> Tensor:  # (N,) long, number of transitions of each chunk sample, at least 1
+    """Count the transitions of each chunk sample.
 
-    Raise InputError if an item number is left out.
+    Raise InputError if a number between 0 and N - 1 is missing.
     """
     if (
         segment.ndim != 1
@@ -85,11 +85,11 @@ def item_sizes(
 def segment_ratio(
     new_logp: Tensor,  # log-probabilities now, (M,), averaged over latent dimensions
     old_logp: Tensor,  # of the same transitions when they were sampled, (M,)
-    segment: Tensor,  # item of each transition, (M,) long, as `flatten_chunks` gives
-) -> Tensor:  # (N,), one ratio an item; differentiable in new_logp
-    """Compute the ratio (14) of ragged chunks laid out flat.
+    segment: Tensor,  # chunk sample of each transition, (M,) long, from `flatten_chunks`
+) -> Tensor:  # (N,), one ratio per chunk sample; differentiable in new_logp
+    """Compute the ratio (14) of each chunk sample from a flat list of transitions.
 
-    Raise InputError unless all are (M,) and no item number is left out.
+    Raise InputError unless all are (M,) and no chunk sample is without transitions.
     """
     if not new_logp.shape == old_logp.shape == segment.shape:
         raise InputError(
@@ -104,11 +104,14 @@ def segment_ratio(
 # %% ../../nbs/00_method/03_objective.ipynb #d8cd9f1b
 @checked(clip_range=number(above=0))
 def clipped_objective(
-    ratio: Tensor,  # ratio of each sample and chunk, (B, K); of each step for (5)
-    advantage: Tensor,  # advantage of each sample, (B,)
+    ratio: Tensor,  # ratio of each image and chunk, (B, K); for (5), of each step
+    advantage: Tensor,  # advantage of each image, (B,)
     clip_range: float,  # eps
 ) -> Tensor:  # (), to maximise
-    """Mean over samples and chunks of min(r A, clip(r, 1 - eps, 1 + eps) A), (13) without KL. InputError on shapes."""
+    """Average min(r A, clip(r, 1 - eps, 1 + eps) A) over images and chunks, (13) without KL.
+
+    Raise InputError if the shapes do not fit.
+    """
     if ratio.ndim != 2 or advantage.shape != ratio.shape[:1]:
         raise InputError(
             f"ratio, advantage: got shapes {tuple(ratio.shape)} and {tuple(advantage.shape)}, "
@@ -121,11 +124,14 @@ def clipped_objective(
 
 # %% ../../nbs/00_method/03_objective.ipynb #648fca7b
 def is_clipped(
-    ratio: Tensor,  # ratio of each item, (N,)
-    advantage: Tensor,  # advantage of each item, (N,)
+    ratio: Tensor,  # ratio of each chunk sample, (N,)
+    advantage: Tensor,  # advantage of each chunk sample, (N,)
     clip_range: float,  # eps
 ) -> Tensor:  # (N,) bool
-    """Return True where (13) has no gradient: the ratio left the clip range on the side to which the advantage pulls."""
+    """Return True where the ratio has left the clip range in the direction that the advantage favours.
+
+    There (13) has no gradient.
+    """
     above = ratio > ratio.clamp(max=1 + clip_range)
     below = ratio < ratio.clamp(min=1 - clip_range)
     return (above & (advantage > 0)) | (below & (advantage < 0))

@@ -25,7 +25,7 @@ MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.
 # %% ../../nbs/00_method/01_sampler.ipynb #f718c0d5
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
-    # noise level sigma_1 of the schedule, (); stands in the denominator where sigma is 1
+    # noise level sigma_1 of the schedule, (), used in the denominator where sigma is 1
     second: Tensor,
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
@@ -51,7 +51,7 @@ def sde_coefficients(
 def cps_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
     after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
-    eta: float | Tensor,  # share of a quarter turn by which the noise is renewed, 0 ... 1
+    eta: float | Tensor,  # rotation of the noise towards fresh noise, in quarter turns, 0 ... 1
     # (a, b, std): mean = a x + b v, and the noise's standard deviation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one step of coefficients-preserving sampling, as coefficients of latent and velocity."""
@@ -134,7 +134,7 @@ def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decre
 @checked()
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """How trajectories are drawn: noise levels, the kind of transition, and the strength of the noise in each."""
+    """Define how trajectories are sampled: noise levels, kind of transition, and noise strength per transition."""
 
     sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
     kind: str = "flow"  # one of SAMPLER_KINDS
@@ -191,7 +191,7 @@ class Sampler:
     def mean_std(
         self, velocity: Tensor, latents: Tensor, index: int | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Mean (B, ...) and deviation, () or (B, 1, ..., 1), of x_{i+1} given x_i and the velocity there, (B, ...)."""
+        """Return mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1}, given x_i and its velocity, (B, ...)."""
         dtype = torch.promote_types(
             torch.promote_types(latents.dtype, velocity.dtype), torch.float32
         )
@@ -215,7 +215,7 @@ class Sampler:
         return (-square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
 
     def kl(self, mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-        """Compute the KL divergence (B,) of two transitions with one deviation, in nats per latent dimension.
+        """Compute the KL divergence (B,) of two transitions of equal std, in nats per latent dimension.
 
         For cps it is the mean square.
         """

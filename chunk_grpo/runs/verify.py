@@ -260,6 +260,9 @@ def repeat_run(
         "tracker": "none",
         "stop_on": (),
     }
+    # A learning rate that falls over all iterations has to fall as slowly in the first ones.
+    if settings.lr_scheduler != "constant":
+        quiet["lr_iterations"] = settings.lr_iterations or settings.iterations
     callbacks = [on_log] if on_log and processes == 1 else []
     try:
         return launch.train(

@@ -6,7 +6,7 @@
 __all__ = ['TrainingState', 'make_accelerator', 'prepare_state', 'load_policy_and_optimizer', 'chunk_gains', 'compare_groups',
            'count_seconds', 'Rollout', 'sample_groups', 'score_base', 'measure_profile', 'measure_ratio_floor',
            'is_integer_tensor', 'check_partition', 'check_selected_chunks', 'build_update_batches',
-           'check_weights_have_gradients', 'step_optimizer', 'Update', 'update_policy']
+           'check_weights_have_gradients', 'scheduled_learning_rate', 'step_optimizer', 'Update', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor
 
@@ -777,6 +778,33 @@ def check_weights_have_gradients(policy: Policy, processes: int) -> None:
         )
 
 
+def scheduled_learning_rate(
+    settings: setting.Settings,
+    iteration: int,  # finished iterations: 0, 1, ...
+) -> float:
+    """Return the learning rate of all updates of an iteration, by diffusers' `get_scheduler`.
+
+    The rate depends on nothing but the settings and the iteration, so a resumed run continues with the rates of an
+    uninterrupted one. No iteration is trained with a rate of 0, where schedules of diffusers begin and end: with W
+    iterations of warm-up the rate is 1/(W + 1), ..., W/(W + 1) of `learning_rate`, and then falls from all of it.
+    """
+    name, cycles = setting.lr_schedule(settings)
+    if name == "constant" and settings.lr_warmup_iterations:
+        name = "constant_with_warmup"
+    # An optimizer without weights, whose rate is read. The shift by 1 leaves out the step whose rate is 0.
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    optimizer.param_groups[0]["initial_lr"] = settings.learning_rate
+    schedule = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=settings.lr_warmup_iterations + 1,
+        num_training_steps=(settings.lr_iterations or settings.iterations) + 1,
+        num_cycles=cycles,
+        last_epoch=iteration,
+    )
+    return schedule.get_last_lr()[0]
+
+
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
     """Clip the gradients and take an optimizer step; take none if their norm is not finite."""
     norm = float(
@@ -821,6 +849,8 @@ def update_policy(
     method = state.method
     context = rollout.context
     update_batches, means = build_update_batches(state, rollout)
+    for group in state.optimizer.param_groups:
+        group["lr"] = scheduled_learning_rate(settings, state.iteration)
 
     # The first update is on-policy, so only the later ones need transition statistics from before it.
     olds = [None]

@@ -179,7 +179,7 @@ def collect_metrics(
         },
         **items,
         "grad_norm": sum(norms) / len(norms),
-        "lr": settings.learning_rate,
+        "lr": state.optimizer.param_groups[0]["lr"],
         "images": largest.numel(),
         "transitions_trained": int(trained.sum()),
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
