@@ -338,5 +338,5 @@ def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_pat
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     run_folder.check_trust(run, doing="sampling from", rewards_too=False)
-    with pytest.raises(InputError, match="is not found any more"):
+    with pytest.raises(InputError, match="can no longer be found"):
         run_folder.check_trust(run)

@@ -35,7 +35,7 @@ from chunk_grpo.reporting import reports
         (["plan", "pocket/tiny", "--learning-rate=1"], ["`learning_rate`", "learning_rate=VALUE"]),
         (["train", "--config", "my.yaml"], ["`SETTINGS`", "chunk-grpo train my.yaml", "--config"]),
         (["methods", "pocket/dmo"], ["'pocket/dmo'", "pocket/demo"]),
-        (["plan", "pocket/tiny", "--processes", "3"], ["number of processes", "got 3"]),
+        (["plan", "pocket/tiny", "--processes", "3"], ["`processes`", "got 3"]),
         (["plan", "pocket/tiny", "--rate", "-1"], ["`--rate`", "-1"]),
         (["plan", "pocket/tiny", "--rate", "nan"], ["`--rate`", "nan"]),
         (["plan", "pocket/tiny", "--rate", "inf"], ["`--rate`", "inf"]),

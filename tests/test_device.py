@@ -51,7 +51,7 @@ def test_small_model_is_trained_on_the_cpu_without_asking(no_gpu):
 
 def test_gpu_that_is_asked_for_and_missing_is_an_error(no_gpu, tmp_path):
     with pytest.raises(
-        InputError, match="^`device` must be auto or cpu where torch sees no GPU .*got cuda"
+        InputError, match="^`device` must be auto or cpu if torch sees no GPU .*got cuda"
     ):
         create_run(load_settings("pocket/tiny", {"device": "cuda"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()

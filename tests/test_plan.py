@@ -113,7 +113,7 @@ def test_counts_name_everything_once():
     assert len(set(names)) == len(names)
     text = dict(plan.describe_counts(settings.Settings(), 8))
     assert text["images a process"].startswith("24,")
-    with pytest.raises(InputError, match="number of processes"):
+    with pytest.raises(InputError, match="`processes` must be"):
         plan.describe_counts(settings.Settings(), 5)
 
 

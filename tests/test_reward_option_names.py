@@ -63,6 +63,6 @@ def test_a_reward_gets_its_own_options_whatever_they_are_called(tmp_path, monkey
 @pytest.mark.parametrize("key", ["1", "true", "null", "1.5"])
 def test_an_option_whose_name_is_no_text_is_refused(key):
     with pytest.raises(
-        InputError, match="`reward_options` must have options whose names are texts"
+        InputError, match="`reward_options` must have texts as the names of options"
     ):
         settings.load_settings("pocket/tiny", [f"reward_options={{pocket-clip: {{{key}: 2}}}}"])

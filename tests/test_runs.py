@@ -259,7 +259,10 @@ def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
     finally:
         run_folder.make_folders = makes
     assert found.count(tmp_path / "run") == 1
-    refused = ("another program has just begun a run", "holds a run, which is taken up with resume")
+    refused = (
+        "another process has just started a run",
+        "holds a run, which is taken up with resume",
+    )
     assert sum(any(part in str(words) for part in refused) for words in found) == 7
 
 

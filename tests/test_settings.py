@@ -31,9 +31,9 @@ def refused(values: dict, overrides=()) -> str:
     "values, parts",
     [
         ({"learnin_rate": 1e-3}, ["`learnin_rate`", "did you mean `learning_rate`"]),
-        ({"lr": 1e-3}, ["`lr`", "no setting"]),
-        ({"k" * 10**7: 1}, ["`kkk", "...` is no setting"]),
-        ({1: 2}, ["`1`", "no setting"]),
+        ({"lr": 1e-3}, ["`lr`", "not a setting"]),
+        ({"k" * 10**7: 1}, ["`kkk", "...` is not a setting"]),
+        ({1: 2}, ["name of a setting", "got 1"]),
         ({"iterations": "12"}, ["`iterations`", "whole number", "'12'"]),
         ({"iterations": True}, ["`iterations`", "whole number", "true"]),
         ({"iterations": 12.0}, ["`iterations`", "whole number", "12.0"]),
@@ -119,7 +119,7 @@ def refused(values: dict, overrides=()) -> str:
         ({"lora_targets": ["to_q", 3]}, ["`lora_targets`", "list"]),
         ({"ema": 1.0}, ["`ema`", "below 1", "1"]),
         ({"shift": 1e12}, ["`shift`", "above 0 and at most 100", "1000000000000"]),
-        ({"lr": 1e-5}, ["`lr` is no setting", "did you mean `learning_rate`"]),
+        ({"lr": 1e-5}, ["`lr` is not a setting", "did you mean `learning_rate`"]),
         ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
         ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
     ],
@@ -202,21 +202,21 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 ODD = {
-    "aliases": (BOMB, "an alias, as in line 2"),
+    "aliases": (BOMB, "line 2 has an alias"),
     "alias of itself": ("&a [*a]", "an alias"),
-    "object": ("a: !!python/object:os.system {}", "a tag, as in line 1"),
+    "object": ("a: !!python/object:os.system {}", "line 1 has a tag"),
     "binary": ("a: !!binary aGk=", "a tag"),
     "int": ("a: !!int x", "a tag"),
     "set": ("!!set {a, b}", "a tag"),
     "brackets": ("[" * 500, "20 levels"),
     "braces": ("{a: " * 300, "20 levels"),
     "lines": ("".join(" " * i + "a:\n" for i in range(40)), "20 levels"),
-    "digits": ("a: " + "1" * 10_000, "cannot be read"),
-    "hexadecimal": ("a: 0x_", "cannot be read"),
+    "digits": ("a: " + "1" * 10_000, "it has an error"),
+    "hexadecimal": ("a: 0x_", "it has an error"),
     "many keys": ("".join(f"key{i}: 1\n" for i in range(800_000)), "at most 200000 characters"),
     "long key": (f"{'k' * 10**7}: 1", "at most 200000 characters"),
-    "key": ("? [a]\n: 1", "cannot be read in line 1"),
-    "control": ("a: \x01", "cannot be read"),
+    "key": ("? [a]\n: 1", "it has an error in line 1"),
+    "control": ("a: \x01", "it has an error"),
 }
 
 
@@ -254,7 +254,7 @@ def test_yaml_that_is_no_settings_is_one_sentence_everywhere(tmp_path, case):
 
 def test_a_date_is_text_and_shared_lists_are_written_out(tmp_path):
     assert settings.load_settings({}, ["model=2024-01-01"]).model == "2024-01-01"
-    with pytest.raises(InputError, match="`2024-01-01` is no setting"):
+    with pytest.raises(InputError, match="`2024-01-01` is not a setting"):
         settings.load_settings(validation.parse_yaml("2024-01-01: 1", "it"))
     shared = ["to_q"]
     written = validation.dump_yaml({"a": shared, "b": shared})

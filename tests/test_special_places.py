@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 def test_nothing_is_put_where_the_next_evaluation_deletes_it(words, finished):
     before = sorted(finished.rglob("*"))
     done = call(*[word.replace("RUN", str(finished)) for word in words])
-    assert done.returncode == 2 and "which belongs to a run and is made anew" in done.stderr
+    assert done.returncode == 2 and "which its run may replace" in done.stderr
     assert sorted(finished.rglob("*")) == before
 
 
