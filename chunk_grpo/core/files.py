@@ -174,7 +174,7 @@ def atomic_write(
         # A folder with files in it cannot be renamed over: it is moved away first, if it may be replaced.
         is_taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
         if is_taken and not (replace and temporary.is_dir()):
-            raise InputError(f"`out` must be a new name; {path} is a folder that is there already")
+            raise InputError(f"`out` must be a new name; the folder {path} already exists")
         if is_taken:
             os.rename(path, old)
         os.replace(temporary, path)
@@ -186,11 +186,11 @@ def atomic_write(
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             free = shutil.disk_usage(path.parent).free / 1e6
             raise InputError(
-                f"`out` has no disk space for {path} ({free:.0f} MB free); free some and resume the run"
+                f"`out` has no disk space for {path} ({free:.0f} MB free); free some space and resume the run"
             ) from None
         if isinstance(error, OSError) and error.errno in _REFUSED:
             raise InputError(
-                f"`out` must be a place that can be written to; {path}: {error.strerror}"
+                f"`out` must be a path that can be written to; {path}: {error.strerror}"
             ) from None
         raise
     finally:
@@ -217,7 +217,7 @@ def check_outside_runs(
     for folder in (real_path, *real_path.parents):
         if folder.name in _MADE_ANEW and (folder.parent / "run.json").is_file():
             raise InputError(
-                f"{name} must lie outside of {folder}, which belongs to a run and is made anew; got {path}"
+                f"{name} must be outside {folder}, which its run may replace; got {path}"
             )
 
 
@@ -242,9 +242,7 @@ def check_writable(
     folders = real_path.parents if file else (real_path, *real_path.parents)
     for folder in folders:
         if folder.name in ("checkpoints", "final") and (folder.parent / "run.json").is_file():
-            raise InputError(
-                f"{name} must lie outside of {folder}, which belongs to a run; got {path}"
-            )
+            raise InputError(f"{name} must be outside {folder}, which belongs to a run; got {path}")
     if file and os.path.isdir(absolute):
         raise InputError(f"{name} must be a file; {path} is a folder")
     if os.path.isdir(absolute):
@@ -259,7 +257,7 @@ def check_writable(
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise InputError(
-            f"{name} must be a place that can be written to; {path}: {error.strerror}"
+            f"{name} must be a path that can be written to; {path}: {error.strerror}"
         ) from None
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
@@ -405,14 +403,14 @@ def _parse_json(
         RecursionError,
     ) as error:  # wrong text encoding and wrong JSON are ValueErrors
         raise InputError(
-            f"run: {where} cannot be read ({type(error).__name__}); a whole file is needed"
+            f"run: {where} cannot be read ({type(error).__name__}); restore the whole file"
         ) from None
     if not isinstance(content, dict):
         raise InputError(f"run: {where} must be a JSON object; got {text.decode()[:40]!r}")
     for name in needed:
         if content.get(name, {}) == {}:
             raise InputError(
-                f"run: {where} is damaged: `{name}` is missing; a whole run folder is needed"
+                f"run: {where} is damaged: `{name}` is missing; restore the whole run folder"
             )
     try:
         return _adapter(schema).validate_python(content)
@@ -468,7 +466,7 @@ def read_json(
         text = Path(path).read_bytes()
     except OSError as error:
         raise InputError(
-            f"run: {path} cannot be read ({error.strerror}); a whole file is needed"
+            f"run: {path} cannot be read ({error.strerror}); restore the whole file"
         ) from None
     return _parse_json(path, text, schema, needed)
 
@@ -531,10 +529,10 @@ def lock_log(
             if time.monotonic() > end:
                 if new:
                     raise InputError(
-                        f"`out` must be a new folder; another program has just begun a run in {log.parent}"
+                        f"`out` must be a new folder; another process has just started a run in {log.parent}"
                     )
                 raise InputError(
-                    f"the run {log.parent} is being trained by another process; wait until it has ended"
+                    f"the run {log.parent} is being trained by another process; wait until that process ends"
                 )
             time.sleep(0.05)
     except OSError as error:

@@ -140,11 +140,11 @@ def check_environment(
             for prefix, setting in _FOREIGN_SETTINGS.items():
                 if name.startswith(prefix):
                     if setting:
-                        instead = f"; the setting {setting} is what counts here"
+                        instead = f"; use the setting `{setting}` instead"
                     break
             raise InputError(
-                f"the environment variable {name}={os.environ[name][:60]} must be unset, since it would "
-                f"change what is computed without a word in the run{instead}"
+                f"the environment variable {name}={os.environ[name][:60]} must be unset, because it changes "
+                f"what is computed and the run does not record it{instead}"
             )
 
 
@@ -267,7 +267,7 @@ def explain_missing_gpu(
     if not built_for:
         return "this build of torch has no CUDA"
     if driver is None:
-        return "there is no NVIDIA driver"
+        return "no NVIDIA driver is loaded"
     return f"driver {driver} may be too old for CUDA {built_for}, or CUDA_VISIBLE_DEVICES hides the GPUs"
 
 
@@ -286,5 +286,5 @@ def choose_device(
         return "cuda"
     if device == "cuda":
         why = explain_missing_gpu(torch.version.cuda)
-        raise InputError(f"`device` must be auto or cpu where torch sees no GPU ({why}); got cuda")
+        raise InputError(f"`device` must be auto or cpu if torch sees no GPU ({why}); got cuda")
     return "cpu"

@@ -64,54 +64,62 @@ class _DrawingSettings(BaseModel):
         "black-forest-labs/FLUX.1-dev",
         "",
         _SETUP,
-        'Model: "pocket", a folder of diffusers, or an id on the Hugging Face hub.',
+        'Model: "pocket", a folder saved by diffusers, or an id on the Hugging Face hub.',
     )
     prompts: _Text = setting(
         "hpdv2-train.txt",
         "",
         _SETUP + ": HPDv2.1, not shipped",
-        'Training prompts: "pocket:train", a .txt file with one a line, or a list as .json, .jsonl, .csv, .tsv or '
-        ".yaml, with a column of it as FILE:COLUMN.",
+        'Training prompts: "pocket:train", a .txt file with one prompt per line, or a .json, .jsonl, .csv, .tsv or '
+        ".yaml list, as FILE or FILE:COLUMN.",
     )
     eval_prompts: _Text = setting(
         "hpdv2-test.txt",
         "",
         _SETUP + ": HPDv2.1, not shipped",
-        'Held-out prompts, written as `prompts` is: "pocket:test" or a file.',
+        'Held-out prompts: "pocket:test", or a file as in `prompts`.',
     )
     resolution: int = setting(
         720,
-        "pixels a side",
+        "pixels per side",
         _TABLE_6,
-        "Side of the square images in training.",
+        "Side length of the square images in training.",
         ge=16,
         le=16_384,
         multiple_of=16,
     )
     max_tokens: int = setting(
-        512, "tokens", "diffusers' FluxPipeline", "Longest prompt the text encoder reads.", ge=1
+        512,
+        "tokens",
+        "diffusers' FluxPipeline",
+        "Longest prompt that the text encoder reads; the rest is cut off.",
+        ge=1,
     )
     dtype: Literal["float32", "bfloat16"] = setting(
         "bfloat16",
         "",
         _DANCE,
-        "Number format of weights and forwards; sampler, log-density and ratio are float32 whatever this says.",
+        "Number format of weights and forward passes; sampler, log-density and ratio are always float32.",
     )
     guidance: float = setting(
-        3.5, "", _DANCE, "Guidance embedded in the model; no second forward.", ge=0
+        3.5,
+        "",
+        _DANCE,
+        "Guidance scale that a guidance-distilled model takes as input; needs no second forward pass.",
+        ge=0,
     )
     true_cfg_scale: float = setting(
         1.0,
         "",
         "the paper has none",
-        "Classifier-free guidance, with a second forward for the empty prompt in rollout and training; 1: off.",
+        "Scale of classifier-free guidance, in rollout and training; adds a forward pass for the empty prompt; 1: off.",
         ge=1,
     )
     steps: int = setting(
         17,
         "transitions",
         _TABLE_6,
-        "From noise to image; the last is not trained.",
+        "Number of transitions from noise to image; the last one is not trained.",
         ge=2,
         le=10_000,
     )
@@ -122,33 +130,33 @@ class _DrawingSettings(BaseModel):
         "flow",
         "",
         "paper, equation 7",
-        "Kind of transition.",
-        takes="one of flow, dance, cps; ode has no noise, so there is no density whose ratio could be trained",
+        "Kind of stochastic transition.",
+        takes="one of flow, dance, cps; ode has no noise, and so no density whose ratio could be trained",
     )
     eta: float = setting(0.7, "", _TABLE_6, "Noise level of the sampler.", gt=0)
     solver: Literal["euler", "dpm2"] = setting(
         "euler",
         "",
         "euler: the paper; dpm2: MixGRPO-Flash, DiffusionNFT",
-        "Of training's transitions without noise: Euler's, or of second order from the second in a row on.",
+        "Solver of the deterministic transitions in training: euler, or dpm2, of second order from the second in a row.",
     )
     truncate_timesteps: bool = setting(
         False,
         "",
         "exact: the paper's text; truncated: its code",
-        "Tell the network int(1000 sigma) / 1000 in rollout and training, as the paper's released code does.",
+        "Pass int(1000 sigma) / 1000 to the network, in rollout and training, as the paper's released code does.",
     )
     shared_noise: bool = setting(
         True,
         "",
         _DANCE,
-        "One initial noise for all images of an iteration, instead of one for each image.",
+        "Use one initial noise for all images of an iteration instead of one per image.",
     )
     noise_spread: float = setting(
         0.0,
         "fraction",
         "0: the paper; more: Neighbor GRPO",
-        "Share s of its own draw in an image's initial noise, sqrt(1 - s^2) of the shared one; 0: none.",
+        "Share s of an image's own noise in its initial noise; the shared noise gets sqrt(1 - s^2); 0: none.",
         ge=0,
         le=1,
     )
@@ -156,14 +164,14 @@ class _DrawingSettings(BaseModel):
         "own",
         "",
         "own: the paper; others: TempFlow-GRPO, BranchGRPO",
-        'What the images of a group share: "own" nothing, "group" the initial noise, "seeds:NOISES" so many of these, '
-        '"tree:CHILDREN@TRANSITIONS" the path up to each split (notebook method/sharing).',
+        'What the images of a group share: "own": nothing; "group": the initial noise; "seeds:NOISES": that many initial '
+        'noises; "tree:CHILDREN@TRANSITIONS": the path up to each split (notebook method/sharing).',
     )
     seed: int = setting(
         0,
         "",
         OURS,
-        "Seed of noise, prompt order, drawn chunks, adapter weights.",
+        "Seed of the noise, the prompt order, the sampled chunks and the initial adapter weights.",
         ge=0,
         le=2**63 - 1,
     )
@@ -187,36 +195,36 @@ class _ChunkSettings(BaseModel):
         "chunk",
         "",
         "paper",
-        'What is trained: "chunk", the name of a preset of these settings (steps, whole, reweighted, dance, cps), or a '
-        "class as file.py:Class or package.module:Class.",
+        'Training method: "chunk", a name that `chunk-grpo methods` lists (such as steps, whole, reweighted, dance, cps), '
+        "or a class as file.py:Class or package.module:Class.",
     )
     chunks: _SizesText = setting(
         "2,3,4,7",
         "transitions",
         "paper, appendix B.1",
         'Sizes of the chunks from noise to image, or "steps", "whole", "equal:SIZE", "profile", "adaptive:SIZE", or a '
-        "chunker as file.py:function.",
+        "function that returns chunks, as file.py:function.",
     )
     window: str = setting(
         "all",
         "",
         "all: the paper; windows: MixGRPO, Flow-GRPO-Fast",
-        'Transitions that have noise and may be trained: "all" but the last, "frozen:WIDTH", "random:WIDTH", '
+        'Transitions that are stochastic and may be trained: "all" (all but the last), "frozen:WIDTH", "random:WIDTH", '
         '"early:WIDTH", "progressive:WIDTH:EVERY" or "exponential:WIDTH:EVERY"; the others are deterministic.',
     )
     merge: str = setting(
         "none",
         "",
         "none: the paper; entropy: E-GRPO; rest: MixGRPO-Flash",
-        'What is drawn as fewer, larger transitions: "none", "window" all of it as one, "entropy:POWER" from a window '
-        'of one on as many as have so much noise, "rest:SHARE" those after the window as a share of them (notebooks '
-        "method/sharing, method/windows).",
+        'Transitions that are merged into fewer, larger ones: "none"; "window": the whole window into one; '
+        '"entropy:POWER": a window of one with those that follow, up to that much noise; "rest:SHARE": those after '
+        "the window into that share of their number (notebooks method/sharing, method/windows).",
     )
     chunk_fraction: float = setting(
         0.5,
         "fraction",
         _TABLE_6,
-        "Part of `train_chunks` that is trained, drawn for every image: max(1, int(chunks x fraction)).",
+        "Fraction of `train_chunks` that is trained, sampled for each image: max(1, int(chunks x fraction)) chunks.",
         gt=0,
         le=1,
     )
@@ -224,73 +232,89 @@ class _ChunkSettings(BaseModel):
         "all",
         "chunks",
         "all: the paper; one: its Figure 6",
-        'Chunks that may be drawn, counted from 1 at the noise, such as "1,2,3"; "all".',
+        'Chunks that may be trained: "all", or numbers such as "1,2,3", counted from 1 at the noise.',
     )
     chunk_weighting: Literal["uniform", "dynamics", "profile"] = setting(
         "uniform",
         "",
         "paper, section 4.3: optional",
-        "Chance of a chunk to be drawn: equal, by the distance the image's own latents move, or by the base's profile.",
+        "Probability of sampling a chunk: uniform, by how far the image's own latents move, or by the base model's profile.",
     )
     weighting_uniform: float = setting(
-        0.0, "fraction", OURS, "Share of equal chances in weighted drawing.", ge=0, le=1
+        0.0, "fraction", OURS, "Share of uniform sampling mixed into weighted sampling.", ge=0, le=1
     )
     weighting_anneal: int = setting(
         0,
         "iterations",
         OURS,
-        "Iterations in which that share rises to 1, where weighting is over; 0: it stays.",
+        "Iterations over which `weighting_uniform` rises to 1, which ends the weighting; 0: it stays constant.",
         ge=0,
     )
     profile_every: int = setting(
         0,
         "iterations",
         OURS,
-        "Iterations after which chunks are cut again by the present policy's own distances; 0: the base's stay.",
+        "Iterations between two profiles of the current policy, from which chunks are cut again; 0: keep the base model's.",
         ge=0,
     )
     weighting_temperature: float = setting(
-        1.0, "", OURS, "Flattens the weights of drawing: w^(1/temperature).", gt=0
+        1.0,
+        "",
+        OURS,
+        "Temperature of the sampling weights, w^(1/temperature); above 1 flattens them.",
+        gt=0,
     )
     step_weights: _SizesText = setting(
         "one",
         "",
         "one: the paper; noise: TempFlow-GRPO",
-        'Weight of a transition in the objective: "one", "noise", "interval", "inverse-interval", "flash", or sizes '
-        "of chunks for their T/(K size).",
+        'Weight of a transition in the objective: "one", "noise", "interval", "inverse-interval", "flash", or chunk '
+        "sizes, which give a transition T/(K size of its chunk).",
     )
     iterations: int = setting(
-        150, "iterations", _TABLE_6, "Iterations of drawing, scoring and updating.", ge=1
+        150,
+        "iterations",
+        _TABLE_6,
+        "Number of training iterations, each of sampling, scoring and updating.",
+        ge=1,
     )
     prompts_per_iteration: int = setting(
         16,
         "prompts",
-        _TABLE_6 + ": 2 a device on 8",
-        "Prompts drawn in an iteration, all processes together.",
+        _TABLE_6 + ": 2 per device on 8",
+        "Prompts per iteration, over all processes.",
         ge=1,
     )
     images_per_prompt: int = setting(
-        12, "images", _TABLE_6, "Images of one prompt: the group of an advantage.", ge=2
+        12,
+        "images",
+        _TABLE_6,
+        "Images per prompt; they are the group that an advantage is relative to.",
+        ge=2,
     )
     updates_per_iteration: int = setting(
         2,
         "updates",
         _TABLE_6,
-        "Optimizer steps an iteration, each on its own part of the images; the first is on-policy.",
+        "Optimizer steps per iteration, each on its own part of the images; the first is on-policy.",
         ge=1,
     )
     rollout_batch: int = setting(
-        12, "images", OURS, "Images in one forward of a rollout; memory only.", ge=1
+        12, "images", OURS, "Images per forward pass of a rollout; affects memory only.", ge=1
     )
     update_batch: int = setting(
-        4, "transitions", OURS, "Transitions in one forward of an update; memory only.", ge=1
+        4,
+        "transitions",
+        OURS,
+        "Transitions per forward pass of an update; affects memory only.",
+        ge=1,
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #fea55ba5
 class _OptimizerSettings(BaseModel):
     """How a gradient becomes an update, and where weights, moments and trajectories are stored."""
 
-    learning_rate: float = setting(1e-5, "", _TABLE_6, "Step size of AdamW.", gt=0)
+    learning_rate: float = setting(1e-5, "", _TABLE_6, "Learning rate of AdamW.", gt=0)
     lr_scheduler: _Text = setting(
         "constant",
         "",
@@ -314,70 +338,85 @@ class _OptimizerSettings(BaseModel):
     )
     weight_decay: float = setting(1e-4, "", _TABLE_6, "Decoupled weight decay of AdamW.", ge=0)
     clip_range: float = setting(
-        5e-5, "", _TABLE_6, "The ratio is clipped to 1 - clip_range .. 1 + clip_range.", gt=0
+        5e-5, "", _TABLE_6, "Clip the ratio to between 1 - clip_range and 1 + clip_range.", gt=0
     )
     statistic: Literal["ratio", "centred", "scaled", "guard"] = setting(
         "ratio",
         "",
         "ratio: the paper, equation 14",
-        "What is averaged over a chunk: the log-ratio, without its bias, times the deviation, or both (GRPO-Guard).",
+        "Log-ratio that is averaged over a chunk: as it is (ratio), without its bias (centred), times the standard deviation "
+        "(scaled), or both (guard: GRPO-Guard).",
     )
     surrogate: _Text = setting(
         "clip",
         "",
         "clip: the paper, equation 13",
-        'What is maximised of ratio and advantage: "clip", "asymmetric:LOW:HIGH", "dppo:DIVERGENCE", "hinge:MARGIN", '
+        'Objective as a function of ratio and advantage: "clip", "asymmetric:LOW:HIGH", "dppo:DIVERGENCE", "hinge:MARGIN", '
         '"epg", "pepg", "par", or a function as file.py:function.',
     )
     credit: Literal["group", "batch", "none", "sum", "gdpo", "wins", "scale"] = setting(
-        "group", "", "paper, equation 4", "How scores become advantages (notebook method/credit)."
+        "group", "", "paper, equation 4", "How rewards become advantages (notebook method/credit)."
     )
     credit_of: Literal["image", "gain", "all-gains", "depth", "leaves"] = setting(
         "image",
         "",
         "gain: DenseGRPO; all-gains: Stepwise-Flow-GRPO; depth: BranchGRPO",
-        "What an advantage is given to: an image; a chunk by what it gains, compared with the same chunk of its group "
-        "or with all; or a tree's edges by depth or by leaves.",
+        "What gets an advantage: an image; a chunk, for its gain in reward relative to the same chunk in its group (gain) "
+        "or to all chunks (all-gains); or an edge of a tree, relative to its depth or to its leaves.",
     )
     completion_steps: int = setting(
         0,
         "transitions",
         "0: DenseGRPO; few: Stepwise-Flow-GRPO",
-        "Steps of the ODE that completes a state to find a chunk's gain; 0: all that are left.",
+        "ODE steps that complete an image from the end of a chunk, to measure the gain of the chunk; 0: all remaining steps.",
         ge=0,
     )
     completion_strides: _SizesText = setting(
         "1",
         "transitions",
         "1: the paper; 1,2: G2RPO",
-        "Strides of the ODE after a window: those of further images whose advantages are added; 1: the image's own.",
+        "Strides of the ODE after the window; each stride above 1 completes a further image, whose advantage is added; "
+        "1: only the image itself.",
     )
     advantage_clamp: float = setting(
-        5.0, "standard deviations", _DANCE, "Largest absolute advantage.", gt=0
+        5.0,
+        "standard deviations",
+        _DANCE,
+        "Largest absolute value of an advantage; larger ones are clamped.",
+        gt=0,
     )
     diversity: bool = setting(
         False,
         "",
         "false: the paper; true: GARDO",
-        "Advantages above 0 count by an image's distance to its nearest sibling, as a CLIP among the rewards sees it.",
+        "Scale positive advantages by the distance of an image to the nearest image of its group, in the embedding of a "
+        "CLIP reward.",
     )
     max_grad_norm: float = setting(
-        0.01, "", _TABLE_6, "The gradient is scaled down to this norm.", gt=0
+        0.01,
+        "",
+        _TABLE_6,
+        "Largest norm of the gradient; a larger gradient is scaled down to it.",
+        gt=0,
     )
     kl: float = setting(
-        0.0, "", _DANCE + ": off", "Weight of the distance to the base model; 0: off.", ge=0
+        0.0,
+        "",
+        _DANCE + ": off",
+        "Weight of the KL term, the distance to the base model; 0: off.",
+        ge=0,
     )
     anchor: Literal["transition", "velocity"] = setting(
         "transition",
         "",
         "transition: paper, equation 13",
-        "That distance: the KL divergence of transitions, or the mean square between velocities.",
+        "Distance that `kl` weighs: the KL divergence of transitions, or the mean squared difference of velocities.",
     )
     anchor_share: float = setting(
         1.0,
         "fraction",
         "1: the paper; less: GARDO",
-        "Part of the images that this distance is for: those whose reward outruns `eval_rewards`; 1: all.",
+        "Fraction of the images that the KL term applies to: those whose `reward` exceeds their `eval_rewards` most; 1: all.",
         gt=0,
         le=1,
     )
@@ -385,88 +424,102 @@ class _OptimizerSettings(BaseModel):
         0,
         "iterations",
         "0: the paper; others: GARDO",
-        "Iterations after which the present weights become what the distance is taken to; 0: the base stays.",
+        "Iterations between two updates of the KL term's reference to the current weights; 0: the base model stays.",
         ge=0,
     )
     ema: float = setting(
-        0.0, "", _DANCE + ": off", "Decay of the moving average of the weights; 0: off.", ge=0, lt=1
+        0.0,
+        "",
+        _DANCE + ": off",
+        "Decay of the exponential moving average of the weights; 0: off.",
+        ge=0,
+        lt=1,
     )
     lora_rank: int = setting(
-        0, "", "paper trains all weights", "Rank of the LoRA adapter; 0 trains all weights.", ge=0
+        0,
+        "",
+        "the paper trains all weights",
+        "Rank of the LoRA adapter; 0: train all weights.",
+        ge=0,
     )
     lora_alpha: int = setting(
-        0, "", OURS, "The adapter counts `lora_alpha` / `lora_rank` times; 0: once.", ge=0
+        0,
+        "",
+        OURS,
+        "Scale of the adapter, applied as `lora_alpha` / `lora_rank`; 0: a scale of 1.",
+        ge=0,
     )
     lora_targets: Names = setting(
         (),
         "",
         OURS,
-        "Layers that get an adapter, by the end of their name; empty: the family's attentions and feed-forward layers.",
+        "Layers that get an adapter, by the end of their name; empty: the attention and feed-forward layers of the model's "
+        "family.",
     )
     gradient_checkpointing: bool = setting(
         True,
         "",
         _DANCE,
-        "Compute activations again in the backward instead of keeping them; memory only.",
+        "Recompute activations in the backward pass instead of keeping them; affects memory and time only.",
     )
     sharding: Literal["none", "fsdp"] = setting(
         "none",
         "",
         OURS,
-        "Weights that are all trained: a whole copy in each process, or each holding a part of them (FSDP2).",
+        "Where all weights are trained: none: each process has a whole copy; fsdp: each process holds a part (FSDP2).",
     )
     optimizer: Literal["adamw", "adamw-8bit"] = setting(
         "adamw",
         "",
         "adamw: the paper",
-        "AdamW in float32, or with moments of 8 bits (bitsandbytes, which is installed beside the package).",
+        "AdamW in float32, or with 8-bit moments (needs the package bitsandbytes).",
     )
     update_memory: float = setting(
         0.0,
         "GB",
         OURS,
-        "What a forward of an update may keep for its backward; `update_batch` becomes what fits. 0: it stays.",
+        "Memory for the activations of one forward pass of an update; sets `update_batch` to what fits; 0: keep `update_batch`.",
         ge=0,
     )
     latents_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "",
         OURS,
-        "Number format of the trajectories between rollout and update; rounded before their density is taken.",
+        "Number format in which trajectories are stored; latents are rounded before their log-density is computed.",
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
         "",
         OURS,
-        "Where the policy is trained: auto is a GPU, or the CPU where torch sees none and the model is small; cpu and "
-        "cuda are only these.",
+        "Device that the policy is trained on: auto: a GPU, or the CPU if torch sees no GPU and the model is small; cpu "
+        "and cuda: that device only.",
     )
     latents_on: Literal["device", "host"] = setting(
-        "device", "", OURS, "Where trajectories wait for the update."
+        "device", "", OURS, "Memory that keeps trajectories until the update."
     )
     vae_tiling: bool = setting(
         False,
         "",
         OURS,
-        "Decode images one by one, and larger ones than the autoencoder's tile in tiles: less memory.",
+        "Decode images one by one, and in tiles if larger than the autoencoder's tile, which saves memory.",
     )
     drop_flat_groups: bool = setting(
         False,
         "",
         OURS,
-        "Spend no forward on groups whose rewards are all alike: their advantages are 0, so are their gradients.",
+        "Skip groups with equal rewards in the update: their advantages and gradients are 0.",
     )
     compile: bool = setting(
         False,
         "",
         OURS,
-        "Compile the transformer's blocks (torch.compile): minutes at the start, faster forwards after it.",
+        "Compile the transformer's blocks (torch.compile): takes minutes at the start, makes forward passes faster.",
     )
     attention: Literal["native", "flash", "cudnn", "efficient", "math"] = setting(
         "native",
         "",
         OURS,
-        "Kernel of the attention: torch's own choice, or one of those that torch has.",
+        "Attention kernel: native: torch chooses; others: this kernel of torch.",
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
@@ -505,44 +558,61 @@ class _RewardSettings(BaseModel):
         "hpsv3",
         "",
         _SETUP,
-        "Reward trained on: a name, package.module:function, {name: ..., option: ...}, or several with weights.",
-        takes="a name or a mapping from names to weights above 0",
+        "Reward to train on: a name, package.module:function, {name: ..., option: ...}, or several names with weights.",
+        takes="a name, or a mapping from names to weights above 0",
     )
     reward_options: dict[str, dict] = setting(
         {},
         "",
         OURS,
-        "Options of rewards by name: weights, device, dtype, batch_size, or where they run (notebook rewards/rewards).",
-        takes="a mapping from names of rewards to mappings of their options",
+        "Options of each reward by its name: weights, device, dtype, batch_size, or where it runs (notebook rewards/rewards).",
+        takes="a mapping from each reward's name to a mapping of its options",
     )
     baseline_images: int = setting(
         0,
         "images",
         OURS,
-        "Images of each training prompt that the base draws too, to say how far training is above it; 0: none.",
+        "Images per training prompt that the base model samples too, as a baseline for the rewards; 0: none.",
         ge=0,
     )
     eval_rewards: Names = setting(
-        (), "", OURS, "Rewards that score held-out prompts; empty: those trained on."
+        (),
+        "",
+        OURS,
+        "Rewards that score images of held-out prompts; empty: the rewards trained on.",
     )
     eval_every: int = setting(
-        10, "iterations", OURS, "Iterations between two evaluations; 0: only base and end.", ge=0
+        10,
+        "iterations",
+        OURS,
+        "Iterations between two evaluations; 0: only the base model and the final weights.",
+        ge=0,
     )
     eval_steps: int = setting(
-        50, "transitions", _HYBRID, "Steps of the ODE in evaluation.", ge=1, le=10_000
+        50, "transitions", _HYBRID, "ODE steps in evaluation.", ge=1, le=10_000
     )
-    eval_images: int = setting(1, "images", OURS, "Images of one held-out prompt.", ge=1)
+    eval_images: int = setting(1, "images", OURS, "Images per held-out prompt.", ge=1)
     eval_count: int = setting(
-        32, "prompts", OURS, "Held-out prompts used during training, spread over the list.", ge=1
+        32,
+        "prompts",
+        OURS,
+        "Held-out prompts scored during training, spread evenly over the list.",
+        ge=1,
     )
     eval_resolution: int = setting(
-        1024, "pixels a side", _HYBRID, "Side of images.", ge=16, le=16_384, multiple_of=16
+        1024,
+        "pixels per side",
+        _HYBRID,
+        "Side length of the square images in evaluation.",
+        ge=16,
+        le=16_384,
+        multiple_of=16,
     )
     hybrid_split: int = setting(
         30,
         "transitions",
         _HYBRID,
-        "Step of the evaluation at which the base weights take over; `eval_steps`: never.",
+        "Step of an evaluation from which the base weights are used (hybrid inference); `eval_steps`: never.",
         ge=0,
     )
     eval_seed: int = setting(
@@ -552,25 +622,25 @@ class _RewardSettings(BaseModel):
         10, "iterations", OURS, "Iterations between two checkpoints.", ge=1
     )
     keep_checkpoints: int = setting(
-        2, "checkpoints", OURS, "Newest checkpoints that are kept.", ge=1
+        2, "checkpoints", OURS, "Number of newest checkpoints that are kept.", ge=1
     )
     keep_every: int = setting(
         0,
         "iterations",
         OURS,
-        "Iterations between two checkpoints that are kept for good, a multiple of `checkpoint_every`; 0: none.",
+        "Iterations between two checkpoints that are never deleted, a multiple of `checkpoint_every`; 0: none.",
         ge=0,
     )
     tracker: Literal["none", "tensorboard", "wandb"] = setting(
-        "none", "", OURS, "Where metrics go beside the run."
+        "none", "", OURS, "Tracker that also receives the metrics; the run folder always has them."
     )
-    threads: int = setting(0, "threads", OURS, "CPU threads of a process; 0: torch decides.", ge=0)
+    threads: int = setting(0, "threads", OURS, "CPU threads per process; 0: torch decides.", ge=0)
     stop_on: Annotated[tuple[Literal[ALARMS], ...], Strict(False)] = setting(
         (),
         "alarms",
         OURS,
-        f"Alarms that end the run: {', '.join(ALARMS)}.",
-        takes=f"a list of names of alarms: {', '.join(ALARMS)}",
+        f"Alarms that stop the run: {', '.join(ALARMS)}.",
+        takes=f"a list of alarms among {', '.join(ALARMS)}",
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #1df1eaa6
@@ -637,7 +707,7 @@ def _check_rewards(settings: "Settings") -> None:
             settings,
             "reward_options",
             is_used,
-            "name rewards of `reward` or `eval_rewards`",
+            "name only rewards that `reward` or `eval_rewards` names",
             value=repr(name),
         )
         for option in settings.reward_options[name]:
@@ -645,7 +715,7 @@ def _check_rewards(settings: "Settings") -> None:
                 settings,
                 "reward_options",
                 isinstance(option, str),
-                "have options whose names are texts",
+                "have texts as the names of options",
                 value=repr(option),
             )
     used = [("reward", name) for name in weights]
@@ -656,7 +726,7 @@ def _check_rewards(settings: "Settings") -> None:
             settings,
             field,
             name in REWARD_LOADERS or ":" in name or has_url,
-            f"be among {', '.join(REWARD_LOADERS)}, be package.module:function, or have a `url` in `reward_options`",
+            f"be one of {', '.join(REWARD_LOADERS)}, or package.module:function, or a name with a `url` in `reward_options`",
             value=_with_suggestion(name, REWARD_LOADERS),
         )
 
@@ -773,7 +843,9 @@ def import_callable(
     if not name.isidentifier() or not (is_file or is_module):
         raise InputError(f"{must}; got {path[:80]!r}")
     if is_file and not here and not os.path.isabs(module_name):
-        raise InputError(f"{must}, the file from the root where a run names it; got {path[:80]!r}")
+        raise InputError(
+            f"{must}, with the absolute path of the file if a run names it; got {path[:80]!r}"
+        )
     loaded = ""
     try:
         with module_search_path(here):
@@ -796,9 +868,9 @@ def import_callable(
         if os.path.isfile(last.filename) and not says_where:
             line = f" in {last.filename}, line {last.lineno}"
         words = f"{type(error).__name__}{line}: {error}".splitlines()[0]
-        raise InputError(f"{must} that can be imported; got {path[:80]!r}, {words}") from None
+        raise InputError(f"{must}, and must be importable; got {path[:80]!r}, {words}") from None
     if not callable(getattr(module, name, None)):
-        raise InputError(f"{must}, a function or class of that module; got {path[:80]!r}")
+        raise InputError(f"{must}, of a function or class in that module; got {path[:80]!r}")
     return getattr(module, name)
 
 # %% ../../nbs/02_core/04_settings.ipynb #fd295e10
@@ -816,21 +888,19 @@ def _idle_settings(settings: "Settings") -> dict[str, str]:  # name -> reason, e
     """Return the settings whose value has no effect on training, each with the reason."""
     row = METHODS.get(settings.method, {})
     unused = row.get("unused", ())
-    idle = {name: f"with {settings.method}, which has no use for it" for name in unused}
+    idle = {name: f"with {settings.method}, which does not use it" for name in unused}
     if not settings.kl:
         idle["anchor"] = "without a KL term (`kl` 0)"
     if ":" in settings.method:
         return idle
     names_function = settings.surrogate.partition(":")[2].isidentifier()
     if settings.updates_per_iteration == 1 and not names_function:
-        reason = (
-            "where `updates_per_iteration` is 1: all have one gradient at the weights that sampled"
-        )
+        reason = "if `updates_per_iteration` is 1, because an on-policy update has the same gradient for every value"
         idle["surrogate"] = reason
         if settings.statistic == "centred":
             idle["statistic"] = reason
     if settings.chunk_rule.kind == "fixed" and len(settings.chunk_rule.chunks) == 1:
-        idle["train_chunks"] = "where an image has one chunk"
+        idle["train_chunks"] = "if an image has only one chunk"
         if settings.chunk_fraction < 1:
             idle["chunk_fraction"] = idle["train_chunks"]
         is_one_state = settings.sharing == "group" or (
@@ -838,10 +908,12 @@ def _idle_settings(settings: "Settings") -> dict[str, str]:  # name -> reason, e
         )
         if is_one_state and settings.credit not in ("batch", "scale"):
             idle["credit_of"] = (
-                "where all images of a group gain over one state: compared, that is their reward"
+                "if all images of a group start from one state, because gains then differ as rewards do"
             )
         if settings.window == "all":
-            idle["step_weights"] = "where one chunk holds all transitions, whose mean weight is 1"
+            idle["step_weights"] = (
+                "if one chunk holds all transitions, because their mean weight is 1"
+            )
     return idle
 
 
@@ -923,7 +995,7 @@ def _check_choices(settings: "Settings") -> None:
         settings,
         "images_per_prompt",
         images % updates == 0,
-        f"be a multiple of `updates_per_iteration` ({updates}), so that every update sees equally many images of "
+        f"be a multiple of `updates_per_iteration` ({updates}), so that every update has the same number of images of "
         "each prompt",
     )
     _check_learning_rates(settings)
@@ -931,7 +1003,7 @@ def _check_choices(settings: "Settings") -> None:
         settings,
         "keep_every",
         settings.keep_every % checkpoint_every == 0,
-        f"be 0 or a multiple of `checkpoint_every` ({checkpoint_every}), since other iterations have no checkpoint",
+        f"be 0 or a multiple of `checkpoint_every` ({checkpoint_every}), because other iterations have no checkpoint",
     )
     _require(
         settings,
@@ -957,7 +1029,7 @@ def _check_choices(settings: "Settings") -> None:
             settings,
             "optimizer",
             settings.optimizer == "adamw",
-            f"be adamw where `sharding` is {settings.sharding}",
+            f"be adamw if `sharding` is {settings.sharding}",
             value=repr(settings.optimizer),
         )
     _require(
@@ -970,14 +1042,14 @@ def _check_choices(settings: "Settings") -> None:
         settings,
         "credit",
         settings.credit == "group" or settings.credit_of not in ("depth", "leaves"),
-        f"be group where `credit_of` is {settings.credit_of}, which compares the nodes of the tree",
+        f"be group if `credit_of` is {settings.credit_of}, which compares the nodes of the tree",
         value=repr(settings.credit),
     )
     _require(
         settings,
         "drop_flat_groups",
         not (settings.drop_flat_groups and settings.kl),
-        f"be false with a KL term (`kl` {settings.kl:g}), which flat groups have too",
+        f"be false with a KL term (`kl` {settings.kl:g}), because groups with equal rewards have one too",
         value="true",
     )
     _require(
@@ -1037,7 +1109,7 @@ def _check_merge(settings: "Settings") -> None:
         settings,
         "merge",
         settings.merge in ("none", "window") or number > 0,
-        "be none, window, entropy:POWER with a number above 0, or rest:SHARE with one between 0 and 1",
+        "be none, window, entropy:POWER with POWER above 0, or rest:SHARE with SHARE between 0 and 1",
         value=repr(settings.merge[:80]),
     )
     if settings.merge == "none":
@@ -1053,19 +1125,19 @@ def _check_merge(settings: "Settings") -> None:
         settings,
         "window",
         not power or window.width == 1,
-        "be one transition wide where `merge` is an entropy",
+        "be one transition wide if `merge` is entropy:POWER",
     )
     _require(
         settings,
         "merge",
         settings.chunk_rule.kind == "fixed" and settings.chunk_weighting != "profile",
-        "be none where chunks go by the profile",
+        "be none if `chunks` or `chunk_weighting` depend on the profile",
     )
     _require(
         settings,
         "merge",
         not settings.sharing.startswith("tree"),
-        "be none where `sharing` is a tree",
+        "be none if `sharing` is a tree",
     )
 
 
@@ -1090,7 +1162,7 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "sharing",
         shared.kind == "own" or not settings.shared_noise,
-        "be own where `shared_noise` is true",
+        "be own if `shared_noise` is true",
     )
     gains = settings.credit_of in ("gain", "all-gains")
     _require(
@@ -1103,7 +1175,7 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "chunks",
         not gains or settings.chunk_rule.kind == "fixed",
-        f"be sizes where `credit_of` is {settings.credit_of}, or steps, whole, equal:SIZE",
+        f"be sizes, steps, whole or equal:SIZE if `credit_of` is {settings.credit_of}",
     )
     _require(
         settings,
@@ -1111,7 +1183,7 @@ def _check_method(settings: "Settings") -> None:
         not settings.profile_every
         or settings.chunk_rule.kind != "fixed"
         or settings.chunk_weighting == "profile",
-        "be 0 unless `chunks` or `chunk_weighting` go by the profile",
+        "be 0 unless `chunks` or `chunk_weighting` depend on the profile",
     )
 
     # What follows the window.
@@ -1121,7 +1193,7 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "completion_strides",
         strides and strides == sorted(set(strides)),
-        "be 1, or 1 and larger ones such as 1,2",
+        "be 1, or increasing whole numbers from 1, such as 1,2",
         value=repr(settings.completion_strides[:80]),
     )
     has_window = settings.window != "all" and settings.credit_of == "image"
@@ -1138,7 +1210,7 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "chunk_weighting",
         settings.chunk_weighting == "uniform" or not _trains_all_chunks(settings),
-        "be uniform where every chunk of an image is trained, so that none is drawn",
+        "be uniform if every chunk of an image is trained, because none is sampled",
         value=repr(settings.chunk_weighting),
     )
     if settings.surrogate not in named_code(settings):
@@ -1147,7 +1219,7 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "statistic",
         settings.sampler != "cps" or settings.statistic == "ratio",
-        "be ratio with the sampler cps, whose density has no deviation",
+        "be ratio with the sampler cps, whose density has no standard deviation",
     )
     max_eta = sampler.MAX_ETA[settings.sampler]
     _require(
@@ -1165,7 +1237,7 @@ def _check_method(settings: "Settings") -> None:
         except InputError as error:
             words = str(error).replace("`chunks`", "they")
             raise InputError(
-                f"`step_weights` must be one, {', '.join(surrogates.STEP_WEIGHTS)}, or sizes of chunks: {words}"
+                f"`step_weights` must be one, {', '.join(surrogates.STEP_WEIGHTS)}, or chunk sizes: {words}"
             ) from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
@@ -1232,7 +1304,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
             self,
             "train_chunks",
             rule.kind != "adaptive",
-            "be all with adaptive chunks, whose number varies",
+            "be all with adaptive chunks, because their number varies",
             value=repr(self.train_chunks),
         )
         count = len(rule.chunks) if rule.chunks else min(dynamics.DEFAULT_CHUNKS, self.transitions)
@@ -1306,7 +1378,7 @@ def find_settings_file(source: str | Path) -> Path:
     near = difflib.get_close_matches(str(source), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"the presets are {', '.join(names) or 'none'}"
     raise InputError(
-        f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither, {hint}"
+        f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither; {hint}"
     )
 
 
@@ -1361,8 +1433,8 @@ def read_settings_file(source: str | Path) -> dict:  # setting -> value
         foreign = [name for name in names if name in values and name not in Settings.model_fields]
         if foreign:
             raise InputError(
-                f"the settings file {path} must hold settings of chunk-grpo; it holds `{foreign[0]}`, as "
-                f"the configuration of {kind} does; `chunk-grpo presets` lists settings files, and "
+                f"the settings file {path} must hold settings of chunk-grpo; it holds `{foreign[0]}`, like "
+                f"the configuration of {kind}; `chunk-grpo presets` lists settings files, and "
                 "processes and machines are options of `chunk-grpo train`"
             )
     values = _expand_method(values, path.parent, named=True)
@@ -1398,7 +1470,7 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
     """Parse overrides of the form `name=value`, the value as YAML; raise InputError if one has another form."""
     for text in texts:
         if not re.match(r"\w+\s*=", text):
-            raise InputError(f"an override must read name=value; got {text!r}")
+            raise InputError(f"an override must have the form name=value; got {text!r}")
     overrides = {}
     for text in texts:
         name, value = text.split("=", 1)
@@ -1430,9 +1502,7 @@ def load_settings(
         overrides = _parse_overrides(overrides)
     for name in values:
         if not isinstance(name, str):  # as in a file with `1: 2`
-            raise InputError(
-                f"`{name}` is no setting, whose name must be a text; got {format_value(values[name])}"
-            )
+            raise InputError(f"the name of a setting must be a text; got {name!r}")
     changes = _expand_method(dict(overrides), folder, named=True)
 
     # Complete settings were written out by a run, so nobody chose each of them for this method.
@@ -1497,12 +1567,12 @@ def check_resume(
     old_iterations, new_iterations = changed.pop("iterations", (0, 0))
     for name, (old_value, new_value) in changed.items():
         raise InputError(
-            f"`{name}` must stay {format_value(old_value)} when the run is resumed; got {format_value(new_value)}, and "
+            f"`{name}` must stay {format_value(old_value)} when the run is resumed; got {format_value(new_value)}; "
             f"only iterations (upwards), {', '.join(RESUME_CHANGEABLE_FIELDS)} may change"
         )
     if new_iterations < old_iterations:
         raise InputError(
-            f"`iterations` may only be raised when a run is resumed; it was {old_iterations}, got {new_iterations}"
+            f"`iterations` may only be raised when a run is resumed, from {old_iterations}; got {new_iterations}"
         )
     if new_iterations > old_iterations and old.lr_scheduler != "constant" and not old.lr_iterations:
         raise InputError(
@@ -1537,6 +1607,6 @@ def check_processes(
     """Raise InputError unless the processes can share an iteration's prompts evenly."""
     if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
-            "the number of processes must be at least 1 and divide `prompts_per_iteration` "
+            "`processes` must be at least 1 and divide `prompts_per_iteration` "
             f"({settings.prompts_per_iteration}); got {processes}"
         )

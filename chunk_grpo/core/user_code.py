@@ -248,7 +248,7 @@ def changed_code(
     for key, old_file in then.items():
         name = old_file.get("file") or key.partition(": ")[2]
         if key not in now:
-            return old_file["setting"], f"{name} is not found any more"
+            return old_file["setting"], f"{name} can no longer be found"
         if now[key]["sha256"] != old_file["sha256"]:
             return old_file["setting"], f"{now[key]['file']} has changed since the run began"
     for key, new_file in now.items():
@@ -267,7 +267,7 @@ def check_same_code(
     if change:
         setting, what = change
         raise InputError(
-            f"`{setting}` must be the same code when a run is resumed; {what}, and what it was lies "
+            f"`{setting}` must be the same code when a run is resumed; {what}; the original is "
             f"in {run / 'code'}"
         )
 

@@ -125,9 +125,9 @@ def validation_message(
         if near:
             hint = f"did you mean `{near[0]}`?"
         else:
-            hint = f"the settings are {', '.join(model.model_fields)}"
+            hint = f"allowed are {', '.join(model.model_fields)}"
         short_name = name if len(name) <= 60 else name[:57] + "..."
-        return f"`{short_name}` is no setting; {hint}"
+        return f"`{short_name}` is not a setting; {hint}"
 
     if first["type"] == "missing":
         return f"`{name}` is missing"
@@ -181,7 +181,7 @@ class _StrictLoader(yaml.SafeLoader):
         }
         for words, is_present in problems.items():
             if is_present:
-                raise InputError(f"it may not have {words}, as in line {event.start_mark.line + 1}")
+                raise InputError(f"line {event.start_mark.line + 1} has {words}")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -200,7 +200,7 @@ class _StrictLoader(yaml.SafeLoader):
             for key, line in keys:
                 if key in seen:
                     raise InputError(
-                        f"`{str(key)[:60]}` must stand once; it stands again in line {line}"
+                        f"`{str(key)[:60]}` must occur once; it occurs again in line {line}"
                     )
                 seen.add(key)
         return values
@@ -216,11 +216,14 @@ def parse_yaml(
     try:
         return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
     except InputError as error:
-        raise InputError(f"{where} must be plain YAML; {error}") from None
+        raise InputError(
+            f"{where} must be plain YAML, without aliases, tags, repeated keys or more than "
+            f"{_DEEPEST_YAML} levels; {error}"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: too many digits, or none after 0x
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise InputError(f"{where} must be YAML; it cannot be read{line}") from None
+        raise InputError(f"{where} must be valid YAML; it has an error{line}") from None
 
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
 def read_yaml_file(
@@ -232,7 +235,7 @@ def read_yaml_file(
     Raises InputError if the file is not text, is not YAML, or does not hold a mapping.
     """
     if path.exists() and not path.is_file():
-        raise InputError(f"{what} {path} must be readable text; it is no regular file")
+        raise InputError(f"{what} {path} must be readable text; it is not a regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

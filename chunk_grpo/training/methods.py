@@ -403,7 +403,7 @@ class _Objective(_Selection):
                 named = ", ".join(surrogates.STEP_WEIGHTS)
                 words = str(error).replace("`chunks`", "they")
                 raise InputError(
-                    f"`step_weights` must be one, {named}, or sizes of chunks: {words}"
+                    f"`step_weights` must be one, {named}, or chunk sizes: {words}"
                 ) from None
             return torch.zeros(len(sampler)).index_put((trainable_steps,), made)
 
