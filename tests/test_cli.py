@@ -360,7 +360,7 @@ def test_the_help_says_which_command_lists_the_settings():
     assert settings.load_settings(yaml.safe_load(said)) == settings.load_settings("pocket/demo")
     meanings = {text.split(":")[0]: text.split("  # ")[1] for text in said.splitlines()}
     assert meanings.keys() == settings.Settings.model_fields.keys()
-    assert meanings["eval_steps"] == "Steps of the ODE in evaluation. Unit: transitions."
+    assert meanings["eval_steps"] == "ODE steps in evaluation. Unit: transitions."
     assert (
         json.loads(CliRunner().invoke(main.app, ["presets", "pocket/tiny", "--json"]).output)[
             "model"

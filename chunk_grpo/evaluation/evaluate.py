@@ -422,7 +422,7 @@ def evaluate(
         if count > 1:
             order = {
                 "run": str(run),
-                "s": settings.model_dump(mode="json"),
+                "settings": settings.model_dump(mode="json"),
                 "arms": arms,
                 "folder": str(folder),
                 "trust": trust,

@@ -372,7 +372,7 @@ def model_card(
         **described,
         data=card_data(settings).to_yaml(),
         name=name,
-        settings=settings,
+        run_settings=settings,
         version=chunk_grpo.__version__,
         summary=summary,
         hub=is_hub_base,

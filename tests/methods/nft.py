@@ -12,7 +12,9 @@ from chunk_grpo.training.rollout import make_generator
 class NFT(Method):
     """An average of the policy draws by the ODE; the final images, noised anew, train it."""
 
-    beta, ratio, density = 1.0, False, False
+    beta = 1.0
+    has_ratio = False
+    has_log_prob = False
     reference_decays = {"old": lambda iteration: min(0.001 * iteration, 0.5)}
     sampling_reference = "old"
     references = ("old",)
