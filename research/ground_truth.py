@@ -170,7 +170,7 @@ def gradients(found):
                 )
             if name.endswith("noise"):
                 extra = -alignment_with_errors(
-                    weighted_inner_products(gram, truth, truth, prompt_index=3), images
+                    weighted_inner_products(gram, truth, truth, row=3), images
                 )["variance"]
             # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
             shrink = 1.0 if row else (images - 1) / images
