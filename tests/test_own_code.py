@@ -90,7 +90,7 @@ def test_what_the_user_names_is_found_and_leaves_no_trace(tmp_path, monkeypatch)
     )  # as `python -m` and a shell have it
     with pytest.raises(InputError, match="No module named 'mine_here'"):
         import_callable("mine_here:red", here=False)
-    with pytest.raises(InputError, match="from the root"):
+    with pytest.raises(InputError, match="absolute path of the file"):
         import_callable("mine_here.py:red", here=False)
     sys.path[:] = before
     assert (

@@ -200,7 +200,10 @@ class ChunkRule:
         return cls("adaptive", min_size=int(size or 2))
 
 # %% ../../nbs/00_method/02_chunks.ipynb #9e1e2ffb
-def step_weights(chunks: Chunks, dtype: torch.dtype = torch.float32) -> Tensor:  # (n,), mean 1
+def step_weights(
+    chunks: Chunks,  # of n transitions
+    dtype: torch.dtype = torch.float32,  # of the weights
+) -> Tensor:  # (n,), mean 1
     """Return the first-order weight T / (K cs_j) of each transition in (13), relative to the step objective (5)."""
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)

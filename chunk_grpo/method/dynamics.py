@@ -78,7 +78,10 @@ def gaussian_profile(
     return torch.stack(profile)
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #96c2e74b
-def optimal_sizes(values: list[float], count: int) -> list[int]:  # count: 1 ... len(values)
+def optimal_sizes(
+    values: list[float],  # in their order
+    count: int,  # runs to cut them into, 1 ... len(values)
+) -> list[int]:  # sizes of the runs
     """Return the sizes of the cut of `values` into `count` runs with the least squared deviation from the runs' means."""
     ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
     return np.diff(ends, prepend=0).tolist()

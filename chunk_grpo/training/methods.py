@@ -224,19 +224,21 @@ def copy_decay(
 class _Selection:
     """The choices that need no policy: what is kept, sampled and compared, and which transitions are trained."""
 
-    # the statistic compares with the transition statistics before the first update: it is 0 before it
+    # True: `statistic` compares with the weights before the first update, so it is 0 until then
     has_ratio = True
-    # the transition statistics begin with the log-probability that the rollout had too
+    # True: the first transition statistic is a log-probability, which the rollout computes too
     has_log_prob = True
-    # a chunk sample's objective depends on those of its group, which all have to be known first
+    # True: a chunk sample's objective depends on the others of its group
     needs_group = False
     # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
     statistic_size = 0
     ratio_count = 1
     # weights kept: name -> decay of the average after an iteration
     reference_decays: Mapping[str, Callable[[int], float]] = {}
-    sampling_reference: str | None = None  # the copy that draws; None: the present weights
-    # copies whose velocity the transition statistics need as well; "base" is one of them
+    sampling_reference: str | None = (
+        None  # name of the copy that samples; None: the present weights
+    )
+    # names of the weights whose velocities `transition_stats` gets too: "base" or copies
     references: tuple[str, ...] = ()
 
     def __init__(self, settings: Settings):
@@ -305,7 +307,7 @@ class _Selection:
         self,
         profile: Tensor,  # (n,), mean distance that each place moves the base's latents
     ) -> Chunks:
-        """Return the chunks of the trainable steps."""
+        """Divide the trainable steps into chunks."""
         rule = self.settings.chunk_rule
         if self.chunker is not None:
             made = self.chunker(profile)
@@ -420,7 +422,7 @@ class _Objective(_Selection):
         index: Tensor,  # (m,), its step in the trajectory
         anchor: bool = True,  # whether the anchor's penalty is wanted
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the transition statistics of transitions, with graph, and the anchor's penalty.
+        """Return the statistics of transitions, with graph, and the penalty of the anchor.
 
         The transition statistics are a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
         """

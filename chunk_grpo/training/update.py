@@ -37,7 +37,7 @@ def split_updates(
 # %% ../../nbs/07_training/03_update.ipynb #e8c06aaf
 @dataclass(frozen=True)
 class UpdateBatch:
-    """All that one update trains, laid out flat: M transitions of N chunk samples (sampled chunks)."""
+    """All that one update trains, laid out flat: M transitions of N chunk samples, each a chunk of one image."""
 
     image: Tensor  # (M,) image of each transition
     step: Tensor  # (M,) its step in the whole trajectory, 0 ... T-1
@@ -156,7 +156,7 @@ def compute_transition_stats(
     graph: bool = False,  # compute with autograd's graph, as training does
     # (M, ...) each, in the order of the update batch; the log-probability first
 ) -> tuple[Tensor, ...]:
-    """Compute the transition statistics of all transitions of an update, detached, in the batches that training uses."""
+    """Compute the statistics of an update's transitions, detached, in the batches that training uses."""
     idle_batches = [update_batch.batches[0][:1]] * update_batch.idle_forwards
     evidence_of_batches = []
     # A compiled forward pass gives other numbers with a graph than without, so it always gets one.
@@ -364,7 +364,7 @@ def _update_stats(
     kl: float | Tensor,  # mean of the anchor
 ) -> UpdateStats:
     """Measure an update from the statistics of its transitions."""
-    # from the order of the batches to that of the update batch
+    # from the order of the forward passes to that of the update
     statistic = statistic[torch.cat(update_batch.batches).argsort().to(adv.device)]
     means = chunk_means(statistic, update_batch.segment.to(adv.device))
     group = chunk_groups(context, update_batch).to(adv.device)
@@ -420,7 +420,7 @@ def accumulate_gradients(
                 context, method, update_batch.image[batch], update_batch.step[batch]
             )
 
-            # On-policy the old transition statistics are the new one, as a constant.
+            # On-policy the old statistics are the new ones, as constants.
             if old is None:
                 before = tuple(x.detach() for x in new)
             else:
