@@ -314,9 +314,7 @@ def test_an_alarm_that_stop_on_does_not_name_is_a_warning(world, tmp_path):
 
 def test_an_alarm_that_there_is_not_is_refused(world, tmp_path):
     said = run("train", world / "s.yaml", "stop_on=[girds]", "--out", tmp_path / "run", code=2)
-    assert (
-        "`stop_on` must be a list of alarms among clip_fraction, " in said and "girds" in said
-    )
+    assert "`stop_on` must be a list of alarms among clip_fraction, " in said and "girds" in said
     assert not (tmp_path / "run").exists()
 
 
