@@ -487,8 +487,8 @@ def test_the_caller_gets_its_threads_back(settings, trainer, tmp_path):
     assert torch.get_num_threads() == before
 
 
-def test_callbacks_and_several_processes_exclude_each_other(settings, tmp_path):
-    with pytest.raises(InputError, match="`callbacks` must be left out with several processes"):
+def test_callbacks_of_several_processes_must_be_names(settings, tmp_path):
+    with pytest.raises(InputError, match="`callbacks` must be names such as file.py:name"):
         launch.train(settings, tmp_path / "run", processes=2, callbacks=[print])
     assert not (tmp_path / "run").exists()
 

@@ -375,10 +375,25 @@ def _finish_training(run: Path, report: bool) -> None:
     typer.echo(f"report: {write_run_report(run)}")
 
 # %% ../../nbs/14_cli/02_main.ipynb #73791a28
+class _TrainCommand(typer.core.TyperCommand):
+    """The command `train`, whose `--resume` is a flag that may be followed by `auto`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Give `--resume` the value `yes` unless `auto` follows it, and parse the arguments."""
+        filled = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            is_flag = word == "--resume" and following != "auto"
+            filled.append("--resume=yes" if is_flag else word)
+        return super().parse_args(ctx, filled)
+
+
 @app.command(
+    cls=_TrainCommand,
     epilog=examples(
-        "train pocket/tiny seed=1 --out runs/one", "train pocket/demo iterations=200 --no-report"
-    )
+        "train pocket/tiny seed=1 --out runs/one",
+        "train pocket/demo --out runs/one --resume auto",
+        "train pocket/demo iterations=200 --no-report",
+    ),
 )
 def train(
     source: SettingsArgument,
@@ -386,7 +401,14 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="[auto]",
+            help="Go on with the run in --out; with auto, start it if there is none.",
+            show_default=False,
+        ),
+    ] = "",
     processes: ProcessesOption = None,
     nodes: Annotated[
         int, typer.Option(help="Machines, each with this command and --processes.", min=1)
@@ -400,11 +422,20 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(help="Restarts from a checkpoint when a process fails.", min=0)
     ] = 0,
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.PY:NAME",
+            help="A function or Callback of yours that gets each line of metrics; may be repeated.",
+        ),
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write report.html at the end.")
     ] = True,
 ):
     """Train, with a line an iteration, and write the report."""
+    if resume not in ("", "yes", "auto"):
+        raise InputError(f"`--resume` takes no value or auto; got {resume!r}")
     run_settings = settings.load_settings(source, overrides or ())
     if (resume or nodes > 1) and out is None:
         raise InputError(
@@ -425,7 +456,7 @@ def train(
     # A resumed run keeps its number of processes, so that its numbers stay the same to the bit.
     if processes is None and nodes == 1:
         launch.check_launcher()
-        if resume and (folder / "run.json").is_file():
+        if resume and run_folder.holds_run(folder):
             processes = run_images.drawing_processes(folder)
         else:
             processes = planning.choose_processes(run_settings, source)
@@ -439,7 +470,11 @@ def train(
             words += ["--processes", str(processes)]
         if nodes > 1:
             words += ["--nodes", str(nodes), "--rendezvous", rendezvous]
-        if (folder / "run.json").is_file():
+        for name in callback or ():
+            words += ["--callback", name]
+        if resume == "auto":
+            words += ["--resume", "auto"]
+        elif run_folder.holds_run(folder):
             words.append("--resume")
         return f"go on with: {shlex.join(words)}"
 
@@ -447,9 +482,9 @@ def train(
         run = launch.train(
             run_settings,
             folder,
-            resume,
-            processes,
-            [launch.print_progress] if is_single_process else [],
+            resume="auto" if resume == "auto" else bool(resume),
+            processes=processes,
+            callbacks=[*([launch.print_progress] if is_single_process else []), *(callback or ())],
             nodes=nodes,
             node_rank=node_rank,
             rendezvous=rendezvous,

@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
+from ..core.machine import defer_sigterm
 from chunk_grpo.models.inputs import (
     build_meta_network,
     check_pipeline_folder,
@@ -226,11 +227,14 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
         elif policy.base_params is not None:
             swap_weights(policy.transformer.parameters(), policy.base_params)
 
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
+    # A switch that a SIGTERM cut in two would leave a mixture, which a checkpoint might then hold.
+    with defer_sigterm() as interruptible:
+        switch(False)
+        try:
+            with interruptible():
+                yield
+        finally:
+            switch(True)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
 def save_trained_weights(

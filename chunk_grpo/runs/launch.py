@@ -8,6 +8,7 @@ __all__ = ['print_progress', 'train_folder', 'check_launcher', 'train']
 # %% ../../nbs/09_runs/01_launch.ipynb #7297446e
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -15,11 +16,12 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import torch
 from torch.distributed.elastic.multiprocessing import (
@@ -54,16 +56,24 @@ from chunk_grpo.runs.run_folder import (
     create_run,
     file_of_run,
     has_final_weights,
+    holds_run,
     read_metrics_lines,
 )
 from .run_folder import read_run_info, read_run_settings, update_run_json
-from ..training.callbacks import Callback, as_callbacks, format_progress
+from ..training.callbacks import Callback, as_callbacks, format_progress, load_callback
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
+def _exit_after_first(run: Path) -> None:
+    """End this process as soon as the first one, which holds the lock of the log, has ended."""
+    with open(run / "train.log", "rb") as log:
+        fcntl.flock(log, fcntl.LOCK_SH)
+        os._exit(128 + signal.SIGTERM)
+
+
 def _train_here(
     run: Path,  # the run folder
-    callbacks: Sequence[Callback | Callable],  # as for `train`
+    callbacks: Sequence[Callback | Callable | str],  # as for `train`
 ) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started."""
     is_first = os.environ.get("RANK", "0") == "0"
@@ -86,9 +96,14 @@ def _train_here(
                 final_sha256=hash_files(state.run / "final"),
             )
 
+    def on_sigterm() -> None:
+        """Make other processes than the first end after it: it may still wait for them, see `train_run`."""
+        if not is_first:
+            threading.Thread(target=_exit_after_first, args=[run], daemon=True).start()
+
     with (
         lock_log(run / "train.log") if is_first else contextlib.nullcontext() as log,
-        raise_on_sigterm(),
+        raise_on_sigterm(on_sigterm),
     ):
 
         def say(text: str) -> None:
@@ -188,13 +203,18 @@ def _explain_workers(
 def _work(
     run: Path,  # the run folder
     parent: int,  # process id of the agent
+    names: Sequence[str],  # of callbacks
 ) -> int:  # exit code
     """Train as one of several processes, and write an error to the file that the agent reads."""
     die_with_parent(parent)()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does it: processes share the cores
+    is_first = os.environ["RANK"] == "0"
     try:
-        _train_here(run, [print_progress] if os.environ["RANK"] == "0" else [])
+        # Every process has the objects, and the first alone calls the functions.
+        named = [load_callback(name) for name in names]
+        callbacks = [one for one in named if is_first or isinstance(one, Callback)]
+        _train_here(run, [*([print_progress] if is_first else []), *callbacks])
     except BaseException as error:
         code, reason, text = _explain(error)
         if code not in (130, 143):
@@ -212,6 +232,7 @@ def _launch(
     node_rank: int,  # number of this machine
     rendezvous: str,  # HOST:PORT of the first machine
     max_restarts: int,  # after a failed process
+    callbacks: Sequence[str],  # their names
 ) -> None:
     """Train a run folder with torch's launcher, here or as one of several machines."""
     handlers = {
@@ -244,7 +265,7 @@ def _launch(
         )
         try:
             elastic_launch(config, sys.executable)(
-                "-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid())
+                "-P", "-m", "chunk_grpo.runs.launch", str(run), str(os.getpid()), *callbacks
             )
         except SignalException as error:
             if error.sigval == signal.SIGINT:
@@ -265,7 +286,7 @@ def _launch(
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
 def train_folder(
     run: Path,  # the run's folder
-    callbacks: Sequence[Callback | Callable] = (),  # as for `train`
+    callbacks: Sequence[Callback | Callable | str] = (),  # as for `train`
     fresh: bool = False,  # remove the folder again if the run rejects its input
     processes: int = 1,  # on each machine
     nodes: int = 1,  # machines
@@ -282,7 +303,16 @@ def train_folder(
         if processes * nodes == 1:
             _train_here(run, callbacks)
         else:
-            _launch(run, log, processes, nodes, node_rank, rendezvous, max_restarts)
+            _launch(
+                run,
+                log,
+                processes=processes,
+                nodes=nodes,
+                node_rank=node_rank,
+                rendezvous=rendezvous,
+                max_restarts=max_restarts,
+                callbacks=[name for name in callbacks if isinstance(name, str)],
+            )
     except BaseException as error:
         failures = error.failures if isinstance(error, errors.ChildFailedError) else None
         code, reason, text = _explain_workers(failures) if failures else _explain(error)
@@ -357,14 +387,15 @@ def check_launcher() -> None:
     nodes=whole_number(1),
     node_rank=whole_number(0),
     max_restarts=whole_number(0),
-    callbacks=Sequence[Callback | Callable],
+    callbacks=Sequence[Callback | Callable | str],
 )
 def train(
     settings: Settings | str | Path | Mapping,  # settings, or what `load_settings` takes
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
-    resume: bool = False,  # resume the run in that folder
+    resume: bool | Literal["auto"] = False,  # resume the run in that folder; auto: if there is one
     processes: int = 1,  # on each machine
-    callbacks: Sequence[Callback | Callable] = (),  # a function gets each line and the settings
+    # a function gets each line and the settings; "file.py:name" works with several processes too
+    callbacks: Sequence[Callback | Callable | str] = (),
     nodes: int = 1,  # machines
     node_rank: int = 0,  # number of this machine
     rendezvous: str = "",  # HOST:PORT of the first machine
@@ -394,13 +425,18 @@ def train(
         )
     if total == 1:
         check_launcher()
-    elif callbacks:
+    elif objects := [one for one in callbacks if not isinstance(one, str)]:
         raise InputError(
-            f"`callbacks` must be left out with several processes, whose policies live elsewhere; "
-            f"got {len(callbacks)}"
+            "`callbacks` must be names such as file.py:name with several processes, each of which makes its own; "
+            f"got {objects[0]!r:.80}"
         )
+    for name in callbacks:
+        if isinstance(name, str):
+            load_callback(name)  # what cannot be imported is reported before a folder is made
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
+    if resume == "auto":
+        resume = holds_run(out)
     # The first machine makes the folder; the others only check what they can.
     if not node_rank:
         run = create_run(settings, out, resume, total, nodes)
@@ -417,4 +453,4 @@ def train(
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a worker of torchrun
-    sys.exit(_work(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(_work(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

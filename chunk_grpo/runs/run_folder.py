@@ -6,7 +6,7 @@
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
            'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run', 'check_trust',
-           'check_run_inputs', 'has_final_weights', 'create_run']
+           'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -453,6 +453,13 @@ def check_run_inputs(
 def has_final_weights(run: Path) -> bool:
     """Return True if the run has its final trained weights."""
     return any((Path(run) / "final").glob("*.safetensors"))
+
+
+def holds_run(out: str | Path | None) -> bool:
+    """Return True if the folder holds a run to resume; raise InputError if no folder is named."""
+    if out is None:
+        raise InputError("`out` must name the run to start or to resume; got nothing")
+    return (Path(out) / "run.json").is_file()
 
 
 def create_run(

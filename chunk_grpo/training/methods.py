@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import chunk_grpo
 from .. import InputError
+from ..core.machine import defer_sigterm
 from ..core.settings import METHODS, Settings, import_callable, named_code
 from ..method import chunk_search, dynamics, surrogates
 from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
@@ -110,12 +111,14 @@ class ReplayContext:
     @contextlib.contextmanager
     def use_weights(self, name: str) -> Iterator[None]:
         """Give the policy the weights of a copy, without gradient, within this context."""
-        swap_weights(self.policy.trained, self.reference_weights[name])
-        try:
-            with torch.no_grad():
-                yield
-        finally:
+        # A swap that a SIGTERM cut in two would leave a mixture, which a checkpoint might then hold.
+        with defer_sigterm() as interruptible:
             swap_weights(self.policy.trained, self.reference_weights[name])
+            try:
+                with torch.no_grad(), interruptible():
+                    yield
+            finally:
+                swap_weights(self.policy.trained, self.reference_weights[name])
 
     def velocities(
         self,
