@@ -30,13 +30,14 @@ FEW = [
 ]
 FILES = {
     "Add a method": "my_method.py",
+    "Give a method options": "my_clip_higher.py",
     "Change an axis": "my_credit.py",
     "Add a chunker": "my_chunks.py",
     "Change the clip": "my_clip.py",
 }
 
 
-def test_there_are_six():
+def test_there_are_seven():
     assert list(RECIPES) == ["Add a reward", "Add a family", *FILES]
 
 

@@ -198,6 +198,13 @@ class _ChunkSettings(BaseModel):
         'Training method: "chunk", a name that `chunk-grpo methods` lists (such as steps, whole, reweighted, dance, cps), '
         "or a class as file.py:Class or package.module:Class.",
     )
+    method_options: dict[str, Any] = setting(
+        {},
+        "",
+        OURS,
+        "Options of the method's own, one as method.NAME=VALUE; its class says which (notebook training/methods).",
+        takes="a mapping from names of options to their values",
+    )
     chunks: _SizesText = setting(
         "2,3,4,7",
         "transitions",
@@ -1344,13 +1351,20 @@ def _row_of(values: Mapping) -> dict:
     return merged
 
 
+def _is_method_option(name: object) -> bool:
+    """Return True if this names options of the method's own, such as `method.upper` or `method_options`."""
+    return isinstance(name, str) and (name == "method_options" or name.startswith("method."))
+
+
 def _put_on_top(
     values: dict,  # setting -> value
     changes: dict,  # setting -> value, overrides
 ) -> dict:  # setting -> value
-    """Return the values with the changes; if the method changes, drop what the previous method's preset set."""
+    """Return the values with the changes; if the method changes, drop what the previous method's preset set and its options."""
     method = changes.get("method", values.get("method"))
     changes_method = method != values.get("method", "chunk")
+    if changes_method or "method_options" in changes:
+        values = {name: value for name, value in values.items() if not _is_method_option(name)}
     if changes_method or ("method" in changes and method == "chunk"):
         row = _row_of(values)
         values = {
@@ -1466,10 +1480,24 @@ def _split_reward_options(values: dict) -> dict:  # setting -> value
     return {**values, "reward": name, "reward_options": all_options}
 
 
+def _split_method_options(values: dict) -> dict:  # setting -> value
+    """Return the values with `method.NAME` moved into `method_options`.
+
+    `method.upper: 2` becomes `method_options: {upper: 2}`.
+    """
+    single = {name: value for name, value in values.items() if name.startswith("method.")}
+    options = values.get("method_options", {})
+    if not single or not isinstance(options, dict):
+        return values
+    options = options | {name.removeprefix("method."): value for name, value in single.items()}
+    rest = {name: value for name, value in values.items() if name not in single}
+    return rest | {"method_options": options}
+
+
 def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> value
     """Parse overrides of the form `name=value`, the value as YAML; raise InputError if one has another form."""
     for text in texts:
-        if not re.match(r"\w+\s*=", text):
+        if not re.match(r"(method\.)?\w+\s*=", text):
             raise InputError(f"an override must have the form name=value; got {text!r}")
     overrides = {}
     for text in texts:
@@ -1518,7 +1546,8 @@ def load_settings(
     values = _put_on_top(values, changes)
     row = _row_of(values)
     try:
-        settings = Settings.model_validate(_split_reward_options(_expand_method(values)))
+        values = _split_method_options(_split_reward_options(_expand_method(values)))
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise InputError(validation_message(error, Settings)) from None
     _refuse_idle(settings, chosen, row)

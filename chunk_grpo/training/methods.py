@@ -4,21 +4,24 @@
 
 # %% auto #0
 __all__ = ['sample_chunks', 'ReplayContext', 'describe_value', 'wrong_return', 'check_floats', 'read_only', 'copy_decay',
-           'is_one_state', 'completions', 'Method', 'call_user_code', 'call_hook', 'load_method']
+           'make_options', 'is_one_state', 'completions', 'ratio_metrics', 'mean_iteration_counts',
+           'check_settings_of_method', 'check_sampled_steps', 'Method', 'call_user_code', 'call_hook', 'load_method']
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000005
 import contextlib
+import difflib
 import inspect
 import math
 import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -26,6 +29,7 @@ import chunk_grpo
 from .. import InputError
 from ..core.machine import defer_sigterm
 from ..core.settings import METHODS, Settings, import_callable, named_code
+from ..core.validation import format_value
 from ..method import chunk_search, dynamics, surrogates
 from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
 from ..method.credit import credit_advantages
@@ -154,7 +158,7 @@ def describe_value(
 
 
 def wrong_return(
-    method: "_Selection",
+    method: "Method",
     hook: str,  # name of the function
     allowed: str,  # what it must return, in words
     value: object,  # what it returned
@@ -166,7 +170,7 @@ def wrong_return(
 
 
 def check_floats(
-    method: "_Selection",
+    method: "Method",
     hook: str,  # name of the function
     value: object,  # what it returned
     shape: tuple[int, ...],  # the only one that is right
@@ -189,7 +193,7 @@ def check_floats(
 
 @contextlib.contextmanager
 def read_only(
-    method: "_Selection",
+    method: "Method",
     hook: str,  # name of the function that is called within
     paths: Trajectories,  # that it may read
 ) -> Iterator[None]:
@@ -210,7 +214,7 @@ def read_only(
 
 
 def copy_decay(
-    method: "_Selection",
+    method: "Method",
     name: str,  # of one of its copies
     iteration: int,  # 0, 1, ..., just finished
 ) -> float:
@@ -223,295 +227,64 @@ def copy_decay(
         )
     return decay
 
-# %% ../../nbs/07_training/02_methods.ipynb #b87e037b
-class _Selection:
-    """The choices that need no policy: what is kept, sampled and compared, and which transitions are trained."""
+# %% ../../nbs/07_training/02_methods.ipynb #c4e2a9b7
+def _read_option(
+    name: str,  # of the option
+    kind: Any,  # its type, as the dataclass annotates it
+    value: object,  # as the settings have it
+) -> Any:
+    """Check an option's value against its type; raise InputError if it has another type."""
+    try:
+        adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+        # A list of YAML also stands for a tuple.
+        return adapter.validate_python(value, strict=not isinstance(value, list))
+    except ValidationError as error:
+        allowed = error.errors(include_url=False)[0]["msg"].removeprefix("Input should ")
+        raise InputError(f"`method.{name}` must {allowed}; got {format_value(value)}") from None
 
-    # True: `statistic` compares with the weights before the first update, so it is 0 until then
-    has_ratio = True
-    # True: the first transition statistic is a log-probability, which the rollout computes too
-    has_log_prob = True
-    # True: a chunk sample's objective depends on the others of its group
-    needs_group = False
-    # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
-    statistic_size = 0
-    ratio_count = 1
-    # weights kept: name -> decay of the average after an iteration
-    reference_decays: Mapping[str, Callable[[int], float]] = {}
-    sampling_reference: str | None = (
-        None  # name of the copy that samples; None: the present weights
-    )
-    # names of the weights whose velocities `transition_stats` gets too: "base" or copies
-    references: tuple[str, ...] = ()
 
-    def __init__(self, settings: Settings):
-        self.checked: set[str] = set()  # functions whose returned values were looked at
-        self.settings, self.sigmas = (
-            settings,
-            sigmas(settings.steps, settings.shift),
-        )  # on the CPU, where looking at a number stops no queue
-        self.chunker = (
-            import_callable(settings.chunks, "chunks")
-            if ":" in settings.chunks and settings.chunk_rule.kind == "code"
-            else None
-        )
-        self.sharing = Sharing.parse(settings.sharing)
-        self.noise_owner = (
-            None
-            if settings.sharing == "own"
-            else self.sharing.table(settings.images_per_prompt, settings.steps)
-        )
-        if settings.kl and settings.anchor_every:
-            self.reference_decays = {
-                **self.reference_decays,
-                "reference": lambda iteration: float((iteration + 1) % settings.anchor_every > 0),
-            }
-        self.window, own = Window.parse(settings.window), settings.surrogate in named_code(settings)
-        self.custom_surrogate = import_callable(settings.surrogate, "surrogate") if own else None
-        self.surrogate: surrogates.Surrogate | None = (
-            None if own else surrogates.Surrogate.parse(settings.surrogate, settings.clip_range)
-        )
-        self.statistic_size = (
-            2 if self.surrogate and self.surrogate.kind == "dppo" else self.statistic_size
-        )
+def make_options(
+    options_class: type | None,  # dataclass of the options; None: there are none
+    settings: Settings,  # whose `method_options` are read
+) -> Any:  # an instance of the class; None without one
+    """Make a method's own options of the settings.
 
-    @property
-    def is_proportional(self) -> bool:
-        """Return True if a chunk sample's objective is known to be proportional to its advantage."""
-        return (
-            type(self).objective is Method.objective
-            and bool(self.surrogate)
-            and self.surrogate.kind not in ("par", "pepg")
-        )
-
-    def sampler(self, iteration: int) -> Sampler:
-        """Return the sampler of an iteration's trajectories."""
-        settings, grid = self.settings, self.sigmas
-        eta = self.window.strengths(len(grid) - 2, settings.eta, iteration, settings.seed)
-        if settings.merge != "none":
-            grid, eta = merge_transitions(grid, eta, settings.merge, settings.shift)
-        solver, second = settings.solver, None
-        if (
-            settings.merge.startswith("rest")
-            and self.window.kind == "frozen"
-            and len(grid) - 1 - self.window.width < 3
-        ):
-            # what dpm2 is on so few transitions: the first and the last are Euler's
-            solver = "euler"
-        if settings.merge.startswith("entropy"):
-            second = self.sigmas[1]  # E-GRPO's noise at sigma 1 is that of the whole grid
-        return Sampler(grid, settings.sampler, eta, solver, second)
-
-    def trainable_steps(self, sampler: Sampler) -> Tensor:
-        """Return the transitions that may be trained, (n,) long and increasing."""
-        return sampler.stochastic
-
-    def chunks(
-        self,
-        profile: Tensor,  # (n,), mean distance that each place moves the base's latents
-    ) -> Chunks:
-        """Divide the trainable steps into chunks."""
-        rule = self.settings.chunk_rule
-        if self.chunker is not None:
-            made = self.chunker(profile)
-            return chunks_from_setting(
-                str(made if isinstance(made, Chunks) else Chunks(tuple(made))), len(profile)
+    Raises InputError if an option is unknown, missing or of another type, or if the class rejects its values with a
+    ValueError.
+    """
+    given = settings.method_options
+    if options_class is None:
+        if given:
+            names = ", ".join(f"method.{name}" for name in given)
+            raise InputError(
+                f"`method_options` must be empty with {settings.method}, which has no options of its own; got {names}"
             )
-        if rule.min_size:
-            return chunk_search.adaptive_chunks(profile[None], rule.min_size)[0]
-        measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
-        return chunks_from_setting(self.settings.chunks, len(profile), measured)
-
-    def partition(
-        self,
-        paths: Trajectories,  # of B images
-        profile: Tensor,  # (T,) mean distances of the base
-    ) -> Chunks | list[Chunks]:
-        """Return the chunks of the trajectories: the same for all or, if adaptive, those of each."""
-        trainable_steps = self.trainable_steps(paths.sampler)
-        if self.settings.chunk_rule.kind == "fixed" and self.chunker is None:
-            return self.chunks(torch.ones(len(trainable_steps)))
-        if not self.settings.chunk_rule.min_size:
-            return self.chunks(profile[trainable_steps])
-        return chunk_search.adaptive_chunks(
-            paths.distance.cpu()[:, trainable_steps], self.settings.chunk_rule.min_size
+        return None
+    if not is_dataclass(options_class):
+        raise InputError(
+            f"`method` must name a class whose `Options` is a dataclass; {settings.method} has {options_class!r:.60}"
         )
 
-    def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-        """Return the advantages (P, G) of all groups of an iteration, of scores by reward, (P, G) each.
-
-        With `credit_of: all-gains` the G numbers of a group are the gains of all chunks of its images.
-        """
-        shape = next(iter(scores.values())).shape
-        seeds = self.sharing.number if self.sharing.kind == "seeds" else 1
-        alike = {
-            name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()
-        }  # those of one initial noise
-        return credit_advantages(
-            alike, weights, self.settings.credit, self.settings.advantage_clamp
-        ).reshape(shape)
-
-    def uniform_share(
-        self,
-        iteration: int,  # 0, 1, ...
-    ) -> float:
-        """Return the share of equal chances that weighted drawing has in an iteration."""
-        settings = self.settings
-        faded = (
-            min(1.0, iteration / settings.weighting_anneal) if settings.weighting_anneal else 0.0
-        )
-        return settings.weighting_uniform + (1 - settings.weighting_uniform) * faded
-
-    def select_chunks(
-        self,
-        paths: Trajectories,  # of B images
-        chunks: Chunks | list[Chunks],  # the same for all, or those of each image
-        profile: Tensor,  # (T,) mean distances of the base
-        iteration: int,  # 0, 1, ...
-    ) -> Tensor:  # (B, k) long; -1 behind the last of an image that trains fewer
-        """Draw the chunks that each image trains."""
-        settings = self.settings
-        return sample_chunks(
-            paths,
-            chunks,
-            settings.chunk_fraction,
-            settings.chunk_weighting,
-            settings.train_chunk_numbers,
-            self.uniform_share(iteration),
-            settings.weighting_temperature,
-            profile,
-            self.trainable_steps(paths.sampler),
-        )
-
-# %% ../../nbs/07_training/02_methods.ipynb #ae000014
-class _Objective(_Selection):
-    """The choices that need the policy: step weights, likelihood, objective, and the settings they require."""
-
-    required_settings: Mapping[str, object] = {}  # settings that must have these values
-    requirement_reason = ""  # why, for the error's sentence: it "trains levels of final images"
-
-    def transition_weights(
-        self,
-        sampler: Sampler,  # of an iteration
-    ) -> Tensor | None:  # (T,) with mean 1 over all transitions that windows reach; None: all equal
-        """Return the weight of each transition in the objective."""
-        text = self.settings.step_weights
-        trainable_steps = self.trainable_steps(sampler)
-        if text == "one":
-            return None
-
-        # Sizes of chunks mean the weights T / (K cs) of these chunks.
-        if text not in surrogates.STEP_WEIGHTS:
-            try:
-                made = step_weights(chunks_from_setting(text, len(trainable_steps)))
-            except InputError as error:
-                named = ", ".join(surrogates.STEP_WEIGHTS)
-                words = str(error).replace("`chunks`", "they")
-                raise InputError(
-                    f"`step_weights` must be one, {named}, or chunk sizes: {words}"
-                ) from None
-            return torch.zeros(len(sampler)).index_put((trainable_steps,), made)
-
-        if self.window.kind == "all":
-            return surrogates.step_weights_by_name(text, sampler, trainable_steps)
-
-        whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
-        return surrogates.step_weights_by_name(text, sampler, sampler.stochastic, whole=whole)
-
-    def replay(
-        self,
-        context: ReplayContext,  # trajectories and the policy that replays them
-        image: Tensor,  # (m,), image of each transition
-        index: Tensor,  # (m,), its step in the trajectory
-        anchor: bool = True,  # whether the anchor's penalty is wanted
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the statistics of transitions, with graph, and the penalty of the anchor.
-
-        The transition statistics are a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
-        """
-        x, target = self.states(context, image, index)
-        sampler = context.trajectories.sampler
-
-        # The anchor pulls toward the base, or toward the copy that `anchor_every` renews.
-        reference = "reference" if "reference" in context.reference_weights else "base"
-        anchored = anchor and self.settings.kl > 0
-        references = [*self.references, reference] if anchored else [*self.references]
-        v, reference_velocities = context.velocities(x, image, index, references)
-        transition_stats = self.transition_stats(v, reference_velocities, target, x, sampler, index)
-        if not anchored:
-            return transition_stats, None
-
-        if self.settings.anchor == "transition":
-            mean, std = sampler.mean_std(v, x, index)
-            reference_mean, _ = sampler.mean_std(reference_velocities[reference], x, index)
-            penalty = sampler.kl(mean, reference_mean, std)
-        else:
-            penalty = (v - reference_velocities[reference]).square().flatten(1).mean(1)
-        if context.anchored is not None:
-            penalty = penalty * context.anchored[image].to(penalty)
-        return transition_stats, penalty
-
-    def states(
-        self,
-        context: ReplayContext,
-        image: Tensor,  # (m,), image of each transition
-        index: Tensor,  # (m,), its step in the trajectory
-    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
-        """Return the latents at which the velocity is computed, and the target it is judged by: x_i and x_{i+1}."""
-        path = context.trajectories.latents
-        device = context.policy.device
-        current = path[image, index].float().to(device)
-        following = path[image, index + 1].float().to(device)
-        return current, following
-
-    def transition_stats(
-        self,
-        v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        # name -> (m, S, C) of a reference, without graph
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,  # (m, S, C) next latents
-        x: Tensor,  # (m, S, C) latents
-        sampler: Sampler,  # of the rollout
-        index: Tensor,  # (m,) step of each transition
-    ) -> tuple[Tensor, ...]:  # (m, ...) each
-        """Return what is kept of transitions; the log-probability (m,) comes first."""
-        mean, std = sampler.mean_std(v, x, index)
-        log_prob = sampler.log_prob(target, mean, std)
-        if self.settings.statistic == "ratio" and not self.statistic_size:
-            return (log_prob,)
-        return (log_prob, mean, std.flatten().expand(len(mean)))
-
-    def statistic(
-        self,
-        new: tuple[Tensor, ...],  # transition statistics of the present weights, with graph
-        old: tuple[Tensor, ...],  # transition statistics before the first update
-    ) -> Tensor:  # (m,) or (m, parts)
-        """Return what is averaged over a chunk sample: each transition's log-ratio or its statistics."""
-        if len(new) == 1:
-            return new[0] - old[0] if self.has_ratio else new[0]
-        shift = surrogates.mean_shift(new[1], old[1], new[2])
-        statistic = surrogates.transition_statistic(
-            self.settings.statistic, new[0] - old[0], shift, new[2]
-        )
-        return torch.stack([statistic, shift.detach()], 1) if self.statistic_size else statistic
-
-    def objective(
-        self,
-        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each chunk sample
-        advantage: Tensor,  # (N,), of each chunk sample
-        group: Tensor,  # (N,), group of each chunk sample
-    ) -> Tensor:  # (N,)
-        """Return the objective of each chunk sample, to be maximised.
-
-        A statistic (N, parts) has the log-ratio first and, for dppo, the divergence second. A surrogate, built in
-        or not, gets ratio and advantage of shape (N,) in every method.
-        """
-        log_ratio, *shift = statistic.unbind(1) if statistic.ndim > 1 else (statistic,)
-        if self.surrogate is not None:
-            return self.surrogate(log_ratio, advantage, *shift[:1])
-        objective = self.custom_surrogate(log_ratio.exp(), advantage, self.settings.clip_range)
-        check_floats(self, "surrogate", objective, advantage.shape, "(N,)")
-        return objective
+    kinds = get_type_hints(options_class)
+    known = {option.name: option for option in fields(options_class) if option.init}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            allowed = f"did you mean `method.{near[0]}`?" if near else f"it has {', '.join(known)}"
+            raise InputError(
+                f"`method.{name[:60]}` is not an option of {settings.method}; {allowed}"
+            )
+    for name, option in known.items():
+        has_default = option.default is not MISSING or option.default_factory is not MISSING
+        if name not in given and not has_default:
+            raise InputError(
+                f"`method.{name}` is missing; {settings.method} needs it and has no default for it"
+            )
+    values = {name: _read_option(name, kinds[name], value) for name, value in given.items()}
+    try:
+        return options_class(**values)
+    except ValueError as error:
+        raise InputError(f"`method_options` must suit {settings.method}: {error}") from None
 
 # %% ../../nbs/07_training/02_methods.ipynb #a8dd09ef
 def is_one_state(
@@ -550,12 +323,488 @@ def completions(
     ]
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000017
-class Method(_Objective):
-    """A method: one function or more per axis. Without overrides it is Chunk-GRPO."""
+def ratio_metrics(
+    ratio: Tensor,  # (N,), of each chunk sample
+    clipped: Tensor,  # (N,), 1 where the clip stopped the gradient, else 0
+    chunk: Tensor,  # (N,), chunk number of each chunk sample
+    count: int,  # number of chunks
+) -> dict:
+    """Return the metrics of importance ratios: mean, largest deviation from 1, and of each chunk deviation and clipped share."""
+    deviation = (ratio - 1).abs()
+    samples = torch.bincount(chunk, minlength=count)
+    out = {"ratio_mean": ratio.mean().item(), "ratio_max_dev": deviation.max().item()}
+    for name, values in {"clip_fraction": clipped, "ratio_dev": deviation}.items():
+        totals = torch.bincount(chunk, weights=values.double(), minlength=count)
+        out[name] = [(t / n).item() if n else None for t, n in zip(totals, samples, strict=True)]
+    return out
+
+
+def _count_iteration(
+    method: "Method",
+    iteration: int,  # 0, 1, ...
+) -> IterationCounts:
+    """Count what one iteration computes."""
+    settings = method.settings
+    sampler = method.sampler(iteration)
+    images = settings.prompts_per_iteration * settings.images_per_prompt
+    trainable_steps = method.trainable_steps(sampler)
+    chunks = None
+    if settings.chunk_rule.kind == "fixed" or settings.method != "chunk":
+        chunks = method.chunks(torch.ones(len(trainable_steps)))
+    trained = images * method.count_trained_per_image(chunks)
+
+    # A later update asks once more for what was before the first one. Where chunk samples need each other's means, or do
+    # not fit into a batch, a pass over all of them comes before the one with gradients.
+    later = 1 - 1 / settings.updates_per_iteration
+    largest = max(chunks.sizes if chunks else [len(trainable_steps)])
+    split = (later if method.has_ratio else 1) * (largest > settings.update_batch)
+    passes = method.has_ratio * later + (1 if method.needs_group else split)
+    references = set(method.references)
+    anchors = set()
+    if settings.kl:
+        anchors = {"reference" if settings.anchor_every else "base"}
+    extra = len(references | anchors) + (1 + len(references)) * passes
+
+    # If a group shares its initial noise, one forward pass serves the first transition of all its images.
+    shares_first = settings.shared_noise and not settings.noise_spread
+    states = None
+    if method.noise_owner is not None:
+        states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
+
+    def count_forwards(group_size: int) -> int:
+        """Count the forward passes that sample a group."""
+        if not group_size:
+            return 0
+        if states is not None:
+            return rollout_forwards(states[:, :group_size])
+        return group_size * (len(sampler) - 1) + (1 if shares_first else group_size)
+
+    completed = completions(settings, sampler, trainable_steps, chunks)
+    prompts = settings.prompts_per_iteration
+    return IterationCounts(
+        rollout=prompts * count_forwards(settings.images_per_prompt)
+        + images * sum(forwards * part for forwards, part in completed),
+        trained=trained,
+        extra=trained * extra,
+        baseline=prompts * count_forwards(settings.baseline_images),
+        scored=images * (1 + sum(part for _, part in completed))
+        + prompts * settings.baseline_images,
+    )
+
+
+def mean_iteration_counts(method: "Method") -> IterationCounts:
+    """Count what an iteration of a method computes, the mean over the run's iterations."""
+    total = method.settings.iterations
+    if type(method).sampler is Method.sampler:  # iterations with the same window cost the same
+        windows = [
+            method.window.places(len(method.sigmas) - 2, i, method.settings.seed)
+            for i in range(total)
+        ]
+        shares = {windows.index(window): n / total for window, n in Counter(windows).items()}
+    else:
+        iterations = range(0, total, -(-total // 1000))
+        shares = dict.fromkeys(iterations, 1 / len(iterations))
+    counts = {i: _count_iteration(method, i) for i in shares}
+    means = {
+        part.name: math.fsum(share * getattr(counts[i], part.name) for i, share in shares.items())
+        for part in fields(IterationCounts)
+    }
+    return IterationCounts(**means)
+
+# %% ../../nbs/07_training/02_methods.ipynb #e9a4c1d5
+def check_settings_of_method(method: "Method") -> None:
+    """Raise InputError if settings do not suit a method, whatever it samples."""
+    settings = method.settings
+    for name, value in method.required_settings.items():
+        if getattr(settings, name) != value:
+            raise InputError(
+                f"`{name}` must be {value} with {settings.method}, which {method.requirement_reason}; "
+                f"got {getattr(settings, name)}"
+            )
+    images = settings.images_per_prompt
+    updates = settings.updates_per_iteration
+    if method.needs_group and images // updates < 2:
+        raise InputError(
+            f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
+            f"with {settings.method}, which compares them; got {updates}"
+        )
+    seeds = method.sharing.number if method.sharing.kind == "seeds" else 0
+    if seeds and settings.credit_of == "image" and images // seeds < 2:
+        raise InputError(
+            f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
+            f"compare them; got {settings.sharing}"
+        )
+    for name in method.reference_decays:
+        for iteration in range(min(settings.iterations, 1000)):
+            copy_decay(method, name, iteration)
+    if settings.credit == "scale" and "gain" not in settings.credit_of:
+        raise InputError(
+            "`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
+            "all-gains, whose zero means something; got scale"
+        )
+    if settings.kl and settings.anchor == "transition" and not method.has_log_prob:
+        raise InputError(
+            f"`anchor` must be velocity with {settings.method}, which has no density of transitions; "
+            "got transition"
+        )
+
+
+def check_sampled_steps(method: "Method") -> None:
+    """Raise InputError if an iteration leaves a method nothing to train, or ratios of transitions without noise."""
+    settings = method.settings
+    is_steady = type(method).sampler is Method.sampler and method.window.kind in ("all", "frozen")
+    for iteration in range(1 if is_steady else min(settings.iterations, 1000)):
+        sampler = method.sampler(iteration)
+        trainable_steps = method.trainable_steps(sampler)
+        where = f"in iteration {iteration + 1}"
+        if not len(trainable_steps):
+            raise InputError(
+                f"`method` must leave transitions to train; {settings.method} has none {where}"
+            )
+        has_noise = set(trainable_steps.tolist()) <= set(sampler.stochastic.tolist())
+        if method.has_ratio and method.has_log_prob and not has_noise:
+            raise InputError(
+                f"`method` must take ratios of transitions with noise; {settings.method} takes those of "
+                f"deterministic ones {where}"
+            )
+        same_start = settings.shared_noise and not settings.noise_spread
+        if same_start and not len(sampler.stochastic):
+            raise InputError(
+                f"`shared_noise` must be false with the ODE of {settings.method}, or all images of a "
+                "prompt are the same"
+            )
+        if settings.chunk_rule.kind == "fixed":
+            chunks = method.chunks(torch.ones(len(trainable_steps)))
+            if type(method).select_chunks is Method.select_chunks:
+                parse_chunk_numbers(settings.train_chunks, len(chunks))
+        method.transition_weights(sampler)
+
+# %% ../../nbs/07_training/02_methods.ipynb #b87e037b
+class Method:
+    """A training method: a function or a few for each choice. Without overrides it is Chunk-GRPO.
+
+    A subclass overrides what differs. Every function is called with the settings at `self.settings` and the
+    method's own options at `self.options`.
+    """
+
+    # a dataclass of the method's own options, which `method.NAME=VALUE` sets; None: it has none
+    Options: type | None = None
+
+    # True: `statistic` compares with the weights before the first update, so it is 0 until then
+    has_ratio = True
+    # True: the first transition statistic is a log-probability, which the rollout computes too
+    has_log_prob = True
+    # True: a chunk sample's objective depends on the others of its group
+    needs_group = False
+    # numbers that a transition's statistic has, 0: it is one; how many of them are log-ratios
+    statistic_size = 0
+    ratio_count = 1
+    # weights kept: name -> decay of the average after an iteration
+    reference_decays: Mapping[str, Callable[[int], float]] = {}
+    # name of the copy that samples; None: the present weights
+    sampling_reference: str | None = None
+    # names of the weights whose velocities `transition_stats` gets too: "base" or copies
+    references: tuple[str, ...] = ()
+    # settings that must have these values, and why, for the error's sentence: it "trains levels of final images"
+    required_settings: Mapping[str, object] = {}
+    requirement_reason = ""
+
+    def __init__(self, settings: Settings):
+        self.checked: set[str] = set()  # functions whose returned values were looked at
+        self.settings = settings
+        self.options = make_options(type(self).Options, settings)
+        # On the CPU, where looking at a number waits for no queue of kernels.
+        self.sigmas = sigmas(settings.steps, settings.shift)
+        self.window = Window.parse(settings.window)
+        self.sharing = Sharing.parse(settings.sharing)
+        self.noise_owner: Tensor | None = None
+        if settings.sharing != "own":
+            self.noise_owner = self.sharing.table(settings.images_per_prompt, settings.steps)
+
+        # Chunker and surrogate are names of what is built in, or a user's functions.
+        self.chunker: Callable | None = None
+        if ":" in settings.chunks and settings.chunk_rule.kind == "code":
+            self.chunker = import_callable(settings.chunks, "chunks")
+        self.custom_surrogate: Callable | None = None
+        self.surrogate: surrogates.Surrogate | None = None
+        if settings.surrogate in named_code(settings):
+            self.custom_surrogate = import_callable(settings.surrogate, "surrogate")
+        else:
+            self.surrogate = surrogates.Surrogate.parse(settings.surrogate, settings.clip_range)
+            if self.surrogate.kind == "dppo":
+                self.statistic_size = 2  # the divergence stands beside the log-ratio
+
+        # `anchor_every` renews the weights that the KL term pulls toward.
+        if settings.kl and settings.anchor_every:
+            self.reference_decays = {
+                **self.reference_decays,
+                "reference": lambda iteration: float((iteration + 1) % settings.anchor_every > 0),
+            }
+
+    @property
+    def is_proportional(self) -> bool:
+        """Return True if a chunk sample's objective is known to be proportional to its advantage."""
+        return (
+            type(self).objective is Method.objective
+            and self.surrogate is not None
+            and self.surrogate.kind not in ("par", "pepg")
+        )
+
+    # Which transitions have noise, and which may be trained?
+
+    def sampler(
+        self,
+        iteration: int,  # 0, 1, ...
+    ) -> Sampler:
+        """Return the sampler of an iteration's trajectories."""
+        settings = self.settings
+        grid = self.sigmas
+        eta = self.window.strengths(len(grid) - 2, settings.eta, iteration, settings.seed)
+        if settings.merge != "none":
+            grid, eta = merge_transitions(grid, eta, settings.merge, settings.shift)
+        solver = settings.solver
+        is_short = self.window.kind == "frozen" and len(grid) - 1 - self.window.width < 3
+        if settings.merge.startswith("rest") and is_short:
+            # what dpm2 is on so few transitions: the first and the last are Euler's
+            solver = "euler"
+        # E-GRPO's noise at sigma 1 is that of the whole grid.
+        second = self.sigmas[1] if settings.merge.startswith("entropy") else None
+        return Sampler(grid, settings.sampler, eta, solver, second)
+
+    def trainable_steps(
+        self,
+        sampler: Sampler,  # of an iteration
+    ) -> Tensor:
+        """Return the transitions that may be trained, (n,) long and increasing."""
+        return sampler.stochastic
+
+    # What is an image's advantage?
+
+    def advantages(
+        self,
+        scores: dict[str, Tensor],  # (P, G) of each reward, by its name
+        weights: dict[str, float],  # of each reward
+    ) -> Tensor:
+        """Return the advantages (P, G) of all groups of an iteration.
+
+        With `credit_of: all-gains` the G numbers of a group are the gains of all chunks of its images.
+        """
+        settings = self.settings
+        shape = next(iter(scores.values())).shape
+        seeds = self.sharing.number if self.sharing.kind == "seeds" else 1
+
+        # Images of one initial noise are compared with each other.
+        rows = {name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()}
+        advantages = credit_advantages(rows, weights, settings.credit, settings.advantage_clamp)
+        return advantages.reshape(shape)
+
+    # Over what is one ratio taken?
+
+    def chunks(
+        self,
+        profile: Tensor,  # (n,), mean distance that each trainable step moves the base's latents
+    ) -> Chunks:
+        """Divide the trainable steps into chunks."""
+        rule = self.settings.chunk_rule
+        if self.chunker is not None:
+            made = self.chunker(profile)
+            sizes = made if isinstance(made, Chunks) else Chunks(tuple(made))
+            return chunks_from_setting(str(sizes), len(profile))
+        if rule.min_size:
+            return chunk_search.adaptive_chunks(profile[None], rule.min_size)[0]
+        measured = dynamics.chunks_from_profile(profile) if rule.kind == "profile" else None
+        return chunks_from_setting(self.settings.chunks, len(profile), measured)
+
+    def partition(
+        self,
+        paths: Trajectories,  # of B images
+        profile: Tensor,  # (T,) mean distances of the base
+    ) -> Chunks | list[Chunks]:
+        """Return the chunks of the trajectories: the same for all or, if adaptive, those of each."""
+        rule = self.settings.chunk_rule
+        trainable_steps = self.trainable_steps(paths.sampler)
+        if rule.kind == "fixed" and self.chunker is None:
+            return self.chunks(torch.ones(len(trainable_steps)))
+        if not rule.min_size:
+            return self.chunks(profile[trainable_steps])
+        distance = paths.distance.cpu()[:, trainable_steps]
+        return chunk_search.adaptive_chunks(distance, rule.min_size)
+
+    # Which chunks are trained, and with what weight?
+
+    def uniform_share(
+        self,
+        iteration: int,  # 0, 1, ...
+    ) -> float:
+        """Return the share of equal chances that weighted drawing has in an iteration."""
+        settings = self.settings
+        faded = 0.0
+        if settings.weighting_anneal:
+            faded = min(1.0, iteration / settings.weighting_anneal)
+        return settings.weighting_uniform + (1 - settings.weighting_uniform) * faded
+
+    def select_chunks(
+        self,
+        paths: Trajectories,  # of B images
+        chunks: Chunks | list[Chunks],  # the same for all, or those of each image
+        profile: Tensor,  # (T,) mean distances of the base
+        iteration: int,  # 0, 1, ...
+    ) -> Tensor:  # (B, k) long; -1 behind the last of an image that trains fewer
+        """Draw the chunks that each image trains."""
+        settings = self.settings
+        return sample_chunks(
+            paths,
+            chunks,
+            fraction=settings.chunk_fraction,
+            weighting=settings.chunk_weighting,
+            allowed=settings.train_chunk_numbers,
+            uniform=self.uniform_share(iteration),
+            temperature=settings.weighting_temperature,
+            profile=profile,
+            trainable_steps=self.trainable_steps(paths.sampler),
+        )
+
+    def transition_weights(
+        self,
+        sampler: Sampler,  # of an iteration
+    ) -> Tensor | None:  # (T,) with mean 1 over all transitions that windows reach; None: all equal
+        """Return the weight of each transition in the objective."""
+        text = self.settings.step_weights
+        trainable_steps = self.trainable_steps(sampler)
+        if text == "one":
+            return None
+
+        # Sizes of chunks mean the weights T / (K cs) of these chunks.
+        if text not in surrogates.STEP_WEIGHTS:
+            try:
+                made = step_weights(chunks_from_setting(text, len(trainable_steps)))
+            except InputError as error:
+                named = ", ".join(surrogates.STEP_WEIGHTS)
+                words = str(error).replace("`chunks`", "they")
+                raise InputError(
+                    f"`step_weights` must be one, {named}, or chunk sizes: {words}"
+                ) from None
+            return torch.zeros(len(sampler)).index_put((trainable_steps,), made)
+
+        if self.window.kind == "all":
+            return surrogates.step_weights_by_name(text, sampler, trainable_steps)
+
+        whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
+        return surrogates.step_weights_by_name(text, sampler, sampler.stochastic, whole=whole)
+
+    # What stands for the log-probability?
+
+    def replay(
+        self,
+        context: ReplayContext,  # trajectories and the policy that replays them
+        image: Tensor,  # (m,), image of each transition
+        index: Tensor,  # (m,), its step in the trajectory
+        anchor: bool = True,  # whether the anchor's penalty is wanted
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the statistics of transitions, with graph, and the penalty of the anchor.
+
+        The transition statistics are a tuple of tensors (m, ...). The penalty is (m,), or None without an anchor.
+        """
+        x, target = self.states(context, image, index)
+        sampler = context.trajectories.sampler
+
+        # The anchor pulls toward the base, or toward the copy that `anchor_every` renews.
+        reference = "reference" if "reference" in context.reference_weights else "base"
+        anchored = anchor and self.settings.kl > 0
+        references = [*self.references, reference] if anchored else [*self.references]
+        v, reference_velocities = context.velocities(x, image, index, references)
+        transition_stats = self.transition_stats(v, reference_velocities, target, x, sampler, index)
+        if not anchored:
+            return transition_stats, None
+
+        if self.settings.anchor == "transition":
+            mean, std = sampler.mean_std(v, x, index)
+            reference_mean, _ = sampler.mean_std(reference_velocities[reference], x, index)
+            penalty = sampler.kl(mean, reference_mean, std)
+        else:
+            penalty = (v - reference_velocities[reference]).square().flatten(1).mean(1)
+        if context.anchored is not None:
+            penalty = penalty * context.anchored[image].to(penalty)
+        return transition_stats, penalty
+
+    def states(
+        self,
+        context: ReplayContext,  # trajectories and the policy that replays them
+        image: Tensor,  # (m,), image of each transition
+        index: Tensor,  # (m,), its step in the trajectory
+    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
+        """Return the latents at which the velocity is computed, and the target it is judged by: x_i and x_{i+1}."""
+        path = context.trajectories.latents
+        device = context.policy.device
+        current = path[image, index].float().to(device)
+        following = path[image, index + 1].float().to(device)
+        return current, following
+
+    def transition_stats(
+        self,
+        v: Tensor,  # (m, S, C) velocity of the policy, with graph
+        # name -> (m, S, C) of a reference, without graph
+        reference_velocities: Mapping[str, Tensor],
+        target: Tensor,  # (m, S, C) next latents
+        x: Tensor,  # (m, S, C) latents
+        sampler: Sampler,  # of the rollout
+        index: Tensor,  # (m,) step of each transition
+    ) -> tuple[Tensor, ...]:  # (m, ...) each
+        """Return what is kept of transitions; the log-probability (m,) comes first."""
+        mean, std = sampler.mean_std(v, x, index)
+        log_prob = sampler.log_prob(target, mean, std)
+        if self.settings.statistic == "ratio" and not self.statistic_size:
+            return (log_prob,)
+        return (log_prob, mean, std.flatten().expand(len(mean)))
+
+    def statistic(
+        self,
+        new: tuple[Tensor, ...],  # transition statistics of the present weights, with graph
+        old: tuple[Tensor, ...],  # transition statistics before the first update
+    ) -> Tensor:  # (m,) or (m, statistic_size)
+        """Return what is averaged over a chunk sample: each transition's log-ratio or its statistics."""
+        if len(new) == 1:
+            return new[0] - old[0] if self.has_ratio else new[0]
+        shift = surrogates.mean_shift(new[1], old[1], new[2])
+        statistic = surrogates.transition_statistic(
+            self.settings.statistic, new[0] - old[0], shift, new[2]
+        )
+        return torch.stack([statistic, shift.detach()], 1) if self.statistic_size else statistic
+
+    # What is maximised, and what holds the policy near the base?
+
+    def objective(
+        self,
+        # (N,) or (N, statistic_size), mean over the transitions of each chunk sample
+        statistic: Tensor,
+        advantage: Tensor,  # (N,), of each chunk sample
+        group: Tensor,  # (N,), group of each chunk sample
+    ) -> Tensor:  # (N,)
+        """Return the objective of each chunk sample, to be maximised.
+
+        A statistic (N, statistic_size) has the log-ratio first and, for dppo, the divergence second. A surrogate,
+        built in or not, gets ratio and advantage of shape (N,) in every method.
+        """
+        log_ratio, *shift = statistic.unbind(1) if statistic.ndim > 1 else (statistic,)
+        if self.surrogate is not None:
+            return self.surrogate(log_ratio, advantage, *shift[:1])
+        objective = self.custom_surrogate(log_ratio.exp(), advantage, self.settings.clip_range)
+        check_floats(self, "surrogate", objective, advantage.shape, "(N,)")
+        return objective
+
+    def kl_weight(
+        self,
+        advantage: Tensor,  # (N,), of each chunk sample
+    ) -> Tensor | None:  # (N,); None: 1 for all
+        """Return the factor of each chunk sample's KL term, which `kl` multiplies too; called if `kl` is above 0."""
+        return None
+
+    # What does it say, cost, and refuse?
 
     def chunk_metrics(
         self,
-        statistic: Tensor,  # (N,) or (N, parts), mean over the transitions of each chunk sample
+        # (N,) or (N, statistic_size), mean over the transitions of each chunk sample
+        statistic: Tensor,
         slope: Tensor,  # as statistic, the objective's derivative by it
         advantage: Tensor,  # (N,), of each chunk sample
         objective: Tensor,  # (N,), objective of each chunk sample
@@ -577,34 +826,7 @@ class Method(_Objective):
         """Return the method's values in a line of metrics."""
         if not self.has_ratio:
             return {"loss_mean": items["loss"].mean().item()}
-        away = (items["ratio"] - 1).abs()
-        drawn = torch.bincount(chunk, minlength=count)
-        out = {"ratio_mean": items["ratio"].mean().item(), "ratio_max_dev": away.max().item()}
-        for name, values in {"clip_fraction": items["clipped"], "ratio_dev": away}.items():
-            total = torch.bincount(chunk, weights=values.double(), minlength=count)
-            out[name] = [(t / n).item() if n else None for t, n in zip(total, drawn, strict=True)]
-        return out
-
-    def counts(self) -> IterationCounts:
-        """Count what an iteration computes, the mean over the run's iterations."""
-        if type(self).sampler is Method.sampler:  # iterations with the same window are alike
-            windows = [
-                self.window.places(len(self.sigmas) - 2, i, self.settings.seed)
-                for i in range(self.settings.iterations)
-            ]
-            shares = {
-                windows.index(window): n / len(windows) for window, n in Counter(windows).items()
-            }
-        else:
-            iterations = range(0, self.settings.iterations, -(-self.settings.iterations // 1000))
-            shares = dict.fromkeys(iterations, 1 / len(iterations))
-        each = {i: self._counts_of_iteration(i) for i in shares}
-        return IterationCounts(
-            *(
-                math.fsum(share * getattr(each[i], part.name) for i, share in shares.items())
-                for part in fields(IterationCounts)
-            )
-        )
+        return ratio_metrics(items["ratio"], items["clipped"], chunk, count)
 
     def count_trained_per_image(
         self,
@@ -613,127 +835,14 @@ class Method(_Objective):
         """Return the mean number of transitions of an image that are trained."""
         return transitions_per_image(self.settings, chunks and chunks.sizes)[1]
 
-    def _counts_of_iteration(self, iteration: int) -> IterationCounts:
-        """Count what one iteration computes."""
-        settings = self.settings
-        sampler = self.sampler(iteration)
-        images = self.settings.prompts_per_iteration * self.settings.images_per_prompt
-        trainable_steps = self.trainable_steps(sampler)
-        chunks = (
-            self.chunks(torch.ones(len(trainable_steps)))
-            if settings.chunk_rule.kind == "fixed" or settings.method != "chunk"
-            else None
-        )
-        trained = images * self.count_trained_per_image(chunks)
-
-        # A later update asks once more for what was before the first one. Where chunk samples need each other's means, or do
-        # not fit into a batch, a pass over all of them comes before the one with gradients.
-        later = 1 - 1 / settings.updates_per_iteration
-        largest = max(chunks.sizes if chunks else [len(trainable_steps)])
-        split = (later if self.has_ratio else 1) * (largest > settings.update_batch)
-        passes = self.has_ratio * later + (1 if self.needs_group else split)
-        references = set(self.references)
-        held = {"reference" if settings.anchor_every else "base"} if settings.kl else set()
-        extra = len(references | held) + (1 + len(references)) * passes
-
-        first = (
-            settings.shared_noise and not settings.noise_spread
-        )  # one forward for all images of a prompt
-        states = (
-            None
-            if self.noise_owner is None
-            else shared_states(self.noise_owner[: len(sampler) + 1], sampler.stochastic)
-        )
-        rollout, baseline = (
-            0
-            if not n
-            else rollout_forwards(states[:, :n])
-            if states is not None
-            else n * (len(sampler) - 1) + (1 if first else n)
-            for n in (settings.images_per_prompt, settings.baseline_images)
-        )
-        more = completions(settings, sampler, trainable_steps, chunks)
-        return IterationCounts(
-            rollout=settings.prompts_per_iteration * rollout
-            + images * sum(forwards * part for forwards, part in more),
-            trained=trained,
-            extra=trained * extra,
-            baseline=settings.prompts_per_iteration * baseline,
-            scored=images * (1 + sum(part for _, part in more))
-            + settings.prompts_per_iteration * settings.baseline_images,
-        )
+    def counts(self) -> IterationCounts:
+        """Count what an iteration computes, the mean over the run's iterations."""
+        return mean_iteration_counts(self)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
-        for name, value in self.required_settings.items():
-            if getattr(self.settings, name) != value:
-                raise InputError(
-                    f"`{name}` must be {value} with {self.settings.method}, which {self.requirement_reason}; "
-                    f"got {getattr(self.settings, name)}"
-                )
-        images, updates = self.settings.images_per_prompt, self.settings.updates_per_iteration
-        if self.needs_group and images // updates < 2:
-            raise InputError(
-                f"`updates_per_iteration` must leave an update 2 of a group's {images} images or more "
-                f"with {self.settings.method}, which compares them; got {updates}"
-            )
-        if (
-            self.sharing.kind == "seeds"
-            and self.settings.credit_of == "image"
-            and images // self.sharing.number < 2
-        ):
-            raise InputError(
-                f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
-                f"compare them; got {self.settings.sharing}"
-            )
-        for name in self.reference_decays:
-            for iteration in range(min(self.settings.iterations, 1000)):
-                copy_decay(self, name, iteration)
-        if self.settings.credit == "scale" and "gain" not in self.settings.credit_of:
-            raise InputError(
-                "`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "
-                "all-gains, whose zero means something; got scale"
-            )
-        if self.settings.kl and self.settings.anchor == "transition" and not self.has_log_prob:
-            raise InputError(
-                f"`anchor` must be velocity with {self.settings.method}, which has no density of transitions; "
-                "got transition"
-            )
-        same = type(self).sampler is Method.sampler and self.window.kind in (
-            "all",
-            "frozen",
-        )  # in all iterations
-        for iteration in range(1 if same else min(self.settings.iterations, 1000)):
-            sampler = self.sampler(iteration)
-            trainable_steps = self.trainable_steps(sampler)
-            where = f"in iteration {iteration + 1}"
-            if not len(trainable_steps):
-                raise InputError(
-                    f"`method` must leave transitions to train; {self.settings.method} has none {where}"
-                )
-            if (
-                self.has_ratio
-                and self.has_log_prob
-                and not set(trainable_steps.tolist()) <= set(sampler.stochastic.tolist())
-            ):
-                raise InputError(
-                    f"`method` must take ratios of transitions with noise; {self.settings.method} takes those of "
-                    f"deterministic ones {where}"
-                )
-            if (
-                self.settings.shared_noise
-                and not self.settings.noise_spread
-                and not len(sampler.stochastic)
-            ):
-                raise InputError(
-                    f"`shared_noise` must be false with the ODE of {self.settings.method}, or all images of a "
-                    "prompt are the same"
-                )
-            if self.settings.chunk_rule.kind == "fixed":
-                made = self.chunks(torch.ones(len(trainable_steps)))
-                if type(self).select_chunks is Method.select_chunks:
-                    parse_chunk_numbers(self.settings.train_chunks, len(made))
-            self.transition_weights(sampler)
+        check_settings_of_method(self)
+        check_sampled_steps(self)
 
 # %% ../../nbs/07_training/02_methods.ipynb #hook-checks
 _HOOKS = (
@@ -749,6 +858,7 @@ _HOOKS = (
     "transition_stats",
     "statistic",
     "objective",
+    "kl_weight",
     "chunk_metrics",
     "metrics",
     "counts",

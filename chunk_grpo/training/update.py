@@ -306,7 +306,7 @@ class UpdateStats:
     # (N,) numbers of each chunk sample before the step, in the method's names
     items: dict[str, Tensor]
     objective: float  # its value without the anchor
-    kl: float  # mean of the anchor
+    kl: float  # mean KL term, before `kl` multiplies it
 
 
 def check_chunk_metrics(
@@ -336,6 +336,19 @@ def _chunk_advantages(
     return chunk_means(advantage[update_batch.image, update_batch.step], update_batch.segment)
 
 
+def _kl_weight(
+    method: Method,
+    advantage: Tensor,  # (N,), of each chunk sample
+) -> Tensor | None:  # (N,); None: 1 for all
+    """Return the factor of each chunk sample's KL term; raise InputError if the method's `kl_weight` is malformed."""
+    if not method.settings.kl:
+        return None
+    weight = method.kl_weight(advantage.clone())
+    if weight is not None:
+        check_floats(method, "kl_weight", weight, advantage.shape, "(N,)")
+    return weight
+
+
 def _backward_idle_forwards(
     context: ReplayContext,
     update_batch: UpdateBatch,
@@ -361,7 +374,7 @@ def _update_stats(
     statistic: Tensor,  # (M, ...), in the order of the batches
     adv: Tensor,  # (N,) advantage of each chunk sample
     weight: Tensor | None,  # (N,) of each chunk sample's objective; None: 1
-    kl: float | Tensor,  # mean of the anchor
+    kl: float | Tensor,  # mean KL term, before `kl` multiplies it
 ) -> UpdateStats:
     """Measure an update from the statistics of its transitions."""
     # from the order of the forward passes to that of the update
@@ -393,10 +406,11 @@ def accumulate_gradients(
 ) -> UpdateStats:
     """Add the gradient of minus the objective to the gradients of the weights, and return measurements.
 
-    The objective is a mean over chunk samples, each of which counts as one, plus `kl` times the anchor.
+    The objective is a mean over chunk samples, each of which counts as one, less `kl` times the mean KL term.
     Raise InputError if the method's hooks return malformed tensors, or a statistic without gradient.
     """
     adv = _chunk_advantages(advantage, update_batch).to(context.policy.device)
+    kl_advantage = adv  # before transition weights scale it
 
     # A weight scales a chunk sample's objective. If the objective is proportional to the advantage, scale that instead.
     weight = None if update_batch.weight is None else update_batch.weight.to(adv)
@@ -411,6 +425,11 @@ def accumulate_gradients(
     share = 1 / (
         update_batch.segment.bincount()[update_batch.segment] * len(update_batch.chunk_image)
     )
+    # share of a transition in the KL term, which a method may weigh
+    kl_share = share
+    kl_weight = _kl_weight(method, kl_advantage)
+    if kl_weight is not None:
+        kl_share = share * kl_weight.to(share)[update_batch.segment]
     statistics = []
     kl = 0.0
     for n, batch in enumerate(update_batch.batches):
@@ -436,7 +455,7 @@ def accumulate_gradients(
             # The coefficients are constants, so this loss has the objective's gradient but not its value.
             loss = -(coefficients(batch, statistic.detach()) * statistic).sum()
             if anchor is not None:
-                anchor = (share[batch].to(anchor) * anchor).sum()
+                anchor = (kl_share[batch].to(anchor) * anchor).sum()
                 loss = loss + method.settings.kl * anchor
                 kl = kl + anchor.detach()
 
