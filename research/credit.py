@@ -5,7 +5,7 @@ The pages gradient-noise, credit-assignment and gradient-bias of nbs/findings de
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
 from chunk_grpo.models.policy import compute_network_sigma
 from chunk_grpo.training.methods import ReplayContext
-from chunk_grpo.training.rollout import make_generator
+from chunk_grpo.training.rollout import ImageKey, make_generator
 
 
 def jackknife_error(
@@ -179,7 +179,7 @@ def gaussian_value(
 
 
 def branch_noise(
-    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation) of each image
+    keys: Sequence[ImageKey],  # of each image
     index: int,  # transition at which the branch leaves the trajectory
     branch: list[int],  # number of each image's branch
     shape: tuple[int, ...],  # (T - index, S, C), of one image

@@ -47,7 +47,7 @@ def table(policy, prompts, images, kind, eta):
     paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, eta), 48)
     drawn = decode_latents(policy, paths.latents[:, -1], 48)
     clip = rewards.load_reward("pocket-clip")
-    asked = [texts[key[2]] for key in keys]
+    asked = [texts[prompt] for _, _, prompt, _ in keys]
     score = rewards.score_images("pocket-clip", clip, drawn, asked)
     advantage = group_advantages(score.reshape(prompts, images)).flatten()
     grams = gradient_gram(ReplayContext(policy, conditioning, paths), advantage, BLOCKS)

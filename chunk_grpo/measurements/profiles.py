@@ -20,7 +20,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints, sigmas
 from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
-from ..training.rollout import sample_trajectories
+from ..training.rollout import ImageKey, sample_trajectories
 
 DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
 
@@ -29,7 +29,7 @@ DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each o
 def _sample_with_predictions(
     policy: Policy,  # the model
     rows: dict[str, Tensor],  # encoded prompts, one row per image
-    keys: list[tuple[int, int, int, int]],  # of each image's noise, as in `rollout`
+    keys: Sequence[ImageKey],  # of each image's noise
     sampler: Sampler,  # of T steps
 ) -> tuple[Tensor, Tensor]:  # latents and predicted images, each (B, T + 1, S, C)
     """Sample latents from noise to image, with the noise of `rollout`, and predict the image from each of them."""
@@ -83,7 +83,7 @@ def render_frames(
     """Sample a trajectory per prompt with base and with trained weights, from the same noise, and decode it."""
     grid = sigmas(steps, shift)
     # Iteration -1: noise that no training run uses.
-    keys = [(seed, -1, p, 0) for p in range(len(prompts))]
+    keys = [ImageKey(seed, -1, p, 0) for p in range(len(prompts))]
     rows = policy.encode(list(prompts))
     step_sampler = Sampler(grid, sampler, eta)
     with base_weights(policy):
@@ -115,7 +115,7 @@ def measure_distances(
         raise InputError(
             f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both."
         )
-    keys = [(seed, 0, p, g) for p in chosen for g in range(images)]
+    keys = [ImageKey(seed, 0, p, g) for p in chosen for g in range(images)]
     prompt_index = torch.arange(len(keys)) // images
     conditioning = policy.encode([prompts[p] for p in chosen])
     distances: dict[str, list[Tensor]] = {name: [] for name in DISTANCE_KINDS}

@@ -39,7 +39,7 @@ from ..planning import plan
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.methods import Method, ReplayContext, sample_chunks
-from ..training.rollout import Trajectories, make_generator, sample_trajectories
+from ..training.rollout import ImageKey, Trajectories, make_generator, sample_trajectories
 from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #0d9e5164
@@ -264,7 +264,7 @@ class Workload:
     policy: Policy  # with trained weights marked
     prompts: list[str]  # P prompts
     conditioning: dict[str, Tensor]  # encoded prompts, one row per prompt
-    keys: list[tuple[int, int, int, int]]  # (seed, iteration, prompt, generation) of each image
+    keys: Sequence[ImageKey]  # of each image
     prompt_index: Tensor  # (B,) long: index of each image's prompt
     sampler: Sampler  # of the rollout
     chunks: Chunks  # of the update
@@ -318,7 +318,7 @@ def prepare_workload(
         name = next(iter(setting.reward_weights(settings)))
         reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
     keys = [
-        (settings.seed, 0, p, g)
+        ImageKey(settings.seed, 0, p, g)
         for p in range(len(prompts))
         for g in range(settings.images_per_prompt)
     ]

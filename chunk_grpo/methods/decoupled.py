@@ -157,7 +157,7 @@ class Decoupled(Method):
 
         # Images that share their levels use the random numbers of their group.
         if self.shared:
-            paths = replace(paths, keys=[(*key[:3], -1) for key in paths.keys])
+            paths = replace(paths, keys=[key.with_generation(-1) for key in paths.keys])
 
         if settings.chunk_weighting == "uniform":
             chosen = self._draw_uniformly(paths, chunks_of_levels)
@@ -312,7 +312,7 @@ class VGrpo(Elbo):
         count = chunk_count(len(chunks), self.settings.chunk_fraction)
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
-            torch.rand(count, generator=make_generator(*key[:3], -1, stream="chunks"))
+            torch.rand(count, generator=make_generator(*key.with_generation(-1), stream="chunks"))
             for key in paths.keys
         ]
         return torch.stack([edges[:-1] + (u * edges.diff()).long() for u in uniforms])

@@ -51,6 +51,7 @@ from chunk_grpo.training.methods import (
 )
 from .methods import is_one_state, load_method, read_only, wrong_return
 from chunk_grpo.training.rollout import (
+    ImageKey,
     Trajectories,
     complete_states,
     sample_trajectories,
@@ -269,7 +270,7 @@ def _score_completions(
         images_per_state = state.settings.images_per_prompt
     current = paths.latents[:, start].float()
     first = torch.arange(0, len(paths.keys), images_per_state)
-    prompts = [state.prompts[paths.keys[i][2]] for i in first.tolist()]
+    prompts = [state.prompts[paths.keys[i].prompt] for i in first.tolist()]
 
     store = TORCH_DTYPES[state.settings.latents_dtype]
     final = complete_states(
@@ -418,13 +419,14 @@ def _begin_groups(
     state: TrainingState,
     count: int,  # images per prompt
     names: Iterable[str],  # of the rewards that score them
-) -> tuple[list[int], list[tuple[int, int, int, int]], Tensor, StreamingScores]:
+) -> tuple[list[int], list[ImageKey], Tensor, StreamingScores]:
     """Return this process's prompts, the keys of their images, the prompt index of each image, and the scorer."""
     prompt_ids = state.local_prompts(state.iteration)
-    keys = [(state.settings.seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
+    seed = state.settings.seed
+    keys = [ImageKey(seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
     row = torch.arange(len(prompt_ids)).repeat_interleave(count)
     scorers = {name: state.rewards[name] for name in names}
-    texts = [state.prompts[prompt] for _, _, prompt, _ in keys]
+    texts = [state.prompts[key.prompt] for key in keys]
     streaming_scores = StreamingScores(state.executor, scorers, texts)
     return prompt_ids, keys, row, streaming_scores
 

@@ -19,18 +19,18 @@ from torch import Tensor
 from .. import InputError
 from ..method.chunks import Chunks, fits_in_batch, flatten_chunks, split_into_batches
 from .methods import Method, ReplayContext, check_floats, read_only, wrong_return
-from .rollout import make_generator
+from .rollout import ImageKey, make_generator
 
 # %% ../../nbs/07_training/03_update.ipynb #3c7a8a01
 def split_updates(
-    keys: list[tuple[int, int, int, int]],  # (seed, iteration, prompt, generation), groups together
+    keys: Sequence[ImageKey],  # groups together
     group: int,  # G, images per prompt
     updates: int,  # U, divides G
 ) -> list[Tensor]:  # U LongTensors of positions in `keys`
     """Share the images out over the updates: each gets G / U images of every group, shuffled."""
     orders = []
     for low in range(0, len(keys), group):
-        generator = make_generator(*keys[low][:3], -1, stream="shares")
+        generator = make_generator(*ImageKey(*keys[low]).with_generation(-1), stream="shares")
         orders.append(low + torch.randperm(group, generator=generator))
     return [torch.cat([order[u::updates] for order in orders]) for u in range(updates)]
 
