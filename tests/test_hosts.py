@@ -177,7 +177,7 @@ def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
         "SLURM_GPUS_ON_NODE": "8",
     }
     done = subprocess.run(
-        ["bash", script, "paper/chunk", "--out", "/shared/run", "--resume"],
+        ["bash", script, "paper/chunk", "--out", "/shared/run", "--resume", "auto"],
         check=True,
         text=True,
         env=os.environ | job,
@@ -190,6 +190,7 @@ def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
         "--out",
         "/shared/run",
         "--resume",
+        "auto",
         "--nodes",
         "2",
         "--processes",
