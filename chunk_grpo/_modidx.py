@@ -790,6 +790,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled': ( '08_methods/decoupled.html#decoupled',
                                                                                           'chunk_grpo/methods/decoupled.py'),
+                                              'chunk_grpo.methods.decoupled.Decoupled.__init__': ( '08_methods/decoupled.html#decoupled.__init__',
+                                                                                                   'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled._draw_uniformly': ( '08_methods/decoupled.html#decoupled._draw_uniformly',
                                                                                                           'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled.check': ( '08_methods/decoupled.html#decoupled.check',

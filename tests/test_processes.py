@@ -20,7 +20,8 @@ from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_sta
 from chunk_grpo.training.rollout import initial_noise
 state = load_policy_and_optimizer(prepare_state(settings.load_settings(sys.argv[1]), sys.argv[2]))
 paths = sample_groups(state).context.trajectories
-torch.save({"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys), "keys": [tuple(key) for key in paths.keys]},
+drawn = {"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys)}
+torch.save({**drawn, "keys": [tuple(key) for key in paths.keys]},
            f"{sys.argv[2]}/{state.accelerator.num_processes}.{state.accelerator.process_index}.pt")
 """
 

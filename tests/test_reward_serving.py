@@ -485,6 +485,7 @@ WRONG = {
     "no pixels": server.pack_request(np.zeros((1, 3, 0, 2), np.float32), ["a"]),
     "four channels": server.pack_request([np.zeros((2, 2, 4), np.uint8)], ["a"]),
     "more prompts": server.pack_request(np.zeros((1, 3, 2, 2), np.float32), ["a", "b"]),
+    "a number as images": server.pack_request(np.zeros((), np.float32), ["a"]),
     "no texts": head(b'{"prompts":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}', b"[1]"),
 }
 

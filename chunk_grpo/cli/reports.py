@@ -393,22 +393,37 @@ def presets(
 @reports_app.command(epilog=examples("methods", "methods pocket/demo", "methods --json"))
 def methods(
     source: Annotated[
-        str, typer.Argument(metavar="[SETTINGS]", help="What they are put beside.")
+        str,
+        typer.Argument(
+            metavar="[SETTINGS]",
+            help="Settings that each method is combined with, to count its cost.",
+        ),
     ] = "paper/chunk",
     as_json: JsonOption = False,
 ):
-    """List the methods, and what an image of each costs."""
+    """List the methods with their choices and their cost per image."""
     from chunk_grpo.methods.table import method_row  # here, since it imports torch
 
-    rows = [method_row(name, source) for name in settings.METHODS]
+    settings.load_settings(source)  # raises what no method could change
+    rows = []
+    for name, about in settings.METHODS.items():
+        try:
+            rows.append(method_row(name, source))
+        except InputError as error:  # such as chunks of other sizes than these settings have
+            kept = {key: about[key] for key in ("title", "source", "idea")}
+            rows.append({"method": name, **kept, "rejected": str(error)})
     if as_json:
         return print_json(rows)
     for row in rows:
         # The cost keys are taken out as well; what remains are the axes of the method.
         name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
+        if "rejected" in row:
+            typer.echo(f"{name:16} {title} ({origin}): {idea}")
+            typer.echo(f"{'':16} does not fit {source}: {row['rejected']}")
+            continue
         cost = ", ".join(
             f"{key} {row.pop(key):g}" for key in ("rollout", "trained", "extra", "scored")
         )
         typer.echo(f"{name:16} {title} ({origin}): {idea}")
         typer.echo(f"{'':16} " + "; ".join(f"{axis}: {choice}" for axis, choice in row.items()))
-        typer.echo(f"{'':16} forwards an image: {cost}")
+        typer.echo(f"{'':16} forward passes per image: {cost}")

@@ -82,10 +82,12 @@ def eager(policy: Policy) -> Iterator[None]:
     net = policy.transformer
     checkpointing = net.is_gradient_checkpointing
     net.disable_gradient_checkpointing()
-    with mock.patch.object(policy, "compiled", False), torch.compiler.set_stance("force_eager"):
-        yield
-    if checkpointing:
-        net.enable_gradient_checkpointing()
+    try:
+        with mock.patch.object(policy, "compiled", False), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        if checkpointing:
+            net.enable_gradient_checkpointing()
 
 
 def _count_flops(

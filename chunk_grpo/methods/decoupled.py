@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
+from ..core.settings import Settings
 from ..method import chunk_search
 from ..method.chunks import Chunks, flatten_chunks, parse_chunk_numbers
 from ..method.dynamics import chunk_count
@@ -92,6 +93,12 @@ class Decoupled(Method):
         "credit_of": "image",
     }
     requirement_reason = "trains levels of final images"
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        # An objective of the method's own ignores the surrogate, so the setting must stay at its default.
+        if self.needs_group or not self.has_ratio:
+            self.required_settings = {**self.required_settings, "surrogate": "clip"}
 
     def sampler(self, iteration: int) -> Sampler:
         """Return the ODE sampler, the same in every iteration."""
@@ -244,9 +251,6 @@ class Decoupled(Method):
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
-        # These methods have an objective of their own, so the setting must stay at its default.
-        if self.needs_group or not self.has_ratio:
-            self.required_settings = self.required_settings | {"surrogate": "clip"}
         super().check()
         if self.settings.chunk_rule.kind == "fixed":
             chunks = Method.chunks(self, torch.ones(len(self.trainable_steps(self.sampler(0)))))

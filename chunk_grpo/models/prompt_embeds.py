@@ -248,10 +248,12 @@ def lazy_prompt_encoder(
                 f"{' '.join(str(error).split())[:200]!r}"
             ) from None
 
-    yield encode
-    if pipe:
-        pipe.clear()
-        gc.collect()
+    try:
+        yield encode
+    finally:
+        if pipe:
+            pipe.clear()
+            gc.collect()
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def prompt_key(policy: Any) -> str:  # sha256 in hex

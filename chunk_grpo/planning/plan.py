@@ -350,9 +350,11 @@ def _run_two_per_kind(
     for block in _blocks(net):
         build = f"{block} {[p.requires_grad for p in block.parameters()]}"
         block.forward = functools.partial(forward, block.forward, build)
-    yield skipped, measured
-    for block in _blocks(net):
-        del block.forward
+    try:
+        yield skipped, measured
+    finally:
+        for block in _blocks(net):
+            del block.forward
 
 
 @functools.cache

@@ -80,6 +80,8 @@ def unpack_request(
         images = [tensors[name] for name in sorted(tensors)]
     else:
         images = batch
+    if batch is not None and not batch.ndim:
+        raise ValueError("images must be (B, 3, H, W); got a number")
     if not 0 < len(prompts) == len(images) or len(prompts) > max_images:
         raise ValueError(
             f"images must be 1 to {max_images}, with a prompt each; got {len(images)} with {len(prompts)}"

@@ -134,19 +134,20 @@ def check_statistic(
     value: object,  # what `statistic` returned
     count: int,  # m, transitions
 ) -> None:
-    """Raise InputError unless the statistic is (m,), or (m, parts) if the objective reads `statistic_size` numbers."""
+    """Raise InputError unless the statistic is (m,), or (m, statistic_size) if the objective reads several numbers."""
     if "statistic" in method.checked:
         return
-    names, parts = "(m,)", method.statistic_size
+    size = method.statistic_size
     # The package's objective reads the log-ratio and, for dppo, the divergence.
     if type(method).objective is Method.objective:
-        parts = 2 if method.surrogate and method.surrogate.kind == "dppo" else 0
-    elif not parts and not method.has_ratio and isinstance(value, Tensor) and value.ndim == 2:
+        size = 2 if method.surrogate and method.surrogate.kind == "dppo" else 0
+    elif not size and not method.has_ratio and isinstance(value, Tensor) and value.ndim == 2:
         # Nothing is compared, so a method's own objective may read any number of them.
-        parts = value.shape[1]
-    if parts:
-        names = "(m, parts)"
-    check_floats(method, "statistic", value, (count, parts) if parts else (count,), names)
+        size = value.shape[1]
+    if size:
+        check_floats(method, "statistic", value, (count, size), "(m, statistic_size)")
+    else:
+        check_floats(method, "statistic", value, (count,), "(m,)")
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def compute_transition_stats(
