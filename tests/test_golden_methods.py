@@ -183,7 +183,7 @@ def test_self_opd(monkeypatch):
 
 def test_tree_grpo_carries_advantages_up():
     """A mean over children, as its code has it; its deviation divides by the number of leaves, ours by one less."""
-    states = shared_states(Sharing.parse("tree:2@0,1,2").table(8, 3), torch.arange(3))
+    states = shared_states(Sharing.parse("tree:2@0,1,2").noise_owners(8, 3), torch.arange(3))
     ours = edge_advantages(wave(1).flatten()[None, :8], states, "leaves")[0]
     for depth, row in enumerate(GOLDEN["tree"]["edges"]):
         theirs = torch.tensor(row).repeat_interleave(8 // len(row)) * (7 / 8) ** 0.5

@@ -60,7 +60,7 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
         k: v[torch.arange(8) // 4]
         for k, v in policy.encode(["a red star", "two blue rings"]).items()
     }
-    blind = Sharing.parse("own").table(4, 6)  # every image a state of its own
+    blind = Sharing.parse("own").noise_owners(4, 6)  # every image a state of its own
     start = shared.latents[:, 0]
     sampler = method.sampler(0)
     latents, _ = sample_sde(
@@ -83,7 +83,7 @@ def test_a_plan_counts_shared_forwards(policy):
 
 
 def test_an_edge_gets_what_the_images_below_it_are_worth():
-    states = shared_states(Sharing.parse("tree:2@0,1").table(4, 2), torch.arange(2))
+    states = shared_states(Sharing.parse("tree:2@0,1").noise_owners(4, 2), torch.arange(2))
     given = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "depth")[0]
     assert (
         given[0, 0] == given[1, 0] > 0 > given[2, 0] == given[3, 0]

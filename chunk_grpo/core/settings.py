@@ -1164,7 +1164,9 @@ def _check_method(settings: "Settings") -> None:
 
     # Which state the images of a group share, and what an advantage is given to.
     shared = sharing.Sharing.parse(settings.sharing)
-    shared.table(settings.images_per_prompt, settings.steps)  # rejects what the group cannot hold
+    shared.noise_owners(
+        settings.images_per_prompt, settings.steps
+    )  # rejects what the group cannot hold
     _require(
         settings,
         "sharing",

@@ -45,44 +45,52 @@ class Sharing:
             f"got {text[:80]!r}"
         )
 
-    def table(
+    def noise_owners(
         self,
         images: int,  # G, of a group
         transitions: int,  # T of a trajectory
-    ) -> (
-        Tensor
-    ):  # (T + 1, G) long: whose draw each image uses, of the initial noise and of every transition
-        """Return the image whose noise each image uses at each step.
+    ) -> Tensor:  # (T + 1, G) long
+        """Return the image of the group whose random numbers each image uses.
 
-        Raise InputError if the group cannot be divided so.
+        Row 0 is for the initial noise, row i + 1 for transition i. Raises InputError if the group cannot be divided so.
         """
-        each = torch.arange(images)
-        own = each.expand(transitions + 1, -1).clone()
+        numbers = torch.arange(images)
+        owners = numbers.expand(transitions + 1, -1).clone()
+        if self.kind == "own":
+            return owners
+
         if self.kind == "tree":
-            if self.number ** len(self.splits) != images:
+            leaves = self.number ** len(self.splits)
+            if leaves != images:
                 raise InputError(
                     f"`sharing` must give one leaf an image ({images}); {self.number} children at "
-                    f"{len(self.splits)} transitions give {self.number ** len(self.splits)}"
+                    f"{len(self.splits)} transitions give {leaves}"
                 )
             if self.splits[-1] >= transitions:
                 raise InputError(
                     f"`sharing` must split at transitions below {transitions}; got {self.splits[-1]}"
                 )
+            # Every split divides the images of a node among its children; the first image of a node owns its noise.
             for row in range(transitions + 1):
-                below = images // self.number ** sum(row > split for split in self.splits)
-                own[row] = each // below * below
-        elif self.kind != "own":
-            if self.kind == "seeds" and images % self.number:
+                splits_before = sum(row > split for split in self.splits)
+                node_size = images // self.number**splits_before
+                owners[row] = numbers // node_size * node_size
+            return owners
+
+        # Seeds share the initial noise within equal parts of the group, `group` within all of it.
+        part_size = images
+        if self.kind == "seeds":
+            if images % self.number:
                 raise InputError(
                     f"`sharing` must share {images} images evenly among its seeds; got {self.number}"
                 )
-            below = images // self.number if self.kind == "seeds" else images
-            own[0] = each // below * below
-        return own
+            part_size = images // self.number
+        owners[0] = numbers // part_size * part_size
+        return owners
 
 # %% ../../nbs/00_method/10_sharing.ipynb #36997ff4
 def shared_states(
-    table: Tensor,  # (T + 1, G) long, of `Sharing.table`
+    table: Tensor,  # (T + 1, G) long, of `Sharing.noise_owners`
     stochastic: Tensor,  # (n,) long: the transitions with noise
 ) -> Tensor:  # (T + 1, G) long: images with one number have the same latents at a place of the grid
     """Number the state of each image at every step; images that share a state have the number of the first of them."""

@@ -519,7 +519,7 @@ class Method:
         self.sharing = Sharing.parse(settings.sharing)
         self.noise_owner: Tensor | None = None
         if settings.sharing != "own":
-            self.noise_owner = self.sharing.table(settings.images_per_prompt, settings.steps)
+            self.noise_owner = self.sharing.noise_owners(settings.images_per_prompt, settings.steps)
 
         # Chunker and surrogate are names of what is built in, or a user's functions.
         self.chunker: Callable | None = None

@@ -97,7 +97,7 @@ def initial_noise(
     policy: Policy,  # its `noise` has the shape of the latents
     keys: Sequence[ImageKey],  # of each image
     shared_noise: bool = False,  # all images of an iteration start from the same noise
-    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
+    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.noise_owners`; None: own noise
     noise_spread: float = 0.0,  # share of its own noise that each image adds to the shared one
 ) -> Tensor:  # (B, S, C) float32 on the CPU
     """Draw the latents at sigma 1 of every image.
@@ -243,7 +243,7 @@ def sample_sde(
     storage_dtype: torch.dtype,  # of the stored latents
     # (B, S, C) velocity at the first step; None: it is computed
     first_velocity: Tensor | None = None,
-    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.table`; None: own noise
+    noise_owner: Tensor | None = None,  # (T + 1, G), see `Sharing.noise_owners`; None: own noise
     # velocities by (step, seed, iteration, prompt, state); None: no batch shares states
     known: dict[tuple, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # latents (B, T+1, S, C), log-probabilities (B, n)
@@ -327,7 +327,7 @@ def sde_batches(
     batch: int,  # images per forward pass
     shared_noise: bool,  # as for `initial_noise`
     storage_dtype: torch.dtype,  # of the stored latents
-    noise_owner: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    noise_owner: Tensor | None = None,  # of `Sharing.noise_owners`: whose draws each image uses
     noise_spread: float = 0.0,  # as for `initial_noise`
 ) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
     """Yield batch after batch of images, sampled by `sample_sde`."""
@@ -376,7 +376,7 @@ def sample_trajectories(
     offload: bool = False,  # keep the latents in host memory
     # called with the last latents (b, S, C) of every batch
     on_batch: Callable[[Tensor], None] = lambda final: None,
-    noise_owner: Tensor | None = None,  # of `Sharing.table`: whose draws each image uses
+    noise_owner: Tensor | None = None,  # of `Sharing.noise_owners`: whose draws each image uses
     noise_spread: float = 0.0,  # as for `initial_noise`
 ) -> Trajectories:
     """Sample the SDE, equations (7) and (11), and return the trajectory of every image."""
