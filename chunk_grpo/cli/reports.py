@@ -337,17 +337,22 @@ def sample(
     typer.echo(f"images: {len(images)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
 # %% ../../nbs/14_cli/01_reports.ipynb #e94da4de
-@reports_app.command(epilog=examples("export runs/one my-model"))
+@reports_app.command(
+    epilog=examples("export runs/one my-model", "export runs/one my-lora --layout kohya")
+)
 def export(
     run: RunArgument,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    layout: Annotated[
+        str, typer.Option(help="Of an adapter: diffusers, peft, or kohya (for ComfyUI).")
+    ] = "diffusers",
     trust: TrustOption = False,
 ):
-    """Leave a run's weights for diffusers, with a model card."""
+    """Export a run's weights for other programs, with a model card."""
     from chunk_grpo.reporting.publish import export_run  # here, since it imports torch
 
     check_trust(run, trust, doing="exporting", rewards_too=False)
-    exported = export_run(run, folder, trust)
+    exported = export_run(run, folder, trust, layout)
     upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
     typer.echo(
         f"card: {exported / 'README.md'}\nto share it, after reading the base's licence: {upload}"

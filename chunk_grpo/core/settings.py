@@ -463,6 +463,13 @@ class _OptimizerSettings(BaseModel):
         "Layers that get an adapter, by the end of their name; empty: the attention and feed-forward layers of the model's "
         "family.",
     )
+    lora_start: _Text = setting(
+        "",
+        "",
+        OURS,
+        "Adapter that training continues: a run, a folder, a .safetensors file, or a hub id as owner/name or "
+        "owner/name:file.safetensors; empty: a new one. The base is then the model with that adapter.",
+    )
     gradient_checkpointing: bool = setting(
         True,
         "",
@@ -1064,6 +1071,13 @@ def _check_choices(settings: "Settings") -> None:
         "lora_alpha",
         settings.lora_rank or not settings.lora_alpha,
         "be 0 without an adapter (`lora_rank` 0)",
+    )
+    _require(
+        settings,
+        "lora_start",
+        settings.lora_rank or not settings.lora_start,
+        "be empty without an adapter (`lora_rank` 0)",
+        value=repr(settings.lora_start[:80]),
     )
     _require(
         settings,

@@ -966,6 +966,8 @@ def absolute_inputs(settings: Any) -> Any:  # settings; returns settings
     changes: dict[str, Any] = {}
     if settings.model not in POCKET_MODELS and os.path.isdir(settings.model):
         changes["model"] = os.path.abspath(settings.model)
+    if settings.lora_start and os.path.exists(settings.lora_start):
+        changes["lora_start"] = os.path.abspath(settings.lora_start)
     for name in ("prompts", "eval_prompts"):
         path, column = split_prompt_column(getattr(settings, name))
         if not path.startswith("pocket:") and os.path.isfile(path):

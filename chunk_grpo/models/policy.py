@@ -258,6 +258,8 @@ class Policy(Family):
 
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
     base_params: list[Tensor] | None = None  # the transformer's before training; None: an adapter
+    # the adapter's parameters before training, if it started from another adapter
+    start_params: list[Tensor] | None = None
     # True for a policy with an adapter; with sharded weights; with compiled blocks; for which
     # `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapted_layers', 'freeze_layers_without_gradient',
-           'make_trainable', 'trained_share', 'swap_weights', 'base_weights', 'save_trained_weights',
-           'read_saved_weights', 'load_trained_weights', 'set_attention_backend', 'compile_blocks',
-           'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
+           'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'base_weights',
+           'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'set_attention_backend',
+           'compile_blocks', 'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
 import contextlib
@@ -214,13 +214,20 @@ def swap_weights(
         other.copy_(previous)
 
 
+def adapter_parameters(policy: Policy) -> list[nn.Parameter]:
+    """Return the parameters of a policy's adapter, trained or not, in the order of the network."""
+    return [p for name, p in policy.transformer.named_parameters() if ".lora_" in name]
+
+
 @contextlib.contextmanager
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
     """Give the policy the weights of the base, from which training started, within this context."""
 
     def switch(enable: bool) -> None:
         """Switch to the trained model if `enable`, else to the base."""
-        if policy.lora and enable:
+        if policy.start_params is not None:
+            swap_weights(adapter_parameters(policy), policy.start_params)
+        elif policy.lora and enable:
             policy.transformer.enable_adapters()
         elif policy.lora:
             policy.transformer.disable_adapters()

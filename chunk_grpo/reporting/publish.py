@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ipywidgets as W
 import numpy as np
@@ -27,7 +27,7 @@ from ..arguments import checked, path, texts, whole_number
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
-from ..models import inputs
+from ..models import adapters, inputs
 from ..models.policy import Policy
 from ..models.trainable import read_saved_weights, save_trained_weights
 from ..planning.plan import held_out_prompts
@@ -342,6 +342,7 @@ def model_card(
     weights: Path,  # as `find_newest_weights` returns it
     name: str,  # of the folder that is exported
     trust: bool = False,  # quote a file that a run from elsewhere names
+    layout: str = "diffusers",  # of an adapter
 ) -> str:  # README.md
     """Return the model card of a run's weights."""
     is_final = weights.name == "final"
@@ -381,6 +382,8 @@ def model_card(
         done=settings.iterations if is_final else int(weights.name),
         hybrid="hybrid" in evaluating.ode_arms(settings),
         options=pipeline_options(settings, pipeline),
+        layout=layout,
+        start=adapters.START_FOLDER if (run / adapters.START_FOLDER).is_dir() else "",
         prompt=next(iter(prompts), "a photo"),
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
@@ -403,17 +406,49 @@ def _copy_pipeline(
             shutil.copytree(base / name, folder / name, ignore=ignored)
 
 
+def _export_adapter(
+    run: Path,  # the run's folder
+    weights: Path,  # a folder with the adapter, as training wrote it
+    folder: Path,  # that exists
+    layout: str,  # one of `adapters.LAYOUTS`
+    base: Path,  # the model's folder
+) -> None:
+    """Write a run's adapter in a layout, and in the folder `start` the one that it started from."""
+    pipeline, network = adapters.read_network(base)
+    trained = adapters.read_adapter(str(weights), pipeline, network)
+    adapters.write_adapter(trained, folder, layout)
+    start = run / adapters.START_FOLDER
+    if start.is_dir():
+        (folder / start.name).mkdir()
+        start_adapter = adapters.read_adapter(str(start), pipeline, network)
+        adapters.write_adapter(start_adapter, folder / start.name, layout)
+
+
 @checked(run=path(), folder=path())
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # to be made
     trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
+    # of an adapter: diffusers, peft, or kohya, whose names ComfyUI reads too
+    layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
 ) -> Path:  # the folder
-    """Export a run's newest weights for diffusers, with a model card; raise InputError for bad input."""
+    """Export a run's newest weights, with a model card that says how to sample with diffusers.
+
+    An adapter has a scale of 1, so that every reader computes the same; all weights are a pipeline's folder. Raises
+    InputError for bad input.
+    """
     run = run_folder.find_run(run)
     out = Path(os.path.abspath(folder))
     settings = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
+    if layout not in adapters.LAYOUTS:
+        raise InputError(
+            f"`layout` must be one of {', '.join(adapters.LAYOUTS)}; got {str(layout)[:40]!r}"
+        )
+    if layout != "diffusers" and not settings.lora_rank:
+        raise InputError(
+            f"`layout` must be diffusers for a run that trains all weights; got {layout!r}"
+        )
     copies_known_files = (
         settings.lora_rank or settings.model in POCKET_MODELS or _is_hub_id(settings.model)
     )
@@ -432,15 +467,13 @@ def export_run(
         # Raises InputError for weights that are cut or not finite, even if run.json has no hashes.
         read_saved_weights(weights)
 
-    card = model_card(run, settings, weights, name=out.name, trust=trust)
+    card = model_card(run, settings, weights, name=out.name, trust=trust, layout=layout)
     base = inputs.locate_model(settings.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
-        if settings.lora_rank:
-            weights_folder = temporary
-        else:
+        weights_folder = temporary / "transformer"  # of an adapter until it is converted
+        if not settings.lora_rank:
             _copy_pipeline(base, temporary)
-            weights_folder = temporary / "transformer"
         if weights.name == "final":
             weights_folder.mkdir(exist_ok=True)
             for file in weights.iterdir():
@@ -449,5 +482,8 @@ def export_run(
         else:
             policy = run_images.load_trained_policy(run, settings, folder=weights)
             save_trained_weights(policy, weights_folder)
+        if settings.lora_rank:
+            _export_adapter(run, weights_folder, temporary, layout, base)
+            shutil.rmtree(weights_folder)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out

@@ -348,6 +348,7 @@ def _roll_back(run: Path) -> None:
         "packages*.txt",
         "samples",
         "code",
+        "start",
         "chunk_grpo",  # made by a tracker
     )
     files = [file for pattern in patterns for file in run.glob(pattern)]

@@ -430,7 +430,7 @@ def _untrusted_names(
     return untrusted
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #066d17af
-_INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options")
+_INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options", "lora_start")
 
 
 def check_run_inputs(
@@ -513,6 +513,12 @@ def create_run(
         load_method(settings)  # checks the settings of a user's method too
         check_disk_space(settings, out)
     hashes = content_hashes(settings)
+    start = None
+    if settings.lora_start:
+        from chunk_grpo.models import adapters  # here, since it imports diffusers
+
+        if not (out / adapters.START_FOLDER).is_dir():
+            start = adapters.read_start_adapter(settings)
     if not done:
         check_forward(settings.model, settings)
     open_prompt_cache()
@@ -568,6 +574,8 @@ def create_run(
         write_json(out / "run.json", note | {"settings": settings.model_dump(mode="json")})
         if code:
             copy_code(note["code"], out)
+        if start:
+            adapters.save_adapter(start, out / adapters.START_FOLDER)
     record_packages(out)
     is_own_run(out, remember=True)
     return out

@@ -42,7 +42,7 @@ from chunk_grpo.core.files import (
 )
 from ..core.machine import die_with_parent, terminate_process_group
 from ..core.settings import Settings, diff_settings, load_settings, reward_weights
-from ..models import trainable
+from ..models import adapters, trainable
 from ..models.inputs import read_prompts
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.plan import choose_image_device
@@ -157,6 +157,7 @@ def load_trained_policy(
     policy = trainable.load_trainable_policy(
         settings.model, device=choose_image_device(settings), **options
     )
+    adapters.load_start(policy, settings, run)  # it is the base of hybrid inference
     policy.truncate_timesteps = settings.truncate_timesteps  # of images as trained
     if final:
         trainable.load_trained_weights(policy, folder, stored)

@@ -35,7 +35,7 @@ from ..core.user_code import check_same_code, find_code
 from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
-from ..models import prompt_embeds, trainable
+from ..models import adapters, prompt_embeds, trainable
 from ..models.inputs import space_positions_evenly, read_prompts, sample_prompt_indices
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
@@ -221,6 +221,7 @@ def load_policy_and_optimizer(
         **{name: getattr(settings, name) for name in names},
         device=state.accelerator.device,
     )
+    adapters.load_start(policy, settings, state.run)
     policy.truncate_timesteps = settings.truncate_timesteps
     policy.set_resolution(settings.eval_resolution).set_resolution(
         settings.resolution
