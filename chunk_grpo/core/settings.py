@@ -463,7 +463,7 @@ class _OptimizerSettings(BaseModel):
         "Layers that get an adapter, by the end of their name; empty: the attention and feed-forward layers of the model's "
         "family.",
     )
-    lora_start: _Text = setting(
+    lora_start: str = setting(
         "",
         "",
         OURS,

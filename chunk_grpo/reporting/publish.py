@@ -383,7 +383,7 @@ def model_card(
         hybrid="hybrid" in evaluating.ode_arms(settings),
         options=pipeline_options(settings, pipeline),
         layout=layout,
-        start=adapters.START_FOLDER if (run / adapters.START_FOLDER).is_dir() else "",
+        start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
         prompt=next(iter(prompts), "a photo"),
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
@@ -413,15 +413,19 @@ def _export_adapter(
     layout: str,  # one of `adapters.LAYOUTS`
     base: Path,  # the model's folder
 ) -> None:
-    """Write a run's adapter in a layout, and in the folder `start` the one that it started from."""
+    """Write a run's adapter in a layout, and beside it the one that it started from."""
     pipeline, network = adapters.read_network(base)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)
     start = run / adapters.START_FOLDER
-    if start.is_dir():
+    if not start.is_dir():
+        return
+    start_adapter = adapters.read_adapter(str(start), pipeline, network)
+    if layout == "peft":  # a folder of its own, with its configuration
         (folder / start.name).mkdir()
-        start_adapter = adapters.read_adapter(str(start), pipeline, network)
         adapters.write_adapter(start_adapter, folder / start.name, layout)
+    else:
+        adapters.write_adapter(start_adapter, folder, layout, adapters.START_FILE)
 
 
 @checked(run=path(), folder=path())
@@ -441,10 +445,6 @@ def export_run(
     out = Path(os.path.abspath(folder))
     settings = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
-    if layout not in adapters.LAYOUTS:
-        raise InputError(
-            f"`layout` must be one of {', '.join(adapters.LAYOUTS)}; got {str(layout)[:40]!r}"
-        )
     if layout != "diffusers" and not settings.lora_rank:
         raise InputError(
             f"`layout` must be diffusers for a run that trains all weights; got {layout!r}"
