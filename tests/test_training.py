@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import run, start
+from commands import command, environment, run, start
 from safetensors.torch import load_file, save_file
 from small_runs import metrics, trained, wait_for
 
@@ -396,9 +396,52 @@ def test_tensorboard_gets_the_metrics(world, tmp_path):
     }
     kept = sorted(int(folder.name) for folder in (out / "samples").iterdir())
     assert [event.step for event in found.Images("eval/images")] == kept
-    assert "not installed" in run(
+    assert "a package that is installed (pip install wandb)" in run(
         "train", world / "s.yaml", "tracker=wandb", "--out", tmp_path / "two", code=2
     )
+
+
+def test_every_tracker_of_accelerate_can_be_named():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    from chunk_grpo.core.settings import TRACKERS
+    from chunk_grpo.training.metrics import IMAGE_TRACKERS
+
+    assert set(TRACKERS) == {str(name) for name in LOGGER_TYPE_TO_CLASS}
+    takes_images = {
+        name for name, tracker in LOGGER_TYPE_TO_CLASS.items() if hasattr(tracker, "log_images")
+    }
+    assert set(IMAGE_TRACKERS) <= {str(name) for name in takes_images}
+
+
+def test_a_tracker_that_takes_no_images_gets_the_numbers(world, tmp_path):
+    """trackio stands for those without images; a stand-in for its package notes what accelerate hands it."""
+    package = tmp_path / "trackio"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import json\n"
+        "class Run:\n"
+        "    def __init__(self, **options): self.config = options.get('config', {})\n"
+        "    def log(self, values, **more): print('LOGGED', sorted(values)[:1], more)\n"
+        "    def finish(self): print('FINISHED')\n"
+        "def init(**options): return Run(**options)\n"
+    )
+    (tmp_path / "trackio-1.0.dist-info").mkdir()
+    (tmp_path / "trackio-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: trackio\nVersion: 1.0\n"
+    )
+    words = ["train", world / "s.yaml", "tracker=trackio", "iterations=1", "--no-report"]
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        command(*words, "--out", tmp_path / "run"),
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + (tmp_path / "run/train.log").read_text()
+    assert "trackio gets numbers; images stay in" in said and "FINISHED" in said
+    assert said.count("LOGGED") == 2
 
 
 def test_full_disk(world, tmp_path):

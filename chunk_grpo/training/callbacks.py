@@ -136,6 +136,7 @@ class Logger(Callback):
         import torch  # these here: a report needs only the alarms
 
         from chunk_grpo.models.trainable import list_adapted_layers, describe_layers, trained_share
+        from chunk_grpo.training.metrics import IMAGE_TRACKERS
 
         share = trained_share(state.policy)
         file = state.run / "run.json"
@@ -154,6 +155,10 @@ class Logger(Callback):
                 f"adapted layers: {describe_layers(list_adapted_layers(state.policy.transformer))}"
             )
         if state.settings.tracker != "none":
+            if state.settings.tracker not in IMAGE_TRACKERS:
+                self.say(
+                    f"{state.settings.tracker} gets numbers; images stay in {state.run / 'samples'}"
+                )
             flat = {
                 k: v if isinstance(v, (int, float)) else str(v)
                 for k, v in state.settings.model_dump(mode="json").items()

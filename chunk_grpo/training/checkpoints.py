@@ -41,25 +41,18 @@ from ..core.settings import check_resume, load_settings
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by name, `weight.entry`."""
     out = {}
-    trainable_steps = set()
-    for i, entry in optimizer.state_dict()["state"].items():
-        for (
-            key,
-            value,
-        ) in (
-            entry.items()
-        ):  # bitsandbytes keeps its bytes one level below, and shares tables of them
-            inner = (
-                {f"{key}.{k}": v for k, v in value.items()}
-                if isinstance(value, dict)
-                else {key: value}
-            )
-            for name, tensor in inner.items():
+    seen = set()  # addresses of tensors
+    for i, entries in optimizer.state_dict()["state"].items():
+        for key, value in entries.items():
+            # bitsandbytes keeps its bytes one level below.
+            tensors = {key: value}
+            if isinstance(value, dict):
+                tensors = {f"{key}.{inner}": x for inner, x in value.items()}
+            for name, tensor in tensors.items():
                 tensor = torch.as_tensor(tensor).contiguous()
-                out[f"{i}.{name}"] = (
-                    tensor.clone() if tensor.data_ptr() in trainable_steps else tensor
-                )
-                trainable_steps.add(tensor.data_ptr())
+                # It also shares tables among weights, which a file of safetensors cannot.
+                out[f"{i}.{name}"] = tensor.clone() if tensor.data_ptr() in seen else tensor
+                seen.add(tensor.data_ptr())
     return out
 
 

@@ -119,10 +119,9 @@ class TrainingState:
     def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process."""
         chosen = space_positions_evenly(len(self.held_out), self.settings.eval_count)
-        trainable_steps = [(p, i) for p in chosen for i in range(self.settings.eval_images)]
-        return trainable_steps, trainable_steps[
-            self.accelerator.process_index :: self.accelerator.num_processes
-        ]
+        images = [(p, i) for p in chosen for i in range(self.settings.eval_images)]
+        local = images[self.accelerator.process_index :: self.accelerator.num_processes]
+        return images, local
 
     def needed_prompts(self) -> list[str]:
         """Return every prompt that this process will sample or be evaluated on, once."""
@@ -161,7 +160,7 @@ def prepare_state(
     trackers = None if settings.tracker == "none" else settings.tracker
     if trackers and importlib.util.find_spec(trackers) is None:
         raise InputError(
-            f"tracker: {trackers} is not installed; allowed are none and what is: pip install {trackers}."
+            f"`tracker` must be none or a package that is installed (pip install {trackers}); got {trackers}"
         )
     if settings.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(
@@ -169,6 +168,8 @@ def prepare_state(
         )
     check_environment(settings.compile)
     accelerator = make_accelerator(trackers, run, settings.device)
+    if trackers and not accelerator.log_with:  # accelerate leaves out what it does not find
+        raise InputError(f"`tracker` must be none or one that accelerate finds; got {trackers}")
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
