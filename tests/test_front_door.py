@@ -1,6 +1,7 @@
 """What `from chunk_grpo import ...` offers: the right objects, for people and type checkers, without a heavy import."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -125,3 +126,43 @@ def test_the_readmes_commands_for_gpus_fit_their_devices(words):
 
 def test_the_readme_has_such_commands():
     assert "chunk-grpo train paper/" in README and "chunk-grpo plan paper/" in README
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "evaluate", "load_settings", "load_policy", "sample_images"]
+)
+def test_help_explains_the_parameters(name):
+    """The comments beside parameters are part of the docstring, each under its own name."""
+    function = getattr(chunk_grpo, name)
+    text = inspect.getdoc(function)
+    described = re.findall(
+        r"^    (\w+): \S", text.partition("Args:")[2].partition("Returns:")[0], re.M
+    )
+    parameters = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    ]
+    assert set(described) <= set(parameters) and len(described) >= 0.8 * len(parameters)
+
+
+def test_parameters_are_described_however_the_signature_is_laid_out(tmp_path):
+    (tmp_path / "laid_out.py").write_text(
+        "from chunk_grpo.arguments import checked, describe_parameters\n\n"
+        "@checked(\n    a=int,\n)\n"
+        "def several(\n    a: int,  # the first\n    # the second,\n    # in two lines\n    b: str = 'x#y',\n"
+        '    c: int = 0,\n) -> int:  # their sum\n    """Add."""\n    return a\n\n'
+        '@checked()\ndef single(a: int) -> int:  # a: the only one\n    """Return it."""\n    return a\n\n'
+        '@checked()\ndef bare(a):\n    """Do nothing."""\n'
+    )
+    program = (
+        "from laid_out import *; print(several.__doc__, single.__doc__, bare.__doc__, sep='|')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    several, single, bare = done.stdout.split("|")
+    expected = "Args:\n    a: the first\n    b: the second, in two lines\n\nReturns:\n    their sum"
+    assert expected in several and "c:" not in several
+    assert "Args:\n    a: the only one" in single and "Returns" not in single
+    assert bare.strip() == "Do nothing."
