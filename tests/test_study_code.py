@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import small_study
+from commands import run
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
@@ -414,3 +415,32 @@ def test_a_study_with_code_of_its_own_runs_to_its_rows(home, tmp_path):
         os.listdir(tmp_path / "out/ranks-0/code") == ["my_rank.py"]
         and Path("my_rank.py").exists() is False
     )
+
+
+def test_a_new_study_is_written_with_the_code_of_its_arms(tmp_path):
+    """The command writes both files and copies the code; what cannot be a study leaves nothing."""
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.training.methods import Method\n\n\nclass Rank(Method):\n    pass\n"
+    )
+    words = ["study", "ranks", "--new", "--arms", "steps,mine.py:Rank", "--base", "pocket/tiny"]
+    said = run(*words, cwd=tmp_path)
+    assert "ranks/study.yaml" in said
+    made = design.load_study(tmp_path / "ranks")
+    assert made.arms == {"steps": {"method": "steps"}, "Rank": {"method": "mine.py:Rank"}}
+    assert made.reference == "steps" and made.tune_prompts == "pocket:validation"
+    (tmp_path / "mine.py").unlink()
+    methods = {
+        trial.settings.method for trial in design.expand_trials(tmp_path / "ranks", seeds=[0])
+    }
+    assert methods == {"chunk", f"{tmp_path / 'ranks/mine.py'}:Rank"}
+    wrong = {
+        "ranks": "must be a new folder",
+        "one": "must name at least two methods",
+        "twice": "must name different methods; got steps twice",
+        "none": "chunkk",
+    }
+    arms = {"ranks": "steps,chunk", "one": "steps", "twice": "steps,steps", "none": "steps,chunkk"}
+    for name, sentence in wrong.items():
+        said = run("study", name, "--new", "--arms", arms[name], cwd=tmp_path, code=2)
+        assert sentence in said
+        assert name == "ranks" or not (tmp_path / name).exists()

@@ -496,7 +496,11 @@ def train(
 
 # %% ../../nbs/14_cli/02_main.ipynb #1631554d
 @app.command(
-    epilog=examples("study explain --processes 2", "study explain --arms steps,chunks --seeds 0,1")
+    epilog=examples(
+        "study explain --processes 2",
+        "study explain --arms steps,chunks --seeds 0,1",
+        "study mine --new --arms steps,chunk,my.py:Rank",
+    )
 )
 def study(
     name: Annotated[
@@ -548,8 +552,17 @@ def study(
             "--peek", help="Print gains before the plan's last trial; marks the rows for ever."
         ),
     ] = False,
+    new: Annotated[
+        bool,
+        typer.Option(
+            "--new", help="Write the files of a study in the folder NAME, with methods as --arms."
+        ),
+    ] = False,
+    base: Annotated[
+        str, typer.Option(help="With --new: preset or file that all arms share.")
+    ] = "pocket/demo",
 ):
-    """Run or continue a study: every arm with every seed."""
+    """Run or continue a study: every arm with every seed; or write a new one."""
     numbers = parse_numbers("--seeds", seeds) or None
     if gone := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(gone[0])!r}")
@@ -557,6 +570,9 @@ def study(
     from chunk_grpo.studies import design, pilot, ray_cluster
     from chunk_grpo.studies import study as trials
 
+    if new:
+        folder = design.write_new_study(name, split_commas(arms), base)
+        return typer.echo(f"edit and commit {folder}/study.yaml, which says how to go on")
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
     with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:

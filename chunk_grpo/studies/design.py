@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'list_studies', 'find_study_folder', 'load_study', 'read_tuned', 'Trial',
-           'expand_trials', 'study_code', 'plan_record', 'find_finished_row', 'check_trials']
+           'expand_trials', 'write_new_study', 'study_code', 'plan_record', 'find_finished_row', 'check_trials']
 
 # %% ../../nbs/13_studies/00_design.ipynb #a5dca7bb
 import base64
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from .. import InputError, __version__
 from ..core import settings as setting
-from ..core.files import read_json
+from ..core.files import atomic_write, read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..core.user_code import changed_code, check_named_code, code_hashes, find_code
 from chunk_grpo.core.validation import (
@@ -344,6 +344,92 @@ def expand_trials(
                 )
             )
     return trials
+
+# %% ../../nbs/13_studies/00_design.ipynb #b7f3a1c1
+_NEW_STUDY = """\
+# A study's plan. Edit it, commit this folder with git, then run:
+#
+#     chunk-grpo study {folder} --tune{tuning_note}
+#     git add {folder} && git commit
+#     chunk-grpo study {folder}
+title: {title}
+question: Which of {arms} trains best at equal images?
+outcome: {outcome} # the one score that decides
+smallest_effect: 0.1 # of the gain of the reference: the smallest difference that you would act on
+stopping: After all seeds of all arms; nobody looks at differences between arms before that.
+seeds: {seeds}
+reference: {reference} # the others are compared with it
+arms:
+{arm_lines}
+{tuning}"""
+_NEW_TUNING = """\
+# Every arm tries these values on validation prompts, and the study uses its best.
+tune: {{learning_rate: {rates}}}
+tune_seeds: 2
+tune_growth: 1 # an arm whose best is at the end of the grid tries the next value
+tune_prompts: {prompts}
+"""
+
+
+def write_new_study(
+    folder: str | Path,  # to be made
+    arms: Sequence[str],  # methods by name or as file.py:Class; the first is the reference
+    base: str | Path = "pocket/demo",  # preset or settings file that all arms share
+    seeds: int = 8,  # of each arm
+) -> Path:  # the folder
+    """Write the two files of a study whose arms are methods, and copy the code that they name.
+
+    Raises InputError if the folder is not new, a method is unknown, or two arms would have one name.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise InputError(f"the study must be a new folder; {folder} exists")
+    if len(arms) < 2:
+        raise InputError(
+            f"`--arms` must name at least two methods; got {', '.join(arms) or 'none'}"
+        )
+    settings = setting.load_settings(base)
+    methods = {}
+    for arm in arms:
+        name = arm.rpartition(":")[2]
+        if name in methods:
+            raise InputError(f"`--arms` must name different methods; got {name} twice")
+        load_method(setting.load_settings(settings, {"method": arm}))
+        methods[name] = arm
+
+    # The prompts of the tuning are those that the world has for it; others must be named by hand.
+    tuning = "# tune: {learning_rate: [...]} needs tune_prompts, which are neither trained on nor in eval_prompts\n"
+    if settings.prompts.startswith("pocket:"):
+        rates = [float(f"{settings.learning_rate * factor:.3g}") for factor in (0.5, 1, 2)]
+        tuning = _NEW_TUNING.format(rates=rates, prompts="pocket:validation")
+
+    arm_lines = []
+    files = []
+    for name, method in methods.items():
+        file, _, class_name = method.rpartition(":")
+        if file.endswith(".py"):
+            files.append(Path(file))
+            method = f"{Path(file).name}:{class_name}"
+        arm_lines.append(f"  {name}: {{method: {method}}}")
+    text = _NEW_STUDY.format(
+        folder=folder,
+        title=folder.name,
+        arms=" and ".join(methods),
+        outcome=setting.evaluated_rewards(settings)[0],
+        seeds=seeds,
+        reference=next(iter(methods)),
+        arm_lines="\n".join(arm_lines),
+        tuning=tuning,
+        tuning_note="" if settings.prompts.startswith("pocket:") else " # once `tune` is there",
+    )
+    with atomic_write(folder) as temporary:
+        temporary.mkdir()
+        (temporary / "study.yaml").write_text(text, encoding="utf-8")
+        (temporary / "base.yaml").write_text(setting.dump_settings(settings), encoding="utf-8")
+        for file in files:
+            shutil.copyfile(file, temporary / file.name)
+        expand_trials(temporary)  # raises what a study would raise
+    return folder
 
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
 def _git(
