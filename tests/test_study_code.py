@@ -365,8 +365,8 @@ def test_a_plan_is_kept_where_trial_json_is_deleted(home, tmp_path):
     (out / "steps-0/trial.json").unlink()
     go(home, out)
     assert [row["plan"]["unplanned"] for row in lines(out)] == [True, False]
-    for run in ("steps-0", "ranks-0"):
-        (out / run / "trial.json").unlink()
+    for trial in ("steps-0", "ranks-0"):
+        (out / trial / "trial.json").unlink()
     edit(home, "my_rank.py", commit=True)
     with pytest.raises(
         InputError, match="the plan of a study must stay as it was when its first trial began"
