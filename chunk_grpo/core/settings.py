@@ -470,6 +470,13 @@ class _OptimizerSettings(BaseModel):
         "Adapter that training continues: a run, a folder, a .safetensors file, or a hub id as owner/name or "
         "owner/name:file.safetensors; empty: a new one. The base is then the model with that adapter.",
     )
+    quantization: Literal["none", "int8", "fp8", "nf4"] = setting(
+        "none",
+        "",
+        OURS,
+        "Format of the frozen base's linear weights under an adapter: int8 or fp8 (torchao), nf4 (bitsandbytes, on a GPU); "
+        "none: `dtype`.",
+    )
     gradient_checkpointing: bool = setting(
         True,
         "",
@@ -1092,6 +1099,13 @@ def _check_choices(settings: "Settings") -> None:
         settings.lora_rank or not settings.lora_start,
         "be empty without an adapter (`lora_rank` 0)",
         value=repr(settings.lora_start[:80]),
+    )
+    _require(
+        settings,
+        "quantization",
+        settings.lora_rank or settings.quantization == "none",
+        "be none without an adapter (`lora_rank` 0)",
+        value=settings.quantization,
     )
     _require(
         settings,

@@ -243,12 +243,17 @@ def load_workload_policy(
             "dtype",
             "compile",
             "attention",
+            "quantization",
         )
         return trainable.load_trainable_policy(
             settings.model,
             device=machine.choose_device(settings.device),
             **training_options,
             **{name: getattr(settings, name) for name in model_names},
+        )
+    if settings.quantization != "none":
+        raise InputError(
+            f"`quantization` must be none with flux-size, whose weights are random; got {settings.quantization}"
         )
     policy = RandomFluxPolicy(settings, *configs)
     trainable.set_attention_backend(policy, settings.attention)

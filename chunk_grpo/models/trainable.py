@@ -10,6 +10,7 @@ __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapt
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -43,7 +44,7 @@ from chunk_grpo.models.inputs import (
     import_class,
 )
 from .inputs import locate_model, read_model_json
-from .policy import LORA_TARGETS, Family, Policy, load_policy
+from .policy import LORA_TARGETS, Family, Policy, check_quantization, load_policy
 
 # how long processes wait for each other: one of them may encode prompts or score for long
 PROCESS_TIMEOUT = timedelta(hours=2)
@@ -187,10 +188,16 @@ def make_trainable(
     return [p for p in net.parameters() if p.requires_grad or frozen]
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
+def _count(parameter: Tensor) -> int:
+    """Return the number of weights of a parameter, which bitsandbytes packs two to a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return math.prod(state.shape) if state is not None else parameter.numel()
+
+
 def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 1
     """Return the share of the transformer's weights that are trained or have an adapter."""
     parameters = dict(policy.transformer.named_parameters())
-    sizes = {name: p.numel() for name, p in parameters.items() if ".lora_" not in name}
+    sizes = {name: _count(p) for name, p in parameters.items() if ".lora_" not in name}
     trained = {name for name, p in parameters.items() if p.requires_grad}
     adapted = {f"{name.split('.lora_')[0]}.base_layer" for name in trained if ".lora_" in name}
     trained_size = sum(
@@ -431,6 +438,12 @@ def load_trainable_policy(
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
 
     # Check what can be checked before the weights are read.
+    quantization = given.get("quantization", "none")
+    check_quantization(quantization, torch.device(given.get("device", "cpu")))
+    if quantization != "none" and not lora_rank:
+        raise InputError(
+            f"`quantization` must be none without an adapter (`lora_rank` 0); got {quantization}"
+        )
     if compile:
         _check_compiler(torch.device(given.get("device", "cpu")))
     if attention != "native":

@@ -811,6 +811,19 @@ def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
     return _images(settings) * (settings.steps + 1) * latent_bytes
 
 
+# Bytes per weight of linear layers; nf4 has a float32 scale for each block of 64 weights, the others one for each row.
+_QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5 + 4 / 64}
+
+
+@functools.cache
+def _count_linear_parameters(
+    config: ModelConfig,  # of the model's networks
+) -> int:
+    """Count the weights of the transformer's linear layers, which quantization concerns."""
+    network = meta_policy(config, 64, 16).transformer
+    return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
+
+
 def training_memory(
     settings: Settings,  # of the run
     config: ModelConfig,  # of the model's networks
@@ -825,7 +838,11 @@ def training_memory(
     parameters = sizes["transformer"]
     width = TORCH_DTYPES[settings.dtype].itemsize
     shards = processes if settings.sharding == "fsdp" else 1
-    frozen_bytes = parameters * width if settings.lora_rank else 0
+    frozen_bytes = 0
+    if settings.lora_rank:
+        linear = _count_linear_parameters(config)
+        linear_width = _QUANTIZED_BYTES.get(settings.quantization, width)
+        frozen_bytes = int(linear * linear_width) + (parameters - linear) * width
     trajectories = 0
     if settings.latents_on == "device":
         trajectories = _trajectory_bytes(settings, config) // processes
@@ -1373,6 +1390,7 @@ _SAVINGS = (
     {"update_batch": 1},
     {"rollout_batch": 1},
     {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
+    {"quantization": "int8"},
     {"lora_rank": 32, "sharding": "none"},
 )
 
@@ -1407,6 +1425,9 @@ def _apply_savings(
         all(getattr(settings, name) == changes[name] for name in saving if name in changes)
         for saving in chosen
     ):
+        return None
+    # Only a frozen base can be quantized.
+    if "quantization" in changes and not changes.get("lora_rank", settings.lora_rank):
         return None
     sharding = changes.get("sharding", settings.sharding)
     if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", settings.lora_rank)):

@@ -147,6 +147,7 @@ def load_trained_policy(
         "lora_rank",
         "lora_targets",
         "lora_alpha",
+        "quantization",
         "vae_tiling",
         "attention",
     )

@@ -210,6 +210,7 @@ def load_policy_and_optimizer(
         "lora_rank",
         "lora_targets",
         "lora_alpha",
+        "quantization",
         "vae_tiling",
         "gradient_checkpointing",
         "sharding",
