@@ -35,7 +35,9 @@ def test_a_plan_advises_a_quantized_base_only_under_an_adapter():
     words = ["resolution=512", "update_batch=1", "rollout_batch=2", "--device", "rtx4090"]
     said = run("plan", "machines/80gb-lora-flux1-dev", *words)
     assert "does not fit" in said and "quantization=int8" in said
-    assert "quantization" not in run("plan", "paper/one-h200-lora", "lora_rank=0", *words)
+    said = run("plan", "paper/one-h200-lora", "lora_rank=0", *words)
+    advice = [line for line in said.splitlines() if "quantization" in line]
+    assert all("lora_rank=32" in line for line in advice)
 
 
 def test_what_cannot_be_quantized_is_rejected_before_weights_are_loaded(tmp_path, monkeypatch):
