@@ -10,6 +10,7 @@ __all__ = ['EXIT_CODES', 'app', 'SettingsArgument', 'ProcessesOption', 'root_cal
 import contextlib
 import errno
 import io
+import itertools
 import os
 import shlex
 import signal
@@ -381,7 +382,7 @@ class _TrainCommand(typer.core.TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Give `--resume` the value `yes` unless `auto` follows it, and parse the arguments."""
         filled = []
-        for word, following in zip(args, [*args[1:], ""], strict=True):
+        for word, following in itertools.zip_longest(args, args[1:], fillvalue=""):
             is_flag = word == "--resume" and following != "auto"
             filled.append("--resume=yes" if is_flag else word)
         return super().parse_args(ctx, filled)
@@ -562,7 +563,7 @@ def study(
         str, typer.Option(help="With --new: preset or file that all arms share.")
     ] = "pocket/demo",
 ):
-    """Run or continue a study: every arm with every seed; or write a new one."""
+    """Run or continue a study, or write a new one."""
     numbers = parse_numbers("--seeds", seeds) or None
     if gone := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(gone[0])!r}")
