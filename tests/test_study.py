@@ -36,7 +36,7 @@ def through(home, tmp_path_factory):
         and f"{out}/results.jsonl" in said
     )
     assert "pocket-clip: less " in table and f"report: {out}/report.html" in table
-    assert "Its plan was committed before its first trial." in (out / "report.html").read_text()
+    assert "The plan was committed before the first trial." in (out / "report.html").read_text()
     return out
 
 
