@@ -71,7 +71,7 @@ def test_a_new_reward_is_trained_on_with_prompts_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_the_page_to_open_is_found_from_the_index_in_one_step(recipe):
-    page = re.search(r"On the page \[\w+\]\((nbs/[^)]+)\)", RECIPES[recipe]).group(1)
+    page = re.search(r"[Tt]he page \[\w+\]\((nbs/[^)]+)\)", RECIPES[recipe]).group(1)
     assert f"]({page.removeprefix('nbs/')})" in "".join(
         (ROOT / "nbs/index.ipynb").read_text(encoding="utf-8")
     )
