@@ -31,7 +31,8 @@ def comments_of(source: str) -> dict[int, str]:
     above = []
     for number, line in enumerate(source.splitlines(), 1):
         text = line.strip()
-        if text.startswith("# ") and not text.startswith("# %%"):
+        # A line of a text may begin like a comment, and is none.
+        if number in comments and text.startswith("# ") and not text.startswith("# %%"):
             above.append(comments[number])
         else:
             if text and above:
