@@ -73,7 +73,7 @@ def test_a_switch_of_weights_is_not_cut_in_two(monkeypatch):
     weights, base = [torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.zeros(2)]
 
     class Policy:
-        lora, base_params = False, base
+        lora, base_params, start_params = False, base, None
 
         class transformer:
             @staticmethod
