@@ -101,6 +101,21 @@ def test_other_readers_of_an_export_compute_the_same(family, layout, tmp_path):
     assert distance(velocities(policy), wanted) < 1e-5
 
 
+def test_layers_of_several_ranks_have_the_scale_one_in_peft_too(family, tmp_path):
+    model, home, _ = family
+    pipeline, network = adapters.read_network(home / "model")
+    adapter = adapters.read_adapter(str(home / "adapter"), pipeline, network)
+    name = next(iter(adapter.layers))
+    a, b = adapter.layers[name]
+    mixed = adapters.Adapter(adapter.layers | {name: (a[:2], b[:, :2])})
+    adapters.write_adapter(mixed, tmp_path, "peft")
+    started = trainable.load_trainable_policy(model, lora_rank=4, **SIZE)
+    adapters.start_from_adapter(started, mixed)
+    policy = load_policy(model, **SIZE)
+    PeftModel.from_pretrained(policy.transformer, str(tmp_path))
+    assert distance(velocities(policy), velocities(started)) < 1e-5
+
+
 def kohya_reader(network, file):
     """Add up W + alpha / r B A as a reader that knows the names of modules alone: dots are underscores."""
     tensors = load_file(file)
@@ -136,9 +151,11 @@ def test_a_run_continues_an_adapter_and_needs_its_file_no_more(tmp_path):
 
     shutil.move(home / "one", home / "gone")
     run("evaluate", home / "two", "--no-report")
-    shutil.copytree(home / "two", home / "three")
     run("export", home / "two", home / "made")
     assert (home / "made/start_lora_weights.safetensors").is_file()
+    shutil.rmtree(home / "two/start")
+    said = run("evaluate", home / "two", "--no-report", code=2)
+    assert "must have the folder start, which is missing" in said
 
 
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(tmp_path):

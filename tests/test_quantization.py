@@ -126,9 +126,8 @@ def test_a_run_on_a_quantized_base(torchao, tmp_path):
     call(*command(*words, "iterations=2", "--out", home / "parts"))
     call(*command(*words, "iterations=3", "--out", home / "parts", "--resume"))
     assert trained(home / "whole") == trained(home / "parts")
-    assert all(
-        line["ratio_floor"] < 1e-3 for line in metrics(home / "whole") if "ratio_floor" in line
-    )
+    floors = [line["ratio_floor"] for line in metrics(home / "whole") if line.get("ratio_floor")]
+    assert floors and max(floors) < 1e-3
     call(*command("evaluate", home / "whole", "--no-report"))
     call(*command("export", home / "whole", home / "made"))
     assert (home / "made/pytorch_lora_weights.safetensors").is_file()

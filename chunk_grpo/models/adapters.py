@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_json
 from chunk_grpo.models.inputs import (
     build_meta_network,
     check_pipeline_folder,
@@ -183,7 +183,7 @@ def _convert_layout(
             raise InputError(
                 f"`lora_start` must have peft's adapter_config.json beside it, which holds its scale; {file} has none"
             )
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json(config_file)
         renamed = {f"transformer.{name.removeprefix(prefix)}": x for name, x in tensors.items()}
         return renamed, {}, _scale_of_config(config, file)
 
@@ -355,13 +355,15 @@ def write_adapter(
     file = folder / (file_name or _ADAPTER_FILES[is_peft])
     save_file(_tensors_of_layout(adapter, layout), file, metadata={"format": "pt"})
     if is_peft:
+        other_ranks = {
+            name: len(a) for name, (a, _) in adapter.layers.items() if len(a) != adapter.rank
+        }
         config = LoraConfig(
             r=adapter.rank,
             lora_alpha=adapter.rank,
             target_modules=sorted(adapter.layers),
-            rank_pattern={
-                name: len(a) for name, (a, _) in adapter.layers.items() if len(a) != adapter.rank
-            },
+            rank_pattern=other_ranks,
+            alpha_pattern=other_ranks,  # the scale of these layers is 1 too
         )
         config.save_pretrained(folder)
 
@@ -398,12 +400,18 @@ def load_start(
     settings: Any,  # of the run
     run: Path,  # its folder, which has a copy of the adapter that it started from
 ) -> None:
-    """Start a policy from the adapter that the settings name, if they name one; raise InputError if it does not fit."""
+    """Start a policy from the adapter that the settings name, if they name one.
+
+    Raises InputError if the run has lost its copy, or the adapter does not fit.
+    """
     if not settings.lora_start:
         return
     folder = Path(run) / START_FOLDER
     if folder.is_dir():
         adapter = read_adapter(str(folder), policy.pipeline, policy.transformer)
+    elif (Path(run) / "run.json").is_file():
+        # The file that the settings name may have changed since the run began.
+        raise InputError(f"the run {run} must have the folder {START_FOLDER}, which is missing")
     else:
         adapter = read_start_adapter(settings)
     start_from_adapter(policy, adapter)
