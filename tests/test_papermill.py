@@ -4,9 +4,11 @@ import ast
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -269,3 +271,51 @@ def test_report_runs_with_this_interpreter_whatever_kernel_is_registered(tmp_pat
     done = reports.execute_report(tmp_path / "small.ipynb", tmp_path / "done.ipynb", x=2)
     assert nbformat.read(done, 4).cells[-1].outputs[0].text == f"{sys.executable} 2\n"
     assert "JUPYTER_PATH" in os.environ
+
+
+@pytest.mark.slow
+def test_two_machines_execute_the_notebook_for_one_run(installed, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red star\na blue ring\ntwo stars\na red square\n")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    prompts = f"prompts={tmp_path}/prompts.txt eval_prompts={tmp_path}/prompts.txt"
+    values = {
+        "settings": "pocket/tiny",
+        "overrides": f"{prompts} {TINY}",
+        "processes": 1,
+        "nodes": 2,
+        "rendezvous": f"localhost:{port}",
+    }
+    words = [word for name, value in values.items() for word in ("-p", name, str(value))]
+    notebook = installed / "chunk_grpo/reports/train.ipynb"
+    folders = [tmp_path / f"machine-{rank}" for rank in (0, 1)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor() as machines:
+        started = [
+            machines.submit(
+                papermill,
+                notebook,
+                folders[rank],
+                *words,
+                *("-p", "out", tmp_path / "run", "-p", "node_rank", rank),
+                PYTHONPATH=installed,
+            )
+            for rank in (0, 1)
+        ]
+        done = [machine.result() for machine in started]
+    assert [machine.returncode for machine in done] == [0, 0], done[0].stderr + done[1].stderr
+    info = run_folder.read_run_info(tmp_path / "run")
+    assert (info["nodes"], info["status"]) == (2, "finished")
+    assert run_folder.read_evaluation_summary(tmp_path / "run")["n_prompts"] == 4
+
+
+@pytest.mark.slow
+def test_several_machines_need_the_number_of_processes(installed, tmp_path):
+    words = ["-p", "settings", "pocket/tiny", "-p", "out", "run", "-p", "nodes", "2"]
+    done = papermill(
+        installed / "chunk_grpo/reports/train.ipynb", tmp_path, *words, PYTHONPATH=installed
+    )
+    assert done.returncode and "`processes` must be given with several `nodes`" in done.stderr
+    assert not (tmp_path / "run").exists()

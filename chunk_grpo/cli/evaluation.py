@@ -11,6 +11,7 @@ __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', '
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ import typer
 
 from .. import InputError, __version__
 from ..core import files, validation
+from ..core.settings import TRACKERS
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -374,6 +376,41 @@ def _reward_note(
     return f"missing: {' && '.join(commands)}; or {needs['or']}"
 
 
+def _model_note(
+    hub_id: str,
+    licence: str,  # its licence, and whether the model is gated
+) -> str:
+    """Return whether a base model is complete in the hub's cache, or what to do to get it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from chunk_grpo.models.inputs import check_pipeline_folder
+
+    page = f"https://huggingface.co/{hub_id}"
+    steps = [f"accept its licence on {page}", "hf auth login"] if "gated" in licence else []
+    try:
+        check_pipeline_folder(Path(snapshot_download(hub_id, local_files_only=True)))
+        return f"{licence}: ready, in the hub's cache"
+    except LocalEntryNotFoundError:
+        steps.append(f"hf download {hub_id}")
+        return f"{licence}: missing: {'; then '.join(steps)}"
+    except InputError as error:
+        return f"{licence}: incomplete in the hub's cache: {error}"
+
+
+def _package_note(
+    package: str,  # to import
+    install: str,  # what pip installs
+) -> str:
+    """Return the version of an optional package, or the command that installs it."""
+    if importlib.util.find_spec(package) is None:
+        return f"missing: pip install {install}"
+    try:
+        return f"ready, {importlib.metadata.version(package.replace('_', '-'))}"
+    except importlib.metadata.PackageNotFoundError:  # installed under another name
+        return "ready"
+
+
 @evaluation_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
 def doctor(
     prompts: Annotated[
@@ -437,10 +474,22 @@ def doctor(
     for kind, texts in notes.items():
         requirements += [(f"{kind} {name}", text) for name, text in texts.items()]
 
+    models = [
+        (f"model {hub_id}", _model_note(hub_id, licence))
+        for hub_id, licence in needs["models"].items()
+    ]
+    options = [
+        (f"{setting_value}", _package_note(package, install))
+        for setting_value, (package, install) in needs["packages"].items()
+    ]
+    options += [(f"tracker={name}", _package_note(name, name)) for name in TRACKERS]
+
     tables = {
         "versions": versions,
         "devices": devices,
         "places": places,
+        "base models": models,
+        "optional packages": options,
         "rewards and benchmarks": requirements,
         "weights": [("pocket weights", f"intact, {pocket.pocket_model_path()}")],
     }

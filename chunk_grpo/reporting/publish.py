@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['choose_arms', 'sample_run_images', 'sample_run', 'sample_widget', 'pipeline_options', 'card_data', 'model_card',
-           'export_run']
+           'export_run', 'check_hub_login', 'push_to_hub']
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #aa1d5c57
 import os
@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import ipywidgets as W
 import numpy as np
 from diffusers.image_processor import VaeImageProcessor
@@ -487,3 +488,67 @@ def export_run(
             shutil.rmtree(weights_folder)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out
+
+# %% ../../nbs/12_reporting/04_publish.ipynb #9e0b1002
+def check_hub_login(
+    repo_id: str,  # NAME/REPOSITORY
+) -> None:
+    """Raise InputError if the name is no repository's, the hub is switched off, or nobody is logged in."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import LocalTokenNotFoundError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"`push_to_hub` must be a repository of the hub, such as name/my-lora; got {repo_id!r} "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(
+            "`push_to_hub` must be empty while the environment variable HF_HUB_OFFLINE is set; "
+            f"got {repo_id!r}"
+        )
+    try:
+        HfApi().whoami()
+    except LocalTokenNotFoundError:
+        raise InputError(
+            "`push_to_hub` needs a login at the hub: run `hf auth login`, or set HF_TOKEN; "
+            f"got {repo_id!r} without one"
+        ) from None
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise InputError(
+            f"`push_to_hub` must be a repository that can be reached with your login; {repo_id!r}: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+@checked(folder=path())
+def push_to_hub(
+    folder: Path | str,  # of `export_run`
+    repo_id: str,  # NAME/REPOSITORY; made if it does not exist
+    private: bool = True,  # make a new repository private
+) -> str:  # its address
+    """Upload an exported folder to a repository of the hub.
+
+    Raise InputError if the hub rejects it; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    check_hub_login(repo_id)
+    api = HfApi()
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=address.repo_id,
+            folder_path=str(folder),
+            commit_message=f"Upload weights trained with chunk-grpo {chunk_grpo.__version__}",
+        )
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise InputError(
+            f"`push_to_hub` must be a repository that the hub lets you write to; {repo_id!r}: "
+            f"{str(error).strip().splitlines()[0]}; the export is complete in {folder}"
+        ) from None
+    return str(address)

@@ -81,7 +81,7 @@ _KINDS = {
     "list": ("a list", list, tuple),
     "dict": ("a mapping", dict),
 }
-_HOLD_TEXTS = ("overrides", "runs", "shown", "names")  # lists and mappings of texts
+_HOLD_TEXTS = ("overrides", "runs", "callbacks", "shown", "names")  # lists and mappings of texts
 
 
 def _check_name(
@@ -149,6 +149,7 @@ def _split_numbers(text: str) -> list[int | str]:
 _TEXTS_AS_LISTS = {
     "overrides": _split_overrides,
     "runs": _split_commas,
+    "callbacks": _split_commas,
     "step_counts": _split_numbers,
 }
 
