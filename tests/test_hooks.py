@@ -11,7 +11,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.rewards.rewards import score_images
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import ReplayContext, load_method
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -54,15 +54,17 @@ def moved_gradient(policy, method) -> torch.Tensor:
     row = torch.arange(8) // 4
     shared = method.settings.shared_noise
     paths = sample_trajectories(
-        policy,
-        rows,
-        row,
-        keys,
-        method.sampler(0),
-        8,
-        shared,
-        noise_owner=method.noise_owner,
-        noise_spread=method.settings.noise_spread,
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(
+            method.sampler(0),
+            batch_size=8,
+            shared_noise=shared,
+            noise_spread=method.settings.noise_spread,
+            noise_owner=method.noise_owner,
+        ),
     )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays

@@ -28,7 +28,7 @@ from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import Method, ReplayContext, load_method
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -54,7 +54,11 @@ def method_of(name: str, **more) -> Method:
 def context_of(policy, method, iteration: int = 0) -> ReplayContext:
     rows = policy.encode(["a red star", "two blue rings"])
     paths = sample_trajectories(
-        policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.arange(8) // 4,
+        keys=KEYS,
+        options=RolloutOptions(method.sampler(iteration), batch_size=8),
     )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
@@ -163,7 +167,11 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     rows = policy.encode(["a red star"])
     row = torch.zeros(images, dtype=torch.long)
     paths = sample_trajectories(
-        policy, rows, row, keys, sampler, images, False, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(sampler, batch_size=images, noise_owner=method.noise_owner),
     )
     places = method.trainable_steps(sampler)
     weights = method.transition_weights(sampler)
@@ -445,11 +453,11 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
         )
     assert [all(same) for same in found] == [False, True, False, True]
     paths = sample_trajectories(
-        state.policy,
-        state.policy.encode(["a red star"]),
-        torch.zeros(4, dtype=torch.long),
-        KEYS[:4],
-        state.method.sampler(0),
+        policy=state.policy,
+        conditioning=state.policy.encode(["a red star"]),
+        prompt_index=torch.zeros(4, dtype=torch.long),
+        keys=KEYS[:4],
+        options=RolloutOptions(state.method.sampler(0)),
     )
     context = ReplayContext(
         state.policy, state.policy.encode(["a red star"]), paths, state.reference_weights
@@ -581,14 +589,13 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
     method = method_of("neighbor", shared_noise=True)
     rows = policy.encode(["a red star"])
     paths = sample_trajectories(
-        policy,
-        rows,
-        torch.zeros(4, dtype=torch.long),
-        KEYS[:4],
-        method.sampler(0),
-        4,
-        True,
-        noise_spread=0.3,
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.zeros(4, dtype=torch.long),
+        keys=KEYS[:4],
+        options=RolloutOptions(
+            method.sampler(0), batch_size=4, shared_noise=True, noise_spread=0.3
+        ),
     )
     context = ReplayContext(policy, rows, paths)
     image = torch.arange(4)
@@ -648,7 +655,11 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     rows = policy.encode(["a red star"])
     row = torch.zeros(4, dtype=torch.long)
     paths = sample_trajectories(
-        policy, rows, row, KEYS[:4], sampler, 4, False, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=KEYS[:4],
+        options=RolloutOptions(sampler, batch_size=4, noise_owner=method.noise_owner),
     )
     paths.latents[3, place + 1] = paths.latents[
         1, place + 1

@@ -14,7 +14,7 @@ from chunk_grpo.core.settings import import_callable
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
 from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -65,7 +65,13 @@ def context_of(policy, method, iteration=0) -> ReplayContext:
     """Trajectories that a method draws."""
     rows = policy.encode(["a red star", "two blue rings"])
     row = torch.arange(8) // 4
-    paths = sample_trajectories(policy, rows, row, KEYS, method.sampler(iteration), batch=8)
+    paths = sample_trajectories(
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=KEYS,
+        options=RolloutOptions(method.sampler(iteration), batch_size=8),
+    )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
     }
