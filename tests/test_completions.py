@@ -38,10 +38,10 @@ def drawn_and_completed(state, monkeypatch) -> tuple:
     """Sample groups; return them and (states, rows, levels, what the network was told, images) of each completion."""
     calls, told, complete, velocity = [], [], iteration.complete_states, state.policy.velocity
 
-    def watched(policy, rows, latents, sampler, levels, *more):
+    def watched(policy, conditioning, latents, options, levels):
         told.clear()
-        made = complete(policy, rows, latents, sampler, levels, *more)
-        calls.append((latents, rows, levels, [x[0].item() for x in told], made))
+        made = complete(policy, conditioning, latents, options=options, levels=levels)
+        calls.append((latents, conditioning, levels, [x[0].item() for x in told], made))
         return made
 
     monkeypatch.setattr(iteration, "complete_states", watched)

@@ -236,38 +236,38 @@ WRONG = {
     "evidence that is no tuple": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return super().transition_stats(v, reference_velocities, target, x, sampler, index)[0]""",
+    def transition_stats(self, batch):
+        return super().transition_stats(batch)[0]""",
     ),
     "evidence of each latent": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return (-(v - target).square(),)""",
+    def transition_stats(self, batch):
+        return (-(batch.velocity - batch.target).square(),)""",
     ),
     "evidence that is no number": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return (super().transition_stats(v, reference_velocities, target, x, sampler, index)[0] / 0,)""",
+    def transition_stats(self, batch):
+        return (super().transition_stats(batch)[0] / 0,)""",
     ),
     "one objective for all": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).mean()""",
+    def objective(self, terms):
+        return super().objective(terms).mean()""",
     ),
     "an objective of all pairs": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return statistic[:, None].exp() * advantage""",
+    def objective(self, terms):
+        return terms.statistic[:, None].exp() * terms.advantage""",
     ),
     "an objective without a gradient": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).detach()""",
+    def objective(self, terms):
+        return super().objective(terms).detach()""",
     ),
     "metrics that are no items": (
         "chunk_metrics",
@@ -399,9 +399,9 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
         profile.zero_()
         return out
 
-    def objective(self, statistic, advantage, group):
-        out = super().objective(statistic, advantage, group)
-        group.zero_()
+    def objective(self, terms):
+        out = super().objective(terms)
+        terms.group.zero_()
         return out
 
     def chunk_metrics(self, statistic, slope, advantage, objective):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call, run
+from transitions import batch_of
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
@@ -144,7 +145,12 @@ def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has
     mean, std = sampler.mean_std(v, x, index)
     then = mean + std * torch.randn(mean.shape, generator=generator)
     moved = v + 0.2 / sampler.coefficients(2)[1]
-    new, old = (method.transition_stats(at, {}, then, x, sampler, index) for at in (moved, v))
+    new, old = (
+        method.transition_stats(
+            batch_of(velocity=at, latents=x, target=then, sampler=sampler, step=index)
+        )
+        for at in (moved, v)
+    )
     guard = method.statistic(new, old)
     raw = Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5
