@@ -24,7 +24,7 @@ from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training.methods import ReplayContext
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 
 SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}
 BLOCKS, STEPS = 8, 17
@@ -44,7 +44,13 @@ def table(policy, prompts, images, kind, eta):
     row = torch.arange(len(keys)) // images
     grid = sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[p] for p in chosen])
-    paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, eta), 48)
+    paths = sample_trajectories(
+        policy=policy,
+        conditioning=conditioning,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(Sampler(grid, kind, eta), batch_size=48),
+    )
     drawn = decode_latents(policy, paths.latents[:, -1], 48)
     clip = rewards.load_reward("pocket-clip")
     asked = [texts[prompt] for _, _, prompt, _ in keys]

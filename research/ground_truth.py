@@ -45,7 +45,7 @@ from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training.methods import ReplayContext
-from chunk_grpo.training.rollout import make_generator, sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, make_generator, sample_trajectories
 
 ETA = {"flow": 0.7, "cps": 0.7}
 STEPS = 17
@@ -66,7 +66,13 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
         return rewards.score_images("pocket-clip", clip, drawn, [texts[prompt]] * len(latents))
 
     row = torch.zeros(images, dtype=torch.long)
-    paths = sample_trajectories(policy, conditioning, row, keys, Sampler(grid, kind, ETA[kind]), 48)
+    paths = sample_trajectories(
+        policy=policy,
+        conditioning=conditioning,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(Sampler(grid, kind, ETA[kind]), batch_size=48),
+    )
     what = ReplayContext(policy, conditioning, paths)
     drawn = branch_rewards(what, outcome, branches)
     score = drawn[:, -1, 0]

@@ -17,7 +17,7 @@ from chunk_grpo.measurements.speed import Workload
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.models.policy import compute_network_sigma
 from chunk_grpo.training.methods import Method, ReplayContext
-from chunk_grpo.training.rollout import Trajectories, initial_noise, sample_sde
+from chunk_grpo.training.rollout import RolloutOptions, Trajectories, initial_noise, sample_sde
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 GRADIENT_TOLERANCE = {
@@ -40,7 +40,15 @@ def draw_one_by_one(b: Workload) -> Trajectories:
     for i in range(len(b.keys)):
         rows = {k: v[b.prompt_index[i : i + 1]] for k, v in b.conditioning.items()}
         one = slice(i, i + 1)
-        parts.append(sample_sde(b.policy, rows, start[one], b.keys[one], b.sampler, torch.float32))
+        parts.append(
+            sample_sde(
+                policy=b.policy,
+                prompt_embeds=rows,
+                latents=start[one],
+                keys=b.keys[one],
+                options=RolloutOptions(b.sampler),
+            )
+        )
     latents, logp = (torch.cat(x) for x in zip(*parts, strict=True))
     return Trajectories(latents, logp, b.prompt_index, b.keys, b.sampler)
 

@@ -31,7 +31,7 @@ from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.rewards import StreamingScores
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training.methods import Method, ReplayContext
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -303,13 +303,13 @@ def with_reward(b, repeats):
         with ThreadPoolExecutor(1) as executor:
             arriving = StreamingScores(executor, scorers, texts, settings.rollout_batch)
             sample_trajectories(
-                b.policy,
-                b.conditioning,
-                b.prompt_index,
-                b.keys,
-                b.sampler,
-                settings.rollout_batch,
-                settings.shared_noise,
+                policy=b.policy,
+                conditioning=b.conditioning,
+                prompt_index=b.prompt_index,
+                keys=b.keys,
+                options=RolloutOptions(
+                    b.sampler, batch_size=settings.rollout_batch, shared_noise=settings.shared_noise
+                ),
                 on_batch=lambda final: arriving.add(
                     decode_latents(b.policy, final, settings.rollout_batch)
                 ),

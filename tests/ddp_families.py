@@ -13,7 +13,7 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.training.iteration import check_weights_have_gradients
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 SIDE, TOKENS = 64, 16
@@ -27,7 +27,13 @@ def prepare(model, accelerator):
     grid = policy.sigmas(4, 3.0)
     keys = [(0, 0, rank, g) for g in range(2)]
     rows = model.encode(PROMPTS[rank : rank + 1])
-    paths = sample_trajectories(model, rows, torch.zeros(2, dtype=torch.long), keys, Sampler(grid))
+    paths = sample_trajectories(
+        policy=model,
+        conditioning=rows,
+        prompt_index=torch.zeros(2, dtype=torch.long),
+        keys=keys,
+        options=RolloutOptions(Sampler(grid)),
+    )
     chunks = chunks_from_setting("1,2", 3)
     work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=3)
     return ReplayContext(model, rows, paths), work

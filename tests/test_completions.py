@@ -38,10 +38,10 @@ def drawn_and_completed(state, monkeypatch) -> tuple:
     """Sample groups; return them and (states, rows, levels, what the network was told, images) of each completion."""
     calls, told, complete, velocity = [], [], iteration.complete_states, state.policy.velocity
 
-    def watched(policy, rows, latents, sampler, levels, *more):
+    def watched(policy, conditioning, latents, options, levels):
         told.clear()
-        made = complete(policy, rows, latents, sampler, levels, *more)
-        calls.append((latents, rows, levels, [x[0].item() for x in told], made))
+        made = complete(policy, conditioning, latents, options=options, levels=levels)
+        calls.append((latents, conditioning, levels, [x[0].item() for x in told], made))
         return made
 
     monkeypatch.setattr(iteration, "complete_states", watched)
@@ -111,13 +111,11 @@ def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monke
     start = int(paths.sampler.stochastic[-1]) + 1
     levels = torch.arange(start, len(paths.sampler) + 1)
     made = iteration.complete_states(
-        state.policy,
-        drawn.context.rows(torch.arange(8)),
-        paths.latents[:, start].float(),
-        paths.sampler,
-        levels,
-        8,
-        torch.bfloat16,
+        policy=state.policy,
+        conditioning=drawn.context.rows(torch.arange(8)),
+        latents=paths.latents[:, start].float(),
+        options=iteration.RolloutOptions(paths.sampler, batch_size=8, storage_dtype=torch.bfloat16),
+        levels=levels,
     )
     assert torch.equal(made, paths.latents[:, -1])
 
@@ -131,5 +129,11 @@ def test_with_hardly_any_noise_a_completion_is_the_rollouts_image(name, tmp_path
     euler = dataclasses.replace(drawn.context.trajectories.sampler, solver="euler")
     for latents, rows, levels, _, made in calls:
         own = final[:: len(final) // len(latents)]
-        other = rollout.complete_states(state.policy, rows, latents, euler, levels, 8)
+        other = rollout.complete_states(
+            policy=state.policy,
+            conditioning=rows,
+            latents=latents,
+            options=rollout.RolloutOptions(euler, batch_size=8),
+            levels=levels,
+        )
         assert (made - own).abs().max() < 1e-3 < (other - own).abs().max()

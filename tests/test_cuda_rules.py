@@ -17,7 +17,7 @@ from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -108,7 +108,13 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
         rows = model.encode(["a red star", "two cats"])
         keys = [(0, 0, 0, 0), (0, 0, 1, 0)]
         grid = policy.sigmas(4, 3.0)
-        paths = sample_trajectories(model, rows, torch.arange(2), keys, Sampler(grid))
+        paths = sample_trajectories(
+            policy=model,
+            conditioning=rows,
+            prompt_index=torch.arange(2),
+            keys=keys,
+            options=RolloutOptions(Sampler(grid)),
+        )
         assert paths.latents.device == torch.device("cuda:1")
         assert decode_latents(model, paths.latents[:, -1]).device.type == "cpu"
         chunks = chunks_from_setting("1,2", 3)

@@ -15,7 +15,7 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import sample_ode, sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_ode, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -204,7 +204,13 @@ def drawn(model):
     grid = policy.sigmas(6, 3.0)
     row = torch.tensor([0, 0, 1, 1])
     rows = model.encode(PROMPTS)
-    paths = sample_trajectories(model, rows, row, keys, Sampler(grid))
+    paths = sample_trajectories(
+        policy=model,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(Sampler(grid)),
+    )
     chunks = chunks_from_setting("2,3", 5)
     work = build_update_batch(torch.arange(4), sample_chunks(paths, chunks, 1.0), chunks, limit=20)
     return ReplayContext(model, rows, paths), work

@@ -4,10 +4,13 @@ golden_methods.json names repository, commit, file and how each number was made.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transitions import batch_at_levels, batch_of, terms_of
 
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.credit import credit_advantages, nearest_distances
@@ -26,6 +29,16 @@ GROUP = torch.arange(4)
 def wave(k: int) -> torch.Tensor:
     """A tensor that anybody can make again."""
     return torch.sin(1.7 * torch.arange(24, dtype=torch.float64) + k).reshape(SHAPE).float()
+
+
+def objective_of(
+    method: Method,
+    statistic: torch.Tensor,
+    group: torch.Tensor = GROUP,
+    advantage: torch.Tensor = ADVANTAGE,
+) -> torch.Tensor:
+    """Return the objective of four chunk samples, one of each image."""
+    return method.objective(terms_of(statistic, advantage, group))
 
 
 def method_of(name: str, **more):
@@ -49,10 +62,13 @@ def test_diffusion_nft(name):
     clean = wave(0)
     noise = wave(1)
     v = wave(2).requires_grad_()
+    references = {"old": wave(2) + 0.1 * wave(3)}
     losses = method.losses(
-        v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
+        batch_at_levels(
+            v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
+        )
     )
-    compare(name, -method.objective(method.statistic(losses, losses), ADVANTAGE, GROUP).mean(), v)
+    compare(name, -objective_of(method, method.statistic(losses, losses)).mean(), v)
 
 
 def test_advantage_weighted_matching():
@@ -61,10 +77,13 @@ def test_advantage_weighted_matching():
     clean = wave(0)
     noise = wave(1)
     v = wave(2).requires_grad_()
-    given = {"ema": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
-    new = method.losses(v, *given)
-    old = method.losses(wave(2) + 0.05 * wave(4), *given)
-    compare("awm", -method.objective(method.statistic(new, old), ADVANTAGE, GROUP).mean(), v)
+    references = {"ema": wave(2) + 0.1 * wave(3)}
+    batch = batch_at_levels(
+        v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
+    )
+    new = method.losses(batch)
+    old = method.losses(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
+    compare("awm", -objective_of(method, method.statistic(new, old)).mean(), v)
 
 
 def test_centred_reward_distillation():
@@ -73,12 +92,14 @@ def test_centred_reward_distillation():
     clean = wave(0)
     noise = wave(1)
     v = wave(2).requires_grad_()
+    references = {"old": wave(2) + 0.1 * wave(3)}
     losses = method.losses(
-        v, {"old": wave(2) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
+        batch_at_levels(
+            v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
+        )
     )
-    worth = method.objective(
-        method.statistic(losses, losses), ADVANTAGE, torch.zeros(4, dtype=torch.long)
-    )  # one group
+    one_group = torch.zeros(4, dtype=torch.long)
+    worth = objective_of(method, method.statistic(losses, losses), one_group)
     compare("crd", -worth.mean(), v)
 
 
@@ -90,9 +111,9 @@ def test_elbo(surrogate):
     clean = wave(0)
     noise = wave(1)
     v = wave(2).requires_grad_()
-    given = {}, noise - clean, (1 - t) * clean + t * noise, t
-    new = method.losses(v, *given)
-    old = method.losses(wave(2) + 0.05 * wave(4), *given)
+    batch = batch_at_levels(v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS)
+    new = method.losses(batch)
+    old = method.losses(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
     moved = method.statistic(new, old)
     held = {"epg": ADVANTAGE, "pepg": ADVANTAGE - moved}.get(
         surrogate, torch.zeros(4)
@@ -100,7 +121,7 @@ def test_elbo(surrogate):
     further = (
         held.detach() * old[0].detach()
     ).mean()  # theirs multiply the new bound itself, not what it moved by
-    compare(f"elbo-{surrogate}", -method.objective(moved, ADVANTAGE, GROUP).mean() - further, v)
+    compare(f"elbo-{surrogate}", -objective_of(method, moved).mean() - further, v)
 
 
 def test_direct_group_preference():
@@ -111,12 +132,14 @@ def test_direct_group_preference():
     clean = wave(0)
     noise = wave(1)
     v = wave(4).requires_grad_()
-    given = {"base": wave(4) + 0.1 * wave(3)}, noise - clean, (1 - t) * clean + t * noise, t
-    new = method.losses(v, *given)
-    old = method.losses(wave(4) + 0.05 * wave(6), *given)
-    worth = method.objective(
-        method.statistic(new, old), ADVANTAGE, torch.zeros(4, dtype=torch.long)
-    )  # one group
+    references = {"base": wave(4) + 0.1 * wave(3)}
+    batch = batch_at_levels(
+        v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
+    )
+    new = method.losses(batch)
+    old = method.losses(replace(batch, velocity=wave(4) + 0.05 * wave(6)))
+    one_group = torch.zeros(4, dtype=torch.long)
+    worth = objective_of(method, method.statistic(new, old), one_group)
     compare("dgpo", -worth.mean(), v)
 
 
@@ -138,10 +161,18 @@ def test_repaired_ratios(name):
         4
     )  # transition statistics asks for velocities, the numbers are by the mean
     new, old = (
-        method.transition_stats((x - a * wave(0)) / b, {}, then, wave(0), sampler, index)
+        method.transition_stats(
+            batch_of(
+                velocity=(x - a * wave(0)) / b,
+                latents=wave(0),
+                target=then,
+                sampler=sampler,
+                step=index,
+            )
+        )
         for x in (moved, mean)
     )
-    worth = method.objective(method.statistic(new, old), ADVANTAGE, GROUP)
+    worth = objective_of(method, method.statistic(new, old))
     length = (
         (sampler.sigmas[4] - sampler.sigmas[5]).item() if name == "guard" else 1.0
     )  # what guard divides by
@@ -158,22 +189,26 @@ def test_gardo_s_advantages_by_distance():
     assert not torch.allclose(ours, advantage, rtol=0.1)
 
 
-def test_self_opd(monkeypatch):
+def test_self_opd():
     """Four branches of one state, of which three lose to the ODE: weights within the authors' clip, which is not ours."""
     golden = GOLDEN["self-opd"]
     method = method_of("self-opd", images_per_prompt=4)
     mean = wave(2)[:1].requires_grad_()
     std = golden["std_dev"] * golden["dt"] ** 0.5
-    told = (
-        mean.expand(4, -1, -1),
-        torch.full((4,), std),
-        wave(5).expand(4, 4, -1, -1),
-    )  # each row with all next states
-    monkeypatch.setattr(Method, "replay", lambda *given: (told, torch.zeros(4)))
-    new, _ = method.replay(None, torch.arange(4), torch.full((4,), 3))
+    sampler = SimpleNamespace(mean_std=lambda v, x, step: (v, torch.full((4, 1, 1), std)))
+    next_states = wave(5).expand(4, 4, -1, -1)  # each row with those of all branches
+    batch = batch_of(
+        velocity=mean.expand(4, -1, -1),
+        latents=wave(0),
+        target=next_states,
+        sampler=sampler,
+        step=torch.full((4,), 3),
+    )
+    new = method.transition_stats(batch)
     gains = torch.tensor([golden["rewards"]]) - golden["ode_reward"]
     credit = credit_advantages({"r": gains}, {"r": 1.0}, "scale")[0]
-    worth = method.objective(method.statistic(new, new), credit, torch.zeros(4, dtype=torch.long))
+    one_group = torch.zeros(4, dtype=torch.long)
+    worth = objective_of(method, method.statistic(new, new), one_group, advantage=credit)
     assert -worth.mean().item() == pytest.approx(golden["loss"], rel=1e-5)
     (gradient,) = torch.autograd.grad(-worth.mean(), mean)
     torch.testing.assert_close(

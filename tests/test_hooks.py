@@ -11,7 +11,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.rewards.rewards import score_images
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import ReplayContext, load_method
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -54,15 +54,17 @@ def moved_gradient(policy, method) -> torch.Tensor:
     row = torch.arange(8) // 4
     shared = method.settings.shared_noise
     paths = sample_trajectories(
-        policy,
-        rows,
-        row,
-        keys,
-        method.sampler(0),
-        8,
-        shared,
-        noise_owner=method.noise_owner,
-        noise_spread=method.settings.noise_spread,
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(
+            method.sampler(0),
+            batch_size=8,
+            shared_noise=shared,
+            noise_spread=method.settings.noise_spread,
+            noise_owner=method.noise_owner,
+        ),
     )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
@@ -234,38 +236,38 @@ WRONG = {
     "evidence that is no tuple": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return super().transition_stats(v, reference_velocities, target, x, sampler, index)[0]""",
+    def transition_stats(self, batch):
+        return super().transition_stats(batch)[0]""",
     ),
     "evidence of each latent": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return (-(v - target).square(),)""",
+    def transition_stats(self, batch):
+        return (-(batch.velocity - batch.target).square(),)""",
     ),
     "evidence that is no number": (
         "transition_stats",
         """
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        return (super().transition_stats(v, reference_velocities, target, x, sampler, index)[0] / 0,)""",
+    def transition_stats(self, batch):
+        return (super().transition_stats(batch)[0] / 0,)""",
     ),
     "one objective for all": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).mean()""",
+    def objective(self, terms):
+        return super().objective(terms).mean()""",
     ),
     "an objective of all pairs": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return statistic[:, None].exp() * advantage""",
+    def objective(self, terms):
+        return terms.statistic[:, None].exp() * terms.advantage""",
     ),
     "an objective without a gradient": (
         "objective",
         """
-    def objective(self, statistic, advantage, group):
-        return super().objective(statistic, advantage, group).detach()""",
+    def objective(self, terms):
+        return super().objective(terms).detach()""",
     ),
     "metrics that are no items": (
         "chunk_metrics",
@@ -397,9 +399,9 @@ def test_a_function_that_writes_into_what_it_is_given_changes_nothing_else(tmp_p
         profile.zero_()
         return out
 
-    def objective(self, statistic, advantage, group):
-        out = super().objective(statistic, advantage, group)
-        group.zero_()
+    def objective(self, terms):
+        out = super().objective(terms)
+        terms.group.zero_()
         return out
 
     def chunk_metrics(self, statistic, slope, advantage, objective):

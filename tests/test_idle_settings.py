@@ -12,7 +12,7 @@ from chunk_grpo.method.credit import outrun_images
 from chunk_grpo.method.sharing import shared_states
 from chunk_grpo.models import trainable
 from chunk_grpo.training.methods import ReplayContext, load_method
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 SPEC = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[1] / "tools/sweep.py")
@@ -137,7 +137,11 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
     rows = policy.encode(["a red star", "two cats"])
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     paths = sample_trajectories(
-        policy, rows, torch.arange(8) // 4, keys, sampler, batch, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.arange(8) // 4,
+        keys=keys,
+        options=RolloutOptions(sampler, batch_size=batch, noise_owner=method.noise_owner),
     )
     states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
     assert (states[:-1] != torch.arange(4)).any()
@@ -158,7 +162,13 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
     sampler = method.sampler(0)
     rows = policy.encode(["a red star"])
     keys = [(0, 0, 0, g) for g in range(4)]
-    paths = sample_trajectories(policy, rows, torch.zeros(4, dtype=torch.long), keys, sampler, 4)
+    paths = sample_trajectories(
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.zeros(4, dtype=torch.long),
+        keys=keys,
+        options=RolloutOptions(sampler, batch_size=4),
+    )
     context = ReplayContext(policy, rows, paths)
     chosen = torch.full((4, 1), 2)
     chunks = method.chunks(torch.ones(6))

@@ -32,10 +32,10 @@ class ClipHigher(Method):
             if self.upper <= 0:
                 raise ValueError(f"upper must be above 0; got {self.upper}")
 
-    def objective(self, log_ratio, advantage, group):
-        ratio, e = log_ratio.exp(), self.settings.clip_range
+    def objective(self, terms):
+        ratio, e = terms.statistic.exp(), self.settings.clip_range
         clipped = ratio.clamp(1 - e, 1 + self.options.upper * e)
-        return torch.minimum(ratio * advantage, clipped * advantage)
+        return torch.minimum(ratio * terms.advantage, clipped * terms.advantage)
 
     def kl_weight(self, advantage):
         return (advantage < 0).float()

@@ -8,6 +8,7 @@ import pytest
 import tiny_families
 import torch
 from commands import call, run
+from transitions import batch_at_levels, batch_of, terms_of
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError
@@ -28,7 +29,7 @@ from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
 from chunk_grpo.training import iteration, trainer
 from chunk_grpo.training.methods import Method, ReplayContext, load_method
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -54,7 +55,11 @@ def method_of(name: str, **more) -> Method:
 def context_of(policy, method, iteration: int = 0) -> ReplayContext:
     rows = policy.encode(["a red star", "two blue rings"])
     paths = sample_trajectories(
-        policy, rows, torch.arange(8) // 4, KEYS, method.sampler(iteration), batch=8
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.arange(8) // 4,
+        keys=KEYS,
+        options=RolloutOptions(method.sampler(iteration), batch_size=8),
     )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
@@ -163,7 +168,11 @@ def test_before_the_first_update_a_row_has_the_policy_gradient_of_its_axes(polic
     rows = policy.encode(["a red star"])
     row = torch.zeros(images, dtype=torch.long)
     paths = sample_trajectories(
-        policy, rows, row, keys, sampler, images, False, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(sampler, batch_size=images, noise_owner=method.noise_owner),
     )
     places = method.trainable_steps(sampler)
     weights = method.transition_weights(sampler)
@@ -219,10 +228,9 @@ def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(nam
     levels = torch.tensor([0.9, 0.6, 0.3, 0.1])
     method, (v, target, x) = method_of(name), torch.randn(3, 4, 2, 3, generator=noise)
     method.weight, v = "simple", v.requires_grad_()
-    new = method.losses(v, {}, target, x, levels.reshape(-1, 1, 1))
-    worth = method.objective(
-        method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4)
-    )
+    new = method.losses(batch_at_levels(velocity=v, latents=x, target=target, levels=levels))
+    statistic = method.statistic(new, tuple(e.detach() for e in new))
+    worth = method.objective(terms_of(statistic, ADVANTAGE[:4], torch.arange(4)))
     matched = -ADVANTAGE[:4] * (v - target).square().mean((1, 2))
     torch.testing.assert_close(
         *(torch.autograd.grad(y.sum(), v)[0] for y in (worth, matched)), rtol=1e-4, atol=1e-6
@@ -236,10 +244,17 @@ def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_
     method = method_of(name)
     v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
     base, v = v.clone(), v.requires_grad_()
-    new = method.losses(v, {"base": base}, target, x, torch.full((4, 1, 1), 0.5))
+    batch = batch_at_levels(
+        velocity=v,
+        latents=x,
+        target=target,
+        levels=torch.full((4,), 0.5),
+        references={"base": base},
+    )
+    new = method.losses(batch)
     advantage = torch.tensor([1.5, -2.0, 0.3, 0.2])
     statistic = method.statistic(new, tuple(e.detach() for e in new))
-    worth = method.objective(statistic, advantage, torch.zeros(4, dtype=torch.long))
+    worth = method.objective(terms_of(statistic, advantage))
     (slope,) = torch.autograd.grad(worth.sum(), v)
     weight = (
         advantage / 2 if name == "dgpo" else method.beta / 2 * torch.tensor([1.0, -1.0, 0.0, 0.0])
@@ -259,7 +274,9 @@ def test_guards_row_has_a_statistic_of_mean_zero_and_steps_has_not():
     guard, raw = (
         method.statistic(
             *(
-                method.transition_stats(at, {}, then, x, sampler, index)
+                method.transition_stats(
+                    batch_of(velocity=at, latents=x, target=then, sampler=sampler, step=index)
+                )
                 for at in (v + 0.2 / pull, v)
             )
         )
@@ -289,10 +306,12 @@ def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
     levels = torch.tensor([0.9, 0.6, 0.3, 0.1])
     v, target, x = torch.randn(3, 4, 2, 3, generator=noise)
     v.requires_grad_()
-    new = method.losses(v, {"ema": v.detach()}, target, x, levels.reshape(-1, 1, 1))
-    worth = method.objective(
-        method.statistic(new, tuple(e.detach() for e in new)), ADVANTAGE[:4], torch.arange(4)
+    batch = batch_at_levels(
+        velocity=v, latents=x, target=target, levels=levels, references={"ema": v.detach()}
     )
+    new = method.losses(batch)
+    statistic = method.statistic(new, tuple(e.detach() for e in new))
+    worth = method.objective(terms_of(statistic, ADVANTAGE[:4], torch.arange(4)))
     bent = 4 * (v - target).square().mean((1, 2)) ** 0.25
     expected = -ADVANTAGE[:4] / method.settings.advantage_clamp * levels * bent
     torch.testing.assert_close(
@@ -445,11 +464,11 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
         )
     assert [all(same) for same in found] == [False, True, False, True]
     paths = sample_trajectories(
-        state.policy,
-        state.policy.encode(["a red star"]),
-        torch.zeros(4, dtype=torch.long),
-        KEYS[:4],
-        state.method.sampler(0),
+        policy=state.policy,
+        conditioning=state.policy.encode(["a red star"]),
+        prompt_index=torch.zeros(4, dtype=torch.long),
+        keys=KEYS[:4],
+        options=RolloutOptions(state.method.sampler(0)),
     )
     context = ReplayContext(
         state.policy, state.policy.encode(["a red star"]), paths, state.reference_weights
@@ -581,20 +600,19 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
     method = method_of("neighbor", shared_noise=True)
     rows = policy.encode(["a red star"])
     paths = sample_trajectories(
-        policy,
-        rows,
-        torch.zeros(4, dtype=torch.long),
-        KEYS[:4],
-        method.sampler(0),
-        4,
-        True,
-        noise_spread=0.3,
+        policy=policy,
+        conditioning=rows,
+        prompt_index=torch.zeros(4, dtype=torch.long),
+        keys=KEYS[:4],
+        options=RolloutOptions(
+            method.sampler(0), batch_size=4, shared_noise=True, noise_spread=0.3
+        ),
     )
     context = ReplayContext(policy, rows, paths)
     image = torch.arange(4)
     index = torch.full((4,), 4)
-    (chances, own), _ = method.replay(context, image, index)
-    assert (chances.argmax(1) == image).all() and (own == image).all()
+    (chances,), _ = method.replay(context, image, index)
+    assert (chances.argmax(1) == image).all()
     torch.testing.assert_close(chances.exp().sum(1), torch.ones(4))
     work = build_update_batch(
         torch.tensor([2, 0, 3, 1]),
@@ -610,16 +628,16 @@ def test_a_path_goes_to_itself_and_is_pulled_to_its_better_siblings(policy):
     with torch.no_grad():
         for p in policy.trained:
             p -= 1e-3 * p.grad / max(p.grad.norm(), 1e-12)
-        (after, _), _ = method.replay(context, image, index)
+        (after,), _ = method.replay(context, image, index)
         for p, before in zip(policy.trained, kept, strict=True):
             p.copy_(before)
     reference_velocities = torch.tensor([0, 2, 3])
     assert (after[reference_velocities, 1] > chances[reference_velocities, 1]).all()
-    moved = torch.cat([after - chances, own[:, None]], 1)
+    moved = after - chances
     slope = torch.ones_like(moved)
     said = method.chunk_metrics(moved, slope, torch.ones(4), torch.zeros(4))
     torch.testing.assert_close(
-        (said["ratio"] - 1).abs(), (moved[:, :-1].exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7
+        (said["ratio"] - 1).abs(), (moved.exp() - 1).abs().amax(1), rtol=1e-2, atol=1e-7
     )
 
 
@@ -632,7 +650,7 @@ def test_matched_chances_pull_by_what_they_differ():
     advantage = torch.tensor(
         [1.0, 0.7, 0.0, 0.7, -1.5, 0.7, 0.5, 0.7]
     )  # one image of the first group is at its mean
-    worth = method.objective(density, advantage, group)
+    worth = method.objective(terms_of(density, advantage, group))
     (slope,) = torch.autograd.grad(worth.sum(), density)
     mine = group == 0
     wanted = advantage[mine].softmax(0) - (n * density[mine]).softmax(0)
@@ -648,7 +666,11 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     rows = policy.encode(["a red star"])
     row = torch.zeros(4, dtype=torch.long)
     paths = sample_trajectories(
-        policy, rows, row, KEYS[:4], sampler, 4, False, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=KEYS[:4],
+        options=RolloutOptions(sampler, batch_size=4, noise_owner=method.noise_owner),
     )
     paths.latents[3, place + 1] = paths.latents[
         1, place + 1
@@ -658,7 +680,7 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     index = torch.full((4,), place)
     gains = torch.tensor([-1.0, 0.3, -2.0, 1.5])  # in the order of `image`
     new, _ = method.replay(context, image, index)
-    worth = method.objective(method.statistic(new, new), gains, torch.zeros(4, dtype=torch.long))
+    worth = method.objective(terms_of(method.statistic(new, new), gains, member=image))
     used = worth / new[0]
     torch.testing.assert_close(used[[1, 3]], gains[[1, 3]])
     assert abs(used[2]) < 1e-5 and -0.6 < used[0] < -0.4

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call, run
+from transitions import batch_of
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
@@ -14,7 +15,7 @@ from chunk_grpo.core.settings import import_callable
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
 from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import (
     accumulate_gradients,
     build_update_batch,
@@ -65,7 +66,13 @@ def context_of(policy, method, iteration=0) -> ReplayContext:
     """Trajectories that a method draws."""
     rows = policy.encode(["a red star", "two blue rings"])
     row = torch.arange(8) // 4
-    paths = sample_trajectories(policy, rows, row, KEYS, method.sampler(iteration), batch=8)
+    paths = sample_trajectories(
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=KEYS,
+        options=RolloutOptions(method.sampler(iteration), batch_size=8),
+    )
     copies = {
         name: [p.detach().clone() for p in policy.trained] for name in method.reference_decays
     }
@@ -138,7 +145,12 @@ def test_guards_statistic_has_mean_zero_under_the_old_policy_and_the_raw_one_has
     mean, std = sampler.mean_std(v, x, index)
     then = mean + std * torch.randn(mean.shape, generator=generator)
     moved = v + 0.2 / sampler.coefficients(2)[1]
-    new, old = (method.transition_stats(at, {}, then, x, sampler, index) for at in (moved, v))
+    new, old = (
+        method.transition_stats(
+            batch_of(velocity=at, latents=x, target=then, sampler=sampler, step=index)
+        )
+        for at in (moved, v)
+    )
     guard = method.statistic(new, old)
     raw = Method.statistic(method, new, old)
     error = guard.std() / len(guard) ** 0.5

@@ -10,7 +10,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.training import iteration
 from chunk_grpo.training.methods import load_method
-from chunk_grpo.training.rollout import sample_sde, sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_sde, sample_trajectories
 
 BASE = {
     "steps": 6,
@@ -33,7 +33,11 @@ def draw(policy, batch=8, **more):
     row = torch.arange(8) // 4
     keys = [(0, 0, p, g) for p in range(2) for g in range(4)]
     return sample_trajectories(
-        policy, rows, row, keys, method.sampler(0), batch, noise_owner=method.noise_owner
+        policy=policy,
+        conditioning=rows,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(method.sampler(0), batch_size=batch, noise_owner=method.noise_owner),
     ), method
 
 
@@ -64,7 +68,11 @@ def test_a_shared_forward_draws_what_single_ones_draw(policy):
     start = shared.latents[:, 0]
     sampler = method.sampler(0)
     latents, _ = sample_sde(
-        policy, rows, start, shared.keys, sampler, torch.float32, noise_owner=blind
+        policy=policy,
+        prompt_embeds=rows,
+        latents=start,
+        keys=shared.keys,
+        options=RolloutOptions(sampler, noise_owner=blind),
     )
     assert not torch.allclose(latents, shared.latents)
     torch.testing.assert_close(

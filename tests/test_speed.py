@@ -22,7 +22,7 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.training.iteration import measure_ratio_floor
 from chunk_grpo.training.methods import Method, ReplayContext
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -286,7 +286,13 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     grid = sigmas(6, 3.0)
     chunks = "2,3"
     given = pair[0].encode(["a red star"])
-    paths = sample_trajectories(pair[0], given, row, keys, Sampler(grid), batch=4)
+    paths = sample_trajectories(
+        policy=pair[0],
+        conditioning=given,
+        prompt_index=row,
+        keys=keys,
+        options=RolloutOptions(Sampler(grid), batch_size=4),
+    )
     chosen = torch.tensor([[0], [1], [1], [1]])
     method = Method(settings.Settings(clip_range=1e-3))
     work = build_update_batch(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)

@@ -43,7 +43,7 @@ from chunk_grpo.runs import run_folder
 from chunk_grpo.training import metrics, trainer
 from chunk_grpo.training.iteration import TrainingState
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import sample_trajectories
+from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import build_update_batch, chunk_means, compute_transition_stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -323,7 +323,11 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
         conditioning = policy.encode(["a prompt"])
         row = torch.zeros(images, dtype=torch.long)
         paths = sample_trajectories(
-            policy, conditioning, row, keys, sampler, images, settings.shared_noise
+            policy=policy,
+            conditioning=conditioning,
+            prompt_index=row,
+            keys=keys,
+            options=RolloutOptions(sampler, batch_size=images, shared_noise=settings.shared_noise),
         )
         method = Method(settings)
         context = ReplayContext(policy, conditioning, paths)

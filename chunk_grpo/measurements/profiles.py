@@ -20,7 +20,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import predict_endpoints, sigmas
 from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
-from ..training.rollout import ImageKey, sample_trajectories
+from ..training.rollout import ImageKey, RolloutOptions, sample_trajectories
 
 DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
 
@@ -38,8 +38,7 @@ def _sample_with_predictions(
         conditioning=rows,
         prompt_index=torch.arange(len(keys)),
         keys=keys,
-        sampler=sampler,
-        batch=len(keys),
+        options=RolloutOptions(sampler, batch_size=len(keys)),
     ).latents
     predicted = []
     for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True):
@@ -126,8 +125,7 @@ def measure_distances(
             conditioning=conditioning,
             prompt_index=prompt_index[rows],
             keys=keys[rows],
-            sampler=sampler,
-            batch=batch,
+            options=RolloutOptions(sampler, batch_size=batch),
         ).latents
         for name in DISTANCE_KINDS:
             distances[name].append(relative_distance(path, name).cpu().double())

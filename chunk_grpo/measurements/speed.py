@@ -39,7 +39,13 @@ from ..planning import plan
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.methods import Method, ReplayContext, sample_chunks
-from ..training.rollout import ImageKey, Trajectories, make_generator, sample_trajectories
+from chunk_grpo.training.rollout import (
+    ImageKey,
+    RolloutOptions,
+    Trajectories,
+    make_generator,
+    sample_trajectories,
+)
 from ..training.update import accumulate_gradients, build_update_batch
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #0d9e5164
@@ -282,13 +288,13 @@ class Workload:
         """Sample the trajectories of all images."""
         settings = self.settings
         return sample_trajectories(
-            self.policy,
-            self.conditioning,
-            self.prompt_index,
-            self.keys,
-            self.sampler,
-            settings.rollout_batch,
-            settings.shared_noise,
+            policy=self.policy,
+            conditioning=self.conditioning,
+            prompt_index=self.prompt_index,
+            keys=self.keys,
+            options=RolloutOptions(
+                self.sampler, batch_size=settings.rollout_batch, shared_noise=settings.shared_noise
+            ),
         )
 
     def chosen(self, paths: Trajectories) -> Tensor:  # (B, k)

@@ -6,7 +6,6 @@
 __all__ = ['ElboOfChunks', 'ChunkMixture']
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #6883d473
-from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from .. import InputError
 from ..method.sampler import Sampler
 from .decoupled import Elbo, renoise
-from ..training.methods import Method, ReplayContext
+from ..training.methods import Method, ReplayContext, TransitionBatch
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #b1947ac4
 class ElboOfChunks(Elbo):
@@ -59,29 +58,20 @@ class ChunkMixture(Method):
 
     def transition_stats(
         self,
-        v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        # (m, S, C) velocities of the references by name
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,  # (m, S, C) next states, or velocity targets
-        x: Tensor,  # (m, S, C) states, or noised latents
-        sampler: Sampler,  # that sampled the trajectories
-        index: Tensor,  # (m,) transitions or levels
+        batch: TransitionBatch,  # states and next states, or noised images and velocity targets
     ) -> tuple[Tensor, ...]:
         """Return log-probability, mean and deviation of transitions in the window, and (loss bound, 0, 1) behind it."""
-        late = index >= self.window.width
+        late = batch.step >= self.window.width
         early = ~late
-        of_transitions = super().transition_stats(
-            v[early], reference_velocities, target[early], x[early], sampler, index[early]
-        )
-        t = sampler.sigmas[index[late]].to(x).reshape(-1, 1, 1)
-        bound = self.losses(v[late], reference_velocities, target[late], x[late], t)[0]
+        of_transitions = super().transition_stats(batch.select(early))
+        bound = self.losses(batch.select(late))[0]
         # A level has no mean; with 0 and a deviation of 1 every statistic is its log-ratio.
         of_levels = (bound, 0.0, 1.0)
 
         transition_stats = []
         # A plain log-ratio needs the first tensor only, so `of_transitions` may be shorter.
         for early_values, late_values in zip(of_transitions, of_levels, strict=False):
-            values = early_values.new_empty(len(index), *early_values.shape[1:])
+            values = early_values.new_empty(len(batch), *early_values.shape[1:])
             late_values = torch.as_tensor(late_values).to(early_values)
             values = values.index_put((early,), early_values)
             transition_stats.append(values.index_put((late,), late_values))

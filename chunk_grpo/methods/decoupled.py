@@ -22,7 +22,13 @@ from ..method.dynamics import chunk_count
 from ..method.sampler import Sampler
 from ..method.schedule import add_noise, velocity_target
 from ..planning.plan import transitions_per_image
-from ..training.methods import Method, ReplayContext, sample_chunks
+from chunk_grpo.training.methods import (
+    ChunkTerms,
+    Method,
+    ReplayContext,
+    TransitionBatch,
+    sample_chunks,
+)
 from ..training.rollout import Trajectories, make_generator
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #40091cca
@@ -224,30 +230,17 @@ class Decoupled(Method):
 
     def transition_stats(
         self,
-        v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        # (m, S, C) velocities of the references by name
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,  # (m, S, C) velocity target of the noised image
-        x: Tensor,  # (m, S, C) noised latents
-        sampler: Sampler,  # whose grid has the levels
-        index: Tensor,  # (m,) levels of the grid
+        batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return `losses` at the levels of the sampler's grid."""
-        return self.losses(
-            v, reference_velocities, target, x, sampler.sigmas[index].to(x).reshape(-1, 1, 1)
-        )
+        """Return the `losses`."""
+        return self.losses(batch)
 
     def losses(
         self,
-        v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        # (m, S, C) velocities of the references by name
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,  # (m, S, C) velocity of the noised image
-        x: Tensor,  # (m, S, C) noised latents
-        t: Tensor,  # (m, 1, 1) levels of the latents
+        batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:  # (m,) each
         """Return the transition statistics of levels; its first tensor takes the place of a log-probability."""
-        return (-mean_square(v - target),)
+        return (-mean_square(batch.velocity - batch.target),)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
@@ -271,22 +264,17 @@ class Elbo(Decoupled):
 
     weight = "adaptive"  # simple, path-kl or adaptive
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return minus the flow-matching loss, weighted by `weight`, (m,)."""
+        t = batch.sigma
+        error = batch.velocity - batch.target
         if self.weight == "adaptive":
-            return (-t.flatten() * normalised_error(v - target),)
+            return (-t.flatten() * normalised_error(error),)
         if self.weight == "simple":
             scale = torch.ones_like(t)
         else:
             scale = (1 - t) / (t + 1e-3)
-        return (-scale.flatten() * mean_square(v - target),)
+        return (-scale.flatten() * mean_square(error),)
 
 
 class VGrpo(Elbo):
@@ -332,19 +320,13 @@ class Awm(Decoupled):
     reference_decays: Mapping[str, Callable[[int], float]] = {"ema": lambda iteration: 0.3}
     references = ("ema",)
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return minus the concave loss, weighted by t, and the distance to the average's velocity, (m,) each."""
         small = 1e-10
-        loss = mean_square(v - target)
+        loss = mean_square(batch.velocity - batch.target)
         concave = ((loss + small) ** self.power - small**self.power) / self.power
-        return -t.flatten() * concave, mean_square(v - reference_velocities["ema"])
+        distance = mean_square(batch.velocity - batch.reference_velocities["ema"])
+        return -batch.sigma.flatten() * concave, distance
 
     def statistic(
         self,
@@ -354,17 +336,12 @@ class Awm(Decoupled):
         """Return the log-ratio and the distance to the average, (m, 2)."""
         return torch.stack([new[0] - old[0], new[1]], 1)
 
-    def objective(
-        self,
-        statistic: Tensor,  # (N, 2) means over the levels of each chunk sample
-        advantage: Tensor,  # (N,)
-        group: Tensor,  # (N,) long: number of each sample's group
-    ) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return the surrogate of the log-ratio minus the weighted distance to the average, (N,)."""
-        surrogate = super().objective(
-            statistic[:, 0], advantage / self.settings.advantage_clamp, group
-        )
-        return surrogate - self.pull * statistic[:, 1]
+        log_ratio, distance = terms.statistic.unbind(1)
+        advantage = terms.advantage / self.settings.advantage_clamp
+        surrogate = super().objective(replace(terms, statistic=log_ratio, advantage=advantage))
+        return surrogate - self.pull * distance
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #47d6560a
 class Nft(Decoupled):
@@ -379,29 +356,25 @@ class Nft(Decoupled):
     sampling_reference = "old"
     references = ("old",)
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return the image errors of the mixed velocity v+ and of its mirror image v-, (m,) each."""
-        old = reference_velocities["old"]
-        clean = x - t * target
-        mixed = (1 - self.beta) * old + self.beta * v
-        mirrored = (1 + self.beta) * old - self.beta * v
+        x = batch.latents
+        t = batch.sigma
+        old = batch.reference_velocities["old"]
+        clean = x - t * batch.target
+        mixed = (1 - self.beta) * old + self.beta * batch.velocity
+        mirrored = (1 + self.beta) * old - self.beta * batch.velocity
         return tuple(normalised_error(x - t * velocity - clean) for velocity in (mixed, mirrored))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
         """Return both errors of the present weights, (m, 2)."""
         return torch.stack(new, 1)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return minus the errors, weighted by how good the image is, (N,)."""
-        good = (advantage / 10 + 0.5).clamp(0, 1)  # r in [0, 1]
-        return -5 / self.beta * (good * statistic[:, 0] + (1 - good) * statistic[:, 1])
+        good = (terms.advantage / 10 + 0.5).clamp(0, 1)  # r in [0, 1]
+        mixed, mirrored = terms.statistic.unbind(1)
+        return -5 / self.beta * (good * mixed + (1 - good) * mirrored)
 
 
 class Crd(Decoupled):
@@ -419,23 +392,16 @@ class Crd(Decoupled):
     sampling_reference = "sampling"
     references = ("old",)
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return by how much the present error is below that of the old copy, (m,)."""
-        return (
-            normalised_error(reference_velocities["old"] - target) - normalised_error(v - target),
-        )
+        old_error = normalised_error(batch.reference_velocities["old"] - batch.target)
+        return (old_error - normalised_error(batch.velocity - batch.target),)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return minus the squared difference of centred implicit reward and centred advantage, (N,)."""
-        _, group_index = group.unique(return_inverse=True)
-        goal = centred(advantage / 10, group_index)
+        statistic = terms.statistic
+        _, group_index = terms.group.unique(return_inverse=True)
+        goal = centred(terms.advantage / 10, group_index)
         # The mean of the group is subtracted from the value and not from the gradient.
         implicit = self.beta * (
             statistic - statistic.detach() + centred(statistic.detach(), group_index)
@@ -462,28 +428,22 @@ class GroupDpo(Decoupled):
     needs_group = True
     references = ("base",)
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return minus the loss, and by how much the loss is below that of the base, (m,) each."""
-        loss = mean_square(v - target)
-        return -loss, mean_square(reference_velocities["base"] - target) - loss
+        loss = mean_square(batch.velocity - batch.target)
+        return -loss, mean_square(batch.reference_velocities["base"] - batch.target) - loss
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
         """Return the log-ratio, then minus the loss and the gain over the base without graph, (m, 3)."""
         return torch.stack([new[0] - old[0], *(x.detach() for x in new)], 1)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return the weighted advantage times minus the loss, without gradient where the ratio is clipped, (N,)."""
-        log_ratio, negative_loss, gain = statistic.unbind(1)
+        advantage = terms.advantage
+        log_ratio, negative_loss, gain = terms.statistic.unbind(1)
         # The loss keeps its value and gets its gradient back from the log-ratio.
         negative_loss = negative_loss + log_ratio - log_ratio.detach()
-        _, group_index = group.unique(return_inverse=True)
+        _, group_index = terms.group.unique(return_inverse=True)
 
         # The group's mean is the logit: the weight is small if the group is separated already.
         logit = -advantage * self.beta * gain.detach()
@@ -512,9 +472,9 @@ class BestOfN(Decoupled):
         best = is_best & (ranked != ranked.amin(1, keepdim=True))
         return best / best.sum(1, keepdim=True).clamp(min=1)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return minus the loss of the best images, (N,)."""
-        return advantage * statistic
+        return terms.advantage * terms.statistic
 
 
 class OnlineDpo(Decoupled):
@@ -526,22 +486,18 @@ class OnlineDpo(Decoupled):
     needs_group = True
     references = ("base",)
 
-    def losses(
-        self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        t: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Return by how much the loss is below that of the base, (m,)."""
-        return (mean_square(reference_velocities["base"] - target) - mean_square(v - target),)
+        base_loss = mean_square(batch.reference_velocities["base"] - batch.target)
+        return (base_loss - mean_square(batch.velocity - batch.target),)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return the log-sigmoid of the margin at the best image of each group, 0 elsewhere, (N,)."""
+        statistic = terms.statistic
+        advantage = terms.advantage
         objective = torch.zeros_like(statistic)
-        for number in group.unique():
-            samples = (group == number).nonzero()[:, 0]
+        for number in terms.group.unique():
+            samples = (terms.group == number).nonzero()[:, 0]
             best = samples[advantage[samples].argmax()]
             worst = samples[advantage[samples].argmin()]
             if advantage[best] > advantage[worst]:

@@ -6,7 +6,7 @@
 __all__ = ['group_log_softmax', 'Tmpo', 'Neighbor', 'SelfOpd']
 
 # %% ../../nbs/08_methods/02_groups.ipynb #21c2c6d6
-from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..core.settings import Settings
 from ..method.credit import combine_rewards
 from ..method.sampler import Sampler
 from .decoupled import centred
-from ..training.methods import Method, ReplayContext
+from ..training.methods import ChunkTerms, Method, ReplayContext, TransitionBatch
 
 # %% ../../nbs/08_methods/02_groups.ipynb #fc1cdd1e
 def group_log_softmax(
@@ -45,15 +45,14 @@ class Tmpo(Method):
 
     def objective(
         self,
-        statistic: Tensor,  # (N,) mean log-density of each path's transitions
-        advantage: Tensor,  # (N,) standardised rewards
-        group: Tensor,  # (N,) long: number of each path's group
+        terms: ChunkTerms,  # mean log-density of each path's transitions, standardised rewards
     ) -> Tensor:
         """Return values (N,) whose mean over images is the mean of -L over groups; 0 in groups with equal rewards."""
-        _, group_index, size = group.unique(return_inverse=True, return_counts=True)
+        advantage = terms.advantage
+        _, group_index, size = terms.group.unique(return_inverse=True, return_counts=True)
         transitions = len(self.trainable_steps(self.sampler(0)))
         log_q = group_log_softmax(self.beta * advantage, group_index)
-        log_p = group_log_softmax(transitions * statistic, group_index)
+        log_p = group_log_softmax(transitions * terms.statistic, group_index)
         # The factor `size` turns the mean over images into a mean over groups.
         objective = size[group_index] * log_q.exp() * (log_p - log_q)
 
@@ -86,7 +85,7 @@ class Neighbor(Method):
     def __init__(self, settings: Settings):
         super().__init__(settings)
         self.ratio_count = settings.images_per_prompt  # one log-ratio per sibling
-        self.statistic_size = self.ratio_count + 1  # and the path's own number in the group
+        self.statistic_size = self.ratio_count
 
     def sampler(self, iteration: int) -> Sampler:
         """Return the ODE sampler, the same in every iteration."""
@@ -121,58 +120,28 @@ class Neighbor(Method):
 
     def transition_stats(
         self,
-        v: Tensor,  # (m, S, C) velocity of the policy, with graph
-        # (m, S, C) velocities of the references by name
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,  # (m, G, S, C) next states of the siblings
-        x: Tensor,  # (m, S, C) states
-        sampler: Sampler,  # that sampled the trajectories
-        index: Tensor,  # (m,) transitions
+        batch: TransitionBatch,  # states, and as targets the next states of all siblings
     ) -> tuple[Tensor, ...]:
         """Return the log-probability of each sibling's next state, (m, G)."""
-        mean, _ = sampler.mean_std(v, x, index)
-        return ((-(target - mean[:, None]).square().flatten(2).mean(2)).log_softmax(1),)
-
-    def replay(
-        self,
-        context: ReplayContext,  # trajectories and the policy
-        image: Tensor,  # (m,) positions in the trajectories
-        index: Tensor,  # (m,) transitions
-        anchor: bool = True,  # compute the KL penalty if the settings have one
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the transition statistics with each image's number in its group appended, and the KL penalty.
-
-        The number travels as a float, since `objective` is not given the images.
-        """
-        transition_stats, penalty = super().replay(context, image, index, anchor)
-        member = (image % self.settings.images_per_prompt).to(transition_stats[0])
-        return (*transition_stats, member), penalty
-
-    def statistic(
-        self,
-        new: tuple[Tensor, ...],  # transition statistics under the present weights, of `replay`
-        old: tuple[Tensor, ...],  # transition statistics before the first update
-    ) -> Tensor:
-        """Return the log-ratio of each sibling and the image's number in its group, (m, G + 1)."""
-        return torch.cat([new[0] - old[0], new[1][:, None]], 1)
+        mean, _ = batch.mean_std()
+        distance = (batch.target - mean[:, None]).square().flatten(2).mean(2)
+        return ((-distance).log_softmax(1),)
 
     def objective(
         self,
-        statistic: Tensor,  # (N, G + 1) of `statistic`
-        advantage: Tensor,  # (N,)
-        group: Tensor,  # (N,) long: number of each path's group
+        terms: ChunkTerms,  # the statistic (N, G) is the log-ratio of each sibling
     ) -> Tensor:
         """Return the mean over siblings of the surrogate of each one's log-ratio and advantage, (N,)."""
-        names, group_index = group.unique(return_inverse=True)
-        member = statistic[:, -1].detach().round().long()
-        by_group = torch.zeros(len(names), self.settings.images_per_prompt).to(advantage)
-        by_group = by_group.index_put((group_index, member), advantage)
+        names, group_index = terms.group.unique(return_inverse=True)
+        by_group = torch.zeros(len(names), self.settings.images_per_prompt).to(terms.advantage)
+        by_group = by_group.index_put((group_index, terms.member), terms.advantage)
         sibling_advantage = by_group[group_index]  # (N, G)
 
         # One number per pair of path and sibling.
-        log_ratio = statistic[:, :-1]
-        pairs = super().objective(log_ratio.flatten(), sibling_advantage.flatten(), group)
-        return pairs.reshape(sibling_advantage.shape).mean(1)
+        pairs = replace(
+            terms, statistic=terms.statistic.flatten(), advantage=sibling_advantage.flatten()
+        )
+        return super().objective(pairs).reshape(sibling_advantage.shape).mean(1)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
@@ -202,57 +171,43 @@ class SelfOpd(Method):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        self.statistic_size = (
-            settings.images_per_prompt + 2
-        )  # log-density, cosines with siblings, number in group
-
-    def replay(
-        self, context: ReplayContext, image: Tensor, index: Tensor, anchor: bool = True
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return log-density (m,), cosines with the siblings (m, G) and number in the group (m,), and the KL penalty.
-
-        The number travels as a float, since `objective` is not given the images.
-        """
-        (mean, std, target), penalty = super().replay(context, image, index, anchor)
-        member = (image % self.settings.images_per_prompt).to(mean.device)
-        deltas = (target - mean[:, None]).flatten(2)  # of all siblings, (m, G, S * C)
-        delta = deltas[torch.arange(len(member)), member]  # of the image itself
-        log_density = -(delta / std[:, None]).square().mean(1) / 2
-        cosines = torch.cosine_similarity(delta[:, None], deltas, 2).detach()
-        return (log_density, cosines, member.to(log_density)), penalty
+        self.statistic_size = settings.images_per_prompt + 1  # log-density, cosines with siblings
 
     def transition_stats(
         self,
-        v: Tensor,
-        reference_velocities: Mapping[str, Tensor],
-        target: Tensor,
-        x: Tensor,
-        sampler: Sampler,
-        index: Tensor,
+        batch: TransitionBatch,  # states, and as targets the next states of all siblings
     ) -> tuple[Tensor, ...]:
-        """Return the transition's mean and deviation and the siblings' next states, from which `replay` computes."""
-        mean, std = sampler.mean_std(v, x, index)
-        return mean, std.flatten().expand(len(mean)), target
+        """Return the log-density (m,) of each image's next state, and its cosines (m, G) with the siblings' next states."""
+        mean, std = batch.mean_std()
+        std = std.flatten().expand(len(mean))
+        member = batch.member.to(mean.device)
+        deltas = (batch.target - mean[:, None]).flatten(2)  # of all siblings, (m, G, S * C)
+        delta = deltas[torch.arange(len(member)), member]  # of the image itself
+        log_density = -(delta / std[:, None]).square().mean(1) / 2
+        cosines = torch.cosine_similarity(delta[:, None], deltas, 2).detach()
+        return log_density, cosines
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Return log-density, cosines and number in the group under the present weights, (m, G + 2)."""
-        return torch.cat([new[0][:, None], new[1], new[2][:, None]], 1)
+        """Return log-density and cosines under the present weights, (m, G + 1)."""
+        log_density, cosines = new
+        return torch.cat([log_density[:, None], cosines], 1)
 
-    def objective(self, statistic: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def objective(self, terms: ChunkTerms) -> Tensor:
         """Return weight times log-density of each branch, (N,)."""
-        names, group_index = group.unique(return_inverse=True)
-        size = self.settings.images_per_prompt
-        member = statistic[:, -1].detach().round().long()
+        advantage = terms.advantage
+        log_density = terms.statistic[:, 0]
+        cosines = terms.statistic[:, 1:]
 
         # The best branch of each group, as a number in the group.
-        by_group = advantage.new_full((len(names), size), -torch.inf)
-        by_group = by_group.index_put((group_index, member), advantage)
+        names, group_index = terms.group.unique(return_inverse=True)
+        by_group = advantage.new_full((len(names), self.settings.images_per_prompt), -torch.inf)
+        by_group = by_group.index_put((group_index, terms.member), advantage)
         best = by_group.argmax(1)[group_index]
 
-        cosine_with_best = statistic[:, 1:-1].gather(1, best[:, None])[:, 0].detach()
+        cosine_with_best = cosines.gather(1, best[:, None])[:, 0].detach()
         dissimilarity = (1 - cosine_with_best) / 2  # d_k
         weight = torch.where(advantage < 0, dissimilarity, 1.0) * advantage
-        return weight * statistic[:, 0]
+        return weight * log_density
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['split_updates', 'UpdateBatch', 'build_update_batch', 'replay_transitions', 'check_transition_stats',
-           'check_statistic', 'compute_transition_stats', 'chunk_means', 'chunk_groups', 'ratio_floor',
+           'check_statistic', 'compute_transition_stats', 'chunk_means', 'chunk_groups', 'chunk_members', 'ratio_floor',
            'gradient_coefficients', 'UpdateStats', 'check_chunk_metrics', 'accumulate_gradients']
 
 # %% ../../nbs/07_training/03_update.ipynb #17047d99
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ from torch import Tensor
 
 from .. import InputError
 from ..method.chunks import Chunks, fits_in_batch, flatten_chunks, split_into_batches
-from .methods import Method, ReplayContext, check_floats, read_only, wrong_return
+from chunk_grpo.training.methods import (
+    ChunkTerms,
+    Method,
+    ReplayContext,
+    check_floats,
+    read_only,
+    wrong_return,
+)
 from .rollout import ImageKey, make_generator
 
 # %% ../../nbs/07_training/03_update.ipynb #3c7a8a01
@@ -196,6 +203,14 @@ def chunk_groups(
     )
 
 
+def chunk_members(
+    method: Method,  # knows how many images a group has
+    update_batch: UpdateBatch,  # N chunk samples
+) -> Tensor:  # (N,) long
+    """Return the number, in its group, of the image of each chunk sample."""
+    return update_batch.chunk_image % method.settings.images_per_prompt
+
+
 def ratio_floor(
     new: Tensor,  # (M,) log-probabilities
     old: Tensor,  # (M,) log-probabilities of the same weights, computed in another way
@@ -212,20 +227,19 @@ def ratio_floor(
 # %% ../../nbs/07_training/03_update.ipynb #993f3da1
 def _objective_slopes(
     method: Method,
-    statistic: Tensor,  # (N, ...) mean of each chunk sample
-    adv: Tensor,  # (N,) advantage of each chunk sample
-    group: Tensor,  # (N,) group of each chunk sample
-) -> Tensor:  # (N, ...) as statistic
+    terms: ChunkTerms,  # of N chunk samples
+) -> Tensor:  # (N, ...) as the statistic
     """Differentiate every chunk sample's objective by its mean statistic."""
     with torch.enable_grad():
-        at = statistic.detach().requires_grad_()
+        at = terms.statistic.detach().requires_grad_()
         first = "objective" not in method.checked
-        # A method may write into its arguments, so it gets copies.
-        objective = method.objective(at.clone(), adv.clone(), group.clone())
-        check_floats(method, "objective", objective, (len(adv),), "(N,)")
+        # A method may write into what it gets, so it gets copies.
+        objective = method.objective(replace(terms, statistic=at).copy())
+        count = len(terms.advantage)
+        check_floats(method, "objective", value=objective, shape=(count,), names="(N,)")
         if objective.requires_grad:
             return torch.autograd.grad(objective.sum(), at)[0]
-        if first and bool(adv.any()):
+        if first and bool(terms.advantage.any()):
             raise InputError(
                 f"`objective` of {method.settings.method} must be computed of the statistic with its gradient, "
                 "or nothing is trained"
@@ -236,15 +250,13 @@ def _objective_slopes(
 
 def _transition_coefficients(
     method: Method,
-    means: Tensor,  # (N, ...) mean statistic of each chunk sample
-    adv: Tensor,  # (N,) advantage of each chunk sample
-    group: Tensor,  # (N,) group of each chunk sample
+    terms: ChunkTerms,  # of N chunk samples
     segment: Tensor,  # (M,) chunk sample of each transition
     weight: Tensor | None,  # (N,) of each chunk sample's objective; None: 1
 ) -> Tensor:  # (M, ...)
     """Differentiate the mean objective of the chunk samples by the statistic of each transition."""
     sizes = segment.bincount()
-    slopes = _objective_slopes(method, means, adv, group)
+    slopes = _objective_slopes(method, terms)
     trailing = [1] * (slopes.ndim - 1)
     if weight is not None:
         slopes = slopes * weight.reshape(-1, *trailing)
@@ -267,6 +279,7 @@ def gradient_coefficients(
     """
     segment = update_batch.segment.to(adv.device)
     group = chunk_groups(context, update_batch).to(adv.device)
+    member = chunk_members(method, update_batch).to(adv.device)
 
     # Two passes: a chunk sample lies in several batches, or its objective depends on other chunk samples of its group,
     # so the means of all chunk samples are needed first.
@@ -278,9 +291,8 @@ def gradient_coefficients(
         else:
             new = compute_transition_stats(context, update_batch, method)
             means = chunk_means(method.statistic(new, new if old is None else old), segment)
-        coefficient = _transition_coefficients(
-            method=method, means=means, adv=adv, group=group, segment=segment, weight=weight
-        )
+        terms = ChunkTerms(statistic=means, advantage=adv, group=group, member=member)
+        coefficient = _transition_coefficients(method, terms, segment=segment, weight=weight)
         return lambda part, statistic: coefficient[part]
 
     def coefficients_of_batch(part: Tensor, statistic: Tensor) -> Tensor:
@@ -288,9 +300,12 @@ def gradient_coefficients(
         items, local_segment = segment[part].unique(return_inverse=True)
         coefficients = _transition_coefficients(
             method=method,
-            means=chunk_means(statistic, local_segment),
-            adv=adv[items],
-            group=group[items],
+            terms=ChunkTerms(
+                statistic=chunk_means(statistic, local_segment),
+                advantage=adv[items],
+                group=group[items],
+                member=member[items],
+            ),
             segment=local_segment,
             weight=None if weight is None else weight[items],
         )
@@ -381,12 +396,17 @@ def _update_stats(
     # from the order of the forward passes to that of the update
     statistic = statistic[torch.cat(update_batch.batches).argsort().to(adv.device)]
     means = chunk_means(statistic, update_batch.segment.to(adv.device))
-    group = chunk_groups(context, update_batch).to(adv.device)
-    item_objective = method.objective(means.clone(), adv.clone(), group.clone())
+    terms = ChunkTerms(
+        statistic=means,
+        advantage=adv,
+        group=chunk_groups(context, update_batch).to(adv.device),
+        member=chunk_members(method, update_batch).to(adv.device),
+    )
+    item_objective = method.objective(terms.copy())
     if weight is not None:
         item_objective = item_objective * weight
     objective = item_objective.mean().item()
-    slopes = _objective_slopes(method, means, adv, group)
+    slopes = _objective_slopes(method, terms)
     items = method.chunk_metrics(means, slopes, adv, item_objective)
     check_chunk_metrics(method, items, len(adv))
     return UpdateStats(items=items, objective=objective, kl=float(kl))

@@ -8,9 +8,10 @@ from chunk_grpo.training.methods import Method
 class Guard(Method):
     """Chunk-GRPO with Guard's ratio."""
 
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        mean, std = sampler.mean_std(v, x, index)
-        return sampler.log_prob(target, mean, std), mean, std.flatten().expand(len(mean))
+    def transition_stats(self, batch):
+        mean, std = batch.mean_std()
+        log_prob = batch.sampler.log_prob(batch.target, mean, std)
+        return log_prob, mean, std.flatten().expand(len(mean))
 
     def statistic(self, new, old):
         """std (log r + |change of the mean|^2 / (2 std^2)): its mean under the old policy is 0, as log r's is not."""

@@ -39,12 +39,13 @@ class NFT(Method):
         ]
         return add_noise(clean, torch.stack(noise).to(clean), paths.sampler.sigmas[index]), clean
 
-    def transition_stats(self, v, reference_velocities, target, x, sampler, index):
-        old = reference_velocities["old"]
-        t = sampler.sigmas[index].to(x).reshape(-1, 1, 1)
+    def transition_stats(self, batch):
+        v = batch.velocity
+        old = batch.reference_velocities["old"]
+        t = batch.sigma
         losses = []
         for mixed in ((1 - self.beta) * old + self.beta * v, (1 + self.beta) * old - self.beta * v):
-            off = x - t * mixed - target
+            off = batch.latents - t * mixed - batch.target
             losses.append(
                 (off.square() / off.detach().abs().mean((1, 2), keepdim=True).clamp(min=1e-5)).mean(
                     (1, 2)
@@ -55,6 +56,6 @@ class NFT(Method):
     def statistic(self, new, old):
         return new[0]
 
-    def objective(self, statistic, advantage, group):
-        good = (advantage / 10 + 0.5).clamp(0, 1)
-        return -5 / self.beta * (good * statistic[:, 0] + (1 - good) * statistic[:, 1])
+    def objective(self, terms):
+        good = (terms.advantage / 10 + 0.5).clamp(0, 1)
+        return -5 / self.beta * (good * terms.statistic[:, 0] + (1 - good) * terms.statistic[:, 1])
