@@ -10,6 +10,7 @@ import base64
 import copy
 import html as markup
 import importlib.metadata
+import io
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ import api
 import links
 import nbformat
 import search
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "nbs"
@@ -242,6 +244,19 @@ def plain_words(text: str) -> str:
     return re.sub(r"[`*]|\$", "", words)
 
 
+def is_drawing(png: bytes) -> bool:
+    """Return whether a picture is a drawing on white, which the dark theme may turn into light on dark.
+
+    Pages keep drawings in at most 128 colours and photographs in more; a grid of images has little white.
+    """
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    colours = picture.getcolors(128)
+    if colours is None or len(colours) < 8:
+        return False
+    white = sum(count for count, colour in colours if min(colour) > 250)
+    return white > 0.6 * picture.width * picture.height
+
+
 def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
     """Give each heading before an export cell a target, and say which name is made below which."""
     heading, targets = None, {}
@@ -365,7 +380,7 @@ class Site:
                     "display_data",
                     {
                         "text/html": (
-                            f'<img class="figure" src="{back}_static/figures/{file.name}" '
+                            f'<img class="figure{" drawing" * is_drawing(data)}" src="{back}_static/figures/{file.name}" '
                             f'width="{width}" alt="{words}">'
                         )
                     },

@@ -22,7 +22,7 @@
   }
 
   function fitTables() {
-    for (const table of document.querySelectorAll(".bd-article table")) {
+    for (const table of document.querySelectorAll(".bd-article table:not(.interactive table)")) {
       table.classList.remove("stacked");
       const box = table.parentElement, heads = [...table.querySelectorAll("thead th")].map((head) => head.textContent.trim());
       const wide = table.getBoundingClientRect().width > box.clientWidth + 1;

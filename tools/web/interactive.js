@@ -29,8 +29,11 @@
 
   // ---- Elements ----
 
-  /** A number with its sign, rounded. */
-  const signed = (number, digits = 3) => `${number < 0 ? "−" : "+"}${Math.abs(number).toFixed(digits)}`;
+  /** A number with its sign, rounded; what rounds to 0 has none. */
+  function signed(number, digits = 3) {
+    const size = Math.abs(number).toFixed(digits);
+    return `${Number(size) === 0 ? "" : number < 0 ? "−" : "+"}${size}`;
+  }
 
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -108,7 +111,7 @@
     return { box, repaint, picture };
   }
 
-  const tickWord = (tick) => String(Number(tick.toPrecision(6)));
+  const tickWord = (tick) => String(Number(tick.toPrecision(6))).replace("-", "−");
 
   /** Horizontal grid lines with their numbers, and the axis' name above them. */
   function axis(picture, { ticks, y, left, width, name }) {
@@ -129,6 +132,7 @@
     const images = logRatios.length, T = logRatios[0].length, K = sizes.length;
     const chunkOf = sizes.flatMap((size, chunk) => Array(size).fill(chunk));
     const scientific = (number) => {
+      if (number === 0) return "0";
       const [digits, power] = number.toExponential(2).split("e");
       return `${digits}e${Number(power)}`.replace(/-/g, "−");
     };
@@ -504,7 +508,7 @@
           second.input.value = method.name;
           compare();
         });
-        return make("li", {}, node, ` ${method.title}. ${method.idea}`);
+        return make("li", {}, node, make("span", {}, `${method.title}: ${method.idea}`));
       }));
       compare();
     }
