@@ -26,7 +26,7 @@ from chunk_grpo.cli.evaluation import (
     TrustOption,
 )
 from .evaluation import check_trust, ends_if_interrupted, examples, parse_numbers
-from .evaluation import print_json, print_rows, split_commas
+from .evaluation import print_json, print_rows, resolution_value, split_commas
 from ..core import files, machine, settings, validation
 
 reports_app = typer.Typer(rich_markup_mode=None)
@@ -297,7 +297,9 @@ def sample(
     split: Annotated[
         int | None, typer.Option(help="Step at which the base takes over in hybrid.")
     ] = None,
-    resolution: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A new folder; one under ./samples if left out.")
     ] = None,
@@ -328,8 +330,12 @@ def sample(
     numbered = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
     out = out or next(folder for folder in numbered if not folder.exists())
 
-    options = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
-    changes = {field: value for field, value in options.items() if value is not None}
+    options = {
+        "eval_steps": steps,
+        "hybrid_split": split,
+        "eval_resolution": resolution_value(resolution),
+    }
+    changes = [f"{field}={value}" for field, value in options.items() if value is not None]
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
         images = publish.sample_run(
             run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust

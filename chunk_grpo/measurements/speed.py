@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import InputError
 from ..core import machine
 from ..core import settings as setting
-from ..core.settings import Settings
+from ..core.settings import Settings, format_resolution
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
@@ -472,9 +472,10 @@ def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
     settings = result["settings"]
     info = result["machine"]
     table = speed_table(result).to_string().splitlines()
+    size = format_resolution(settings["resolution"])
     out = [
         f"{', '.join(info['gpus'][:1]) or info['processor']}, {result['threads']} threads; {settings['model']}, "
-        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {settings['resolution']} px",
+        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {size}",
         f"{result['images']} images of {settings['steps']} steps, {result['transitions']} transitions trained, chunks "
         f"{settings['chunks']}; batches of {settings['rollout_batch']} and {settings['update_batch']}",
         f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted",

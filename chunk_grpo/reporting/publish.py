@@ -280,10 +280,11 @@ def pipeline_options(
     Prompt and noise are not among them.
     """
     scale = settings.true_cfg_scale
+    height, width = setting.image_size(settings.eval_resolution)
     options = {
         "num_inference_steps": settings.eval_steps,
-        "height": settings.eval_resolution,
-        "width": settings.eval_resolution,
+        "height": height,
+        "width": width,
         "max_sequence_length": settings.max_tokens,
     }
     guidance_scales = {
