@@ -284,7 +284,7 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     steps = run_folder.read_evaluation_summary(unequal[0])["steps"]
     said = reports.describe_evaluation_differences(unequal)
     assert (
-        f"differ in steps of the ODE (A1 {steps}, B1 5); pixels per side (A1 64, B1 128), so"
+        f"differ in steps of the ODE (A1 {steps}, B1 5); resolution in pixels (A1 64, B1 128), so"
         in said
     )
     assert reports.describe_evaluation_differences(unequal[:1] * 2) == ""

@@ -31,6 +31,7 @@ from chunk_grpo.cli.evaluation import (
     examples,
     parse_numbers,
     print_rows,
+    resolution_value,
     split_commas,
 )
 from chunk_grpo.cli.evaluation import (
@@ -318,7 +319,9 @@ def speed(
     prompts: Annotated[int | None, typer.Option(help="Prompts of the iteration.", min=1)] = None,
     images: Annotated[int | None, typer.Option(help="Images of each.", min=2)] = None,
     steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
-    resolution: Annotated[int | None, typer.Option(help="Pixels a side.", min=16)] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")
@@ -336,7 +339,7 @@ def speed(
         "prompts_per_iteration": prompts,
         "images_per_prompt": images,
         "steps": steps,
-        "resolution": resolution,
+        "resolution": resolution_value(resolution),
     }
     changes = [
         *(overrides or ()),

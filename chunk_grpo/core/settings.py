@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'TRACKERS', 'ALARMS', 'PRESETS_DIR', 'METHODS',
-           'RESUME_CHANGEABLE_FIELDS', 'reward_weights', 'evaluated_rewards', 'embedding_reward', 'named_code',
-           'resolve_code_files', 'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings',
-           'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings',
-           'diff_settings', 'check_resume', 'settings_table', 'check_processes']
+           'RESUME_CHANGEABLE_FIELDS', 'image_size', 'format_resolution', 'reward_weights', 'evaluated_rewards',
+           'embedding_reward', 'named_code', 'resolve_code_files', 'module_search_path', 'import_callable',
+           'lr_schedule', 'method_label', 'Settings', 'list_presets', 'find_settings_file', 'read_settings_file',
+           'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import contextlib
@@ -48,6 +48,45 @@ from chunk_grpo.core.validation import (
 if TYPE_CHECKING:
     from chunk_grpo.method.chunks import ChunkRule
 
+# %% ../../nbs/02_core/04_settings.ipynb #0f1035cd
+_LARGEST_SIDE = 16_384  # pixels
+_SIZE_WORDS = (
+    f"the side length of a square or [height, width], multiples of 16 from 16 to {_LARGEST_SIDE}"
+)
+
+
+def _check_resolution(value: Any) -> int | tuple[int, int]:
+    """Return a side length, or (height, width) if they differ; raise ValueError for anything else."""
+    sides = value if isinstance(value, (list, tuple)) else (value, value)
+    are_sides = [
+        type(side) is int and 16 <= side <= _LARGEST_SIDE and side % 16 == 0 for side in sides
+    ]
+    if are_sides != [True, True]:
+        raise ValueError(f"be {_SIZE_WORDS}")
+    height, width = sides
+    return height if height == width else (height, width)
+
+
+def image_size(
+    resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
+) -> tuple[int, int]:  # height and width, in pixels
+    """Return the height and width that a `resolution` describes."""
+    if isinstance(resolution, int):
+        return resolution, resolution
+    height, width = resolution
+    return height, width
+
+
+def format_resolution(
+    resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
+) -> str:  # "720 px", or "768 x 1024 px (height x width)"
+    """Return a `resolution` in words."""
+    height, width = image_size(resolution)
+    return f"{height} px" if height == width else f"{height} x {width} px (height x width)"
+
+
+_Resolution = Annotated[int | tuple[int, int], BeforeValidator(_check_resolution)]
+
 # %% ../../nbs/02_core/04_settings.ipynb #6d6d793d
 _TABLE_6 = "paper, Table 6"
 _SETUP = "paper, section 5.1"
@@ -79,14 +118,13 @@ class _DrawingSettings(BaseModel):
         _SETUP + ": HPDv2.1, not shipped",
         'Held-out prompts: "pocket:test", or a file as in `prompts`.',
     )
-    resolution: int = setting(
+    resolution: _Resolution = setting(
         720,
-        "pixels per side",
+        "pixels",
         _TABLE_6,
-        "Side length of the square images in training.",
-        ge=16,
-        le=16_384,
-        multiple_of=16,
+        "Size of the images in training: the side length of a square, or [height, width].",
+        takes=_SIZE_WORDS,
+        le=None,  # `_check_resolution` checks the limits of both sides
     )
     max_tokens: int = setting(
         512,
@@ -631,14 +669,13 @@ class _RewardSettings(BaseModel):
         "Held-out prompts scored during training, spread evenly over the list.",
         ge=1,
     )
-    eval_resolution: int = setting(
+    eval_resolution: _Resolution = setting(
         1024,
-        "pixels per side",
+        "pixels",
         _HYBRID,
-        "Side length of the square images in evaluation.",
-        ge=16,
-        le=16_384,
-        multiple_of=16,
+        "Size of the images in evaluation: the side length of a square, or [height, width].",
+        takes=_SIZE_WORDS,
+        le=None,  # `_check_resolution` checks the limits of both sides
     )
     hybrid_split: int = setting(
         30,

@@ -189,7 +189,7 @@ def prepare_benchmark(
         "arms": arms,
         "seed": settings.eval_seed,
         "steps": settings.eval_steps,
-        "resolution": settings.eval_resolution,
+        "resolution": settings.model_dump(mode="json")["eval_resolution"],
         "guidance": settings.guidance,
         "true_cfg_scale": settings.true_cfg_scale,
         "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),

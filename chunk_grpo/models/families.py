@@ -20,6 +20,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
+from ..core.settings import image_size
 from chunk_grpo.models.policy import (
     LORA_TARGETS,
     ModelConfig,
@@ -31,9 +32,9 @@ from .policy import scheduler_sigmas
 
 # %% ../../nbs/03_models/03_families.ipynb #0698956e
 def latents_to_tokens(
-    latents: Tensor,  # (B, C, side, side)
+    latents: Tensor,  # (B, C, height, width)
     packed: int = 1,  # latent pixels per side of a token
-) -> Tensor:  # (B, (side / packed)^2, C packed^2)
+) -> Tensor:  # (B, height width / packed^2, C packed^2)
     """Turn pictures of latent pixels into tokens, row after row.
 
     A token is one latent pixel, or a patch of `packed` x `packed` of them.
@@ -42,12 +43,12 @@ def latents_to_tokens(
 
 
 def tokens_to_latents(
-    latents: Tensor,  # (B, (side / packed)^2, C packed^2)
-    side: int,  # latent pixels per side of the picture
+    latents: Tensor,  # (B, height width / packed^2, C packed^2)
+    height: int,  # of the picture, latent pixels
     packed: int = 1,  # latent pixels per side of a token
-) -> Tensor:  # (B, C, side, side)
+) -> Tensor:  # (B, C, height, width)
     """Turn tokens into pictures of latent pixels: the inverse of `latents_to_tokens`."""
-    grid = latents.transpose(1, 2).unflatten(2, (side // packed, -1))
+    grid = latents.transpose(1, 2).unflatten(2, (height // packed, -1))
     return pixel_shuffle(grid, packed).contiguous()
 
 # %% ../../nbs/03_models/03_families.ipynb #6336195f
@@ -87,15 +88,19 @@ class FluxPolicy(Policy):
         "black-forest-labs/FLUX.1-schnell": ModelConfig("FluxPipeline", "{}", _FLUX_VAE),
     }
 
-    def set_resolution(self, resolution: int) -> Self:  # resolution: pixels per side
+    def set_resolution(
+        self,
+        resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    ) -> Self:
         """Set the resolution and the positions of the tokens, and return the policy.
 
         Raise InputError if the latents cannot be packed.
         """
         super().set_resolution(resolution)
         make_ids = diffusers.FluxPipeline._prepare_latent_image_ids
-        side = self.side // 2
-        self.image_ids = make_ids(1, side, side, self.device, torch.float32)
+        rows = self.latent_height // 2
+        columns = self.latent_width // 2
+        self.image_ids = make_ids(1, rows, columns, self.device, torch.float32)
         self.text_ids = torch.zeros(self.max_tokens, 3, device=self.device)
         return self
 
@@ -114,7 +119,7 @@ class FluxPolicy(Policy):
         They are drawn on the CPU, so that they are the same on every device and in the pipeline.
         """
         channels = self.transformer.config.in_channels // self.packed**2
-        shape = (1, channels, self.side, self.side)
+        shape = (1, channels, self.latent_height, self.latent_width)
         return latents_to_tokens(torch.randn(shape, generator=generator), self.packed)[0]
 
     def predict(
@@ -141,7 +146,7 @@ class FluxPolicy(Policy):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
         """Decode latents at sigma 0 into images."""
-        pictures = tokens_to_latents(latents, self.side, self.packed)
+        pictures = tokens_to_latents(latents, self.latent_height, self.packed)
         config = self.vae.config
         return self.vae_decode(pictures / config.scaling_factor + (config.shift_factor or 0.0))
 
@@ -191,16 +196,20 @@ class SD3Policy(Policy):
         config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
         return config["model_max_length"]
 
-    def set_resolution(self, resolution: int) -> Self:  # resolution: pixels per side
+    def set_resolution(
+        self,
+        resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    ) -> Self:
         """Set the resolution and return the policy.
 
         Raise InputError if the latents cannot be packed, or the transformer has too few positions.
         """
         self.patch = self.transformer.config.patch_size
         largest = self.transformer.config.pos_embed_max_size * self.patch * self.vae_scale_factor
-        if resolution > largest:
+        longest = max(image_size(resolution))
+        if longest > largest:
             raise InputError(
-                f"resolution: {resolution} is too large for this model; allowed are at most {largest}."
+                f"resolution: {longest} is too large for this model; allowed are at most {largest}."
             )
         return super().set_resolution(resolution)
 
@@ -229,7 +238,7 @@ class SD3Policy(Policy):
             "encoder_hidden_states": rows["prompt_embeds"],
             "pooled_projections": rows["pooled_prompt_embeds"],
         }
-        pictures = tokens_to_latents(latents, self.side)
+        pictures = tokens_to_latents(latents, self.latent_height)
         output = self.module(pictures, timestep=1000 * sigma, return_dict=False, **texts)[0]
         return latents_to_tokens(output)
 
@@ -288,7 +297,7 @@ class ZImagePolicy(Policy):
     ) -> Tensor:  # (B, S, C)
         """Run the transformer once and return the velocity, which is minus its output."""
         # The transformer takes each image as a video of one frame.
-        frames = tokens_to_latents(latents, self.side).unsqueeze(2)
+        frames = tokens_to_latents(latents, self.latent_height).unsqueeze(2)
         captions = [
             embeds[mask]
             for embeds, mask in zip(rows["prompt_embeds"], rows["prompt_embeds_mask"], strict=True)
@@ -371,13 +380,13 @@ class QwenImagePolicy(Policy):
             encoder_hidden_states=states,
             return_dict=False,
             encoder_hidden_states_mask=None if mask.all() else mask,
-            img_shapes=[[(1, self.side // 2, self.side // 2)]] * len(latents),
+            img_shapes=[[(1, self.latent_height // 2, self.latent_width // 2)]] * len(latents),
         )[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:  # (B, S, C) -> (B, 3, H, W) float32 in [0, 1]
         """Decode latents at sigma 0 into images."""
-        frames = tokens_to_latents(latents, self.side, self.packed).unsqueeze(2)
+        frames = tokens_to_latents(latents, self.latent_height, self.packed).unsqueeze(2)
         # mean and standard deviation of each channel, (1, C, 1, 1, 1)
         mean, std = (
             torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
@@ -438,15 +447,18 @@ class Flux2KleinPolicy(Policy):
             )
         super().__init__(folder, *given, true_cfg_scale=true_cfg_scale, **more)
 
-    def set_resolution(self, resolution: int) -> Self:  # resolution: pixels per side
+    def set_resolution(
+        self,
+        resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    ) -> Self:
         """Set the resolution and the positions of the tokens, and return the policy.
 
         Raise InputError if the latents cannot be packed.
         """
         super().set_resolution(resolution)
         pipeline = diffusers.Flux2KleinPipeline
-        side = self.side // 2
-        image_ids = pipeline._prepare_latent_ids(torch.empty(1, 1, side, side))
+        grid = torch.empty(1, 1, self.latent_height // 2, self.latent_width // 2)
+        image_ids = pipeline._prepare_latent_ids(grid)
         self.image_ids = image_ids.to(self.device)
         text_ids = pipeline._prepare_text_ids(torch.empty(1, self.max_tokens, 1))
         self.text_ids = text_ids.to(self.device)
@@ -475,7 +487,8 @@ class Flux2KleinPolicy(Policy):
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
         """Draw the latents of one image at sigma 1."""
-        shape = (1, self.transformer.config.in_channels, self.side // 2, self.side // 2)
+        channels = self.transformer.config.in_channels
+        shape = (1, channels, self.latent_height // 2, self.latent_width // 2)
         return latents_to_tokens(torch.randn(shape, generator=generator))[0]
 
     def predict(
@@ -500,4 +513,4 @@ class Flux2KleinPolicy(Policy):
         norm = self.vae.bn
         std = (norm.running_var + self.vae.config.batch_norm_eps).float().sqrt()
         mean = norm.running_mean.float()
-        return self.vae_decode(tokens_to_latents(latents * std + mean, self.side, 2))
+        return self.vae_decode(tokens_to_latents(latents * std + mean, self.latent_height, 2))

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from .. import InputError
 from ..arguments import checked, number, some, text, whole_number
 from ..core.machine import check_environment, use_full_float32
+from ..core.settings import image_size
 from ..method.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
     check_network_weights,
@@ -206,16 +208,17 @@ def compute_network_sigma(
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
 def _largest_vae_activation(
     config: Any,  # a VAE's configuration, with attributes
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return the number of values in the largest layer output of the VAE's decoder, per image."""
+    height, width = image_size(resolution)
     channels = getattr(config, "block_out_channels", None)
     if not channels:
         channels = [config.base_dim * factor for factor in config.dim_mult]
     # A level begins with the channels of the level below it, already at its own size.
     channels = [*channels, channels[-1]]
     return max(
-        max(channels[level : level + 2]) * (resolution >> level) ** 2
+        max(channels[level : level + 2]) * (height >> level) * (width >> level)
         for level in range(len(channels) - 1)
     )
 
@@ -315,7 +318,7 @@ class Policy(Family):
     def __init__(
         self,
         folder: Path,  # a pipeline's folder
-        resolution: int,  # pixels per side
+        resolution: int | tuple[int, int],  # side length or (height, width), pixels
         max_tokens: int = 512,  # tokens per prompt of the longest text encoder
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
@@ -354,19 +357,27 @@ class Policy(Family):
         self.module: nn.Module = self.transformer  # what `predict` calls: a trainer may wrap it
         self.set_resolution(resolution)
 
-    def set_resolution(self, resolution: int) -> Self:  # resolution: pixels per side
+    def set_resolution(
+        self,
+        resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    ) -> Self:
         """Set the resolution of the images and return the policy.
 
         Raise InputError if the latents cannot be packed.
         """
+        height, width = image_size(resolution)
         stride = self.patch * self.vae_scale_factor
-        if resolution % stride:
-            raise InputError(
-                f"resolution: {resolution} is not allowed; a multiple of {stride} is needed."
-            )
-        self.resolution = resolution  # of the image
-        self.side = resolution // self.vae_scale_factor  # of the VAE's latents
-        self.tokens = (self.side // self.patch) ** 2  # of one image in the transformer
+        for side in (height, width):
+            if side % stride:
+                raise InputError(
+                    f"resolution: {side} is not allowed; a multiple of {stride} is needed."
+                )
+        self.resolution = height if height == width else (height, width)  # of the image
+        # of the VAE's latents
+        self.latent_height = height // self.vae_scale_factor
+        self.latent_width = width // self.vae_scale_factor
+        # of one image in the transformer
+        self.tokens = (self.latent_height // self.patch) * (self.latent_width // self.patch)
         return self
 
     def velocity(
@@ -430,9 +441,17 @@ def _is_device(device: str | torch.device) -> bool:
     return True
 
 
+def _is_resolution(resolution: int | Sequence[int]) -> bool:
+    """Return True for a side length, or a height and a width, from 1 pixel."""
+    sides = (resolution, resolution) if isinstance(resolution, int) else resolution
+    return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
+
+
 @checked(
     model=text(),
-    resolution=whole_number(1),
+    resolution=some(
+        int | Sequence[int], "a side length or (height, width) in pixels", _is_resolution
+    ),
     dtype=Literal["float32", "bfloat16"],
     weights=Literal["float32", "bfloat16"] | None,
     max_tokens=whole_number(1),
@@ -445,7 +464,7 @@ def _is_device(device: str | torch.device) -> bool:
 def load_policy(
     model: str,  # "pocket", a folder or a hub id
     *,
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32 or bfloat16
     weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
     # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling, quantization

@@ -46,6 +46,8 @@ from chunk_grpo.core.settings import (
     Settings,
     check_processes,
     evaluated_rewards,
+    format_resolution,
+    image_size,
     list_presets,
 )
 from ..core.settings import load_settings, named_code, reward_weights
@@ -114,7 +116,7 @@ def find_model_config(
 # %% ../../nbs/06_planning/00_plan.ipynb #13b3ba86
 def meta_policy(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
     dtype: str = "float32",  # of the forward pass
     rank: int | None = None,  # of trained adapters; 0: all weights are trained; None: nothing
@@ -259,7 +261,7 @@ def _describe_adapted_layers(
 @functools.cache
 def latent_numel(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return how many numbers the latents of one image have."""
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
@@ -360,7 +362,7 @@ def _run_two_per_kind(
 @functools.cache
 def forward_flops(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
 ) -> int:
     """Count the floating-point operations of one forward pass of one image."""
@@ -455,7 +457,7 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
 @functools.cache
 def _counted_bytes(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
     dtype: str,  # of the forward pass
     rank: int,  # of the adapters; 0: all weights are trained
@@ -589,7 +591,7 @@ def _run_once_per_shape(run: Callable) -> Callable:
 @functools.cache
 def _decode_bytes(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the VAE
     tiling: bool,  # decode images one by one, and large ones tile by tile
     images: int,  # in the batch
@@ -615,7 +617,7 @@ def _decode_bytes(
 @functools.cache
 def _decode_limit(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return how many images of a resolution the VAE may decode in one batch."""
     return meta_policy(config, resolution, 16).decode_limit
@@ -623,7 +625,7 @@ def _decode_limit(
 
 def images_decoded_at_once(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     images: int,  # to be decoded
 ) -> int:
     """Return how many of the images the VAE decodes in one batch.
@@ -635,7 +637,7 @@ def images_decoded_at_once(
 
 def decode_bytes_on_gpu(
     config: ModelConfig,  # of the model's networks
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the VAE
     tiling: bool,  # decode images one by one, and large ones tile by tile
     images: int,  # in one batch
@@ -769,7 +771,7 @@ def held_out_prompts(settings: Settings) -> list[str]:
 def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
     """Return what the evaluation after a run samples, with the ODE and as in training.
 
-    The values are arms, forward passes per image, and pixels per side.
+    The values are arms, forward passes per image, and the images' resolution.
     """
     passes_per_step = 1 + (settings.true_cfg_scale > 1)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
@@ -1000,7 +1002,7 @@ class RateShare(NamedTuple):
 def rate_share(
     device: str,  # its name, as in `find_device`
     dtype: str,  # of the forward pass
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
     config: ModelConfig,  # of the model's networks
     phase: str = "forward",  # forward, or update: a forward with its backward
 ) -> RateShare:
@@ -1015,7 +1017,8 @@ def rate_share(
     # Without a measurement of updates take that of forward passes.
     of_phase = [row for row in rows if row["phase"] == phase]
     rows = of_phase or [row for row in rows if row["phase"] == "forward"]
-    nearest = min(rows, key=lambda row: abs(math.log(row["resolution"] / resolution)))
+    side = math.sqrt(math.prod(image_size(resolution)))  # of the square with as many pixels
+    nearest = min(rows, key=lambda row: abs(math.log(row["resolution"] / side)))
     measured_phase = {"forward": "forwards", "update": "updates"}[nearest["phase"]]
     model = nearest["model"].rpartition("/")[2]
     source = f"measured on {device} in {measured_phase} of {model} at {nearest['resolution']} px"
@@ -1118,8 +1121,8 @@ def run_disk_bytes(
     evaluations = 2 + (settings.iterations // settings.eval_every if settings.eval_every else 0)
     images = settings.eval_images * held_out
     pixels = (
-        settings.eval_resolution**2 * (8 * evaluations + 3 * images)
-        + settings.resolution**2 * 2 * images
+        math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
+        + math.prod(image_size(settings.resolution)) * 2 * images
     )
     encoded = _encoded_prompts(settings) + max(0, held_out - settings.eval_count)
     return {
@@ -1629,11 +1632,11 @@ def describe_estimates(
     forward = _amount(forward_flops(config, settings.resolution, settings.max_tokens), "FLOP")
     phases = [f"{phase} {_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()]
     rows += [
-        ("one forward", f"{forward} at {settings.resolution} px"),
+        ("one forward", f"{forward} at {format_resolution(settings.resolution)}"),
         ("arithmetic an iteration", ", ".join(phases)),
         (
             "arithmetic an evaluation",
-            f"{_amount(once, 'FLOP')} at {settings.eval_resolution} px, {times} times",
+            f"{_amount(once, 'FLOP')} at {format_resolution(settings.eval_resolution)}, {times} times",
         ),
         ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{per_prompt}"),
     ]

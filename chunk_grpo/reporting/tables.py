@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import jinja2
 from IPython.display import HTML, display
 
+from ..core.settings import format_resolution
 from .figures import ARM_LABELS
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #35eb0a31
@@ -221,8 +222,8 @@ def as_trained_note(summary: Mapping) -> str:  # summary: of an evaluation
         return ""
     return (
         f"As trained means sampled as in training, by the SDE ({how['sampler']}, {how['steps']} steps, \u03b7 "
-        f"{how['eta']:g}, shift {how['shift']:g}, {how['resolution']} px), and so is the base that it is compared "
-        "with."
+        f"{how['eta']:g}, shift {how['shift']:g}, {format_resolution(how['resolution'])}), and so is the base that it is "
+        "compared with."
     )
 
 

@@ -12,6 +12,7 @@ __all__ = ['AS_TRAINED_ARMS', 'find_trained_weights', 'hash_trained_weights', 'f
 import contextlib
 import hashlib
 import json
+import math
 import os
 import pkgutil
 import shutil
@@ -41,7 +42,13 @@ from chunk_grpo.core.files import (
     try_lock,
 )
 from ..core.machine import die_with_parent, terminate_process_group
-from ..core.settings import Settings, diff_settings, load_settings, reward_weights
+from chunk_grpo.core.settings import (
+    Settings,
+    diff_settings,
+    image_size,
+    load_settings,
+    reward_weights,
+)
 from ..models import adapters, trainable
 from ..models.inputs import read_prompts
 from ..models.policy import TORCH_DTYPES, Policy
@@ -423,8 +430,8 @@ def image_cost(
 ) -> int:  # in forwards times pixels; only ratios are meaningful
     """Return the cost of an image of an arm."""
     if arm in AS_TRAINED_ARMS:
-        return settings.steps * settings.resolution**2
-    return settings.eval_steps * settings.eval_resolution**2
+        return settings.steps * math.prod(image_size(settings.resolution))
+    return settings.eval_steps * math.prod(image_size(settings.eval_resolution))
 
 
 def progress_text(
