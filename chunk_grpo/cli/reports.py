@@ -227,7 +227,7 @@ def profile(
         check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
         run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
-    inputs.read_prompts(run_settings.prompts, "prompts")
+    inputs.read_run_prompts(run_settings, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(run_settings.model))
     write_report(
         "profile",
@@ -315,8 +315,9 @@ def sample(
     from chunk_grpo.runs import run_folder
 
     # A model with a small vocabulary, such as the pocket model, skips words without an error.
-    texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
-    model_folder = inputs.locate_model(run_folder.read_run_settings(run).model)
+    model = run_folder.read_run_settings(run).model
+    texts = prompt or inputs.read_model_prompts(str(prompts), "--prompts", model)
+    model_folder = inputs.locate_model(model)
     unknown = inputs.unknown_words(model_folder, texts)
     if unknown:
         typer.echo(

@@ -33,7 +33,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
-from ..models.inputs import import_class, read_prompts
+from ..models.inputs import import_class, read_run_prompts
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -321,7 +321,7 @@ def prepare_workload(
         prompts = [f"prompt {i}" for i in range(settings.prompts_per_iteration)]
         reward = None
     else:
-        prompts = read_prompts(settings.prompts, "prompts")[: settings.prompts_per_iteration]
+        prompts = read_run_prompts(settings, "prompts")[: settings.prompts_per_iteration]
         name = next(iter(setting.reward_weights(settings)))
         reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
     keys = [
