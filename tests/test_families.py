@@ -7,6 +7,8 @@ import tiny_families
 import torch
 from commands import run
 from diffusers import DiffusionPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from PIL import Image
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import Settings
@@ -14,6 +16,7 @@ from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
+from chunk_grpo.models.inputs import ImagePrompt
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import RolloutOptions, sample_ode, sample_trajectories
 from chunk_grpo.training.update import (
@@ -23,17 +26,19 @@ from chunk_grpo.training.update import (
     ratio_floor,
 )
 
-NAMES = list(tiny_families.BUILDERS)
+NAMES = [*tiny_families.BUILDERS, *tiny_families.EDITING_BUILDERS]
 PROMPTS = [
     "a red star",
     "two cats left of three dogs, a photo of the green square",
 ]  # of different lengths
 STEPS, TOKENS, SIDE = 5, 16, 64
+SOURCES = []  # files of the images that are edited, made by `sources`
 OFF = {
     "dev": {"guidance_scale": 2.5},
     "sd3": {"guidance_scale": 1.0},
     "z_image": {"guidance_scale": 0.0},
     "klein": {"guidance_scale": 1.0},
+    "kontext": {"guidance_scale": 2.5},
 }  # what a pipeline is told to take one forward
 ON = {
     "dev": {"guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
@@ -42,6 +47,8 @@ ON = {
     "qwen": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
     "z_image": {"guidance_scale": 2.0},
     "klein": {"guidance_scale": 3.0},
+    "kontext": {"guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
+    "qwen_edit": {"true_cfg_scale": 3.0, "negative_prompt": ["", ""]},
 }  # and what it is told for a guidance of 3
 
 
@@ -58,6 +65,29 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sources(tmp_path_factory):
+    """The images that are edited, one for each prompt; Qwen's pipeline gives them the size of the others."""
+    folder = tmp_path_factory.mktemp("sources")
+    for i in range(len(PROMPTS)):
+        pixels = torch.randint(0, 256, (SIDE, SIDE, 3), generator=torch.Generator().manual_seed(i))
+        Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / f"{i}.png")
+        SOURCES.append(folder / f"{i}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (SIDE, SIDE, None)
+        )
+        yield
+    SOURCES.clear()
+
+
+def prompts_of(model, texts=PROMPTS):
+    """Prompts for a family: texts, or texts each with its image."""
+    if not model.edits_images:
+        return list(texts)
+    return [ImagePrompt(text, file) for text, file in zip(texts, SOURCES, strict=True)]
 
 
 def load(folder, **more):
@@ -95,6 +125,10 @@ class Watched:
             return after
 
         pipe.scheduler.step = watch
+        if "Kontext" in type(pipe).__name__:
+            given |= {"max_area": SIDE**2, "_auto_resize": False}
+        if "Kontext" in type(pipe).__name__ or "Edit" in type(pipe).__name__:
+            given |= {"image": [Image.open(file) for file in SOURCES]}
         self.images = pipe(
             prompt=list(PROMPTS),
             height=SIDE,
@@ -135,7 +169,7 @@ def test_encode_gives_the_pipelines_embeddings(family):
     name, folder = family
     model = load(folder)
     theirs = Watched(folder, **OFF.get(name, {}))
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     assert all(len(v) == len(PROMPTS) for v in rows.values())
     states, pooled = theirs.texts()
     mask = rows.get("prompt_embeds_mask")
@@ -147,7 +181,7 @@ def test_encode_gives_the_pipelines_embeddings(family):
         torch.testing.assert_close(rows["pooled_prompt_embeds"], pooled, rtol=0, atol=1e-5)
     if mask is not None:
         assert mask[0].sum() < mask[1].sum()
-    alone = model.encode([PROMPTS[0], "two dogs"])
+    alone = model.encode(prompts_of(model, [PROMPTS[0], "two dogs"]))
     assert {k: v.shape for k, v in alone.items()} == {k: v.shape for k, v in rows.items()}
 
 
@@ -160,7 +194,7 @@ def test_noise_is_the_pipelines(pair):
 def test_velocity_is_what_the_pipeline_gives_its_scheduler(pair):
     """At every step of its own call, guided or not."""
     model, theirs = pair
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     assert len(theirs.velocity) == STEPS
     for x, v, sigma in zip(theirs.latents, theirs.velocity, theirs.sigmas[:-1], strict=True):
         mine = model.velocity(x, sigma.expand(len(x)), rows)
@@ -174,7 +208,7 @@ def test_sampling_is_the_pipelines_call(pair):
     grid = model.sigmas(STEPS)
     torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
     noise = torch.stack([model.noise(g) for g in generators()])
-    ours = sample_ode(model, model.encode(PROMPTS), noise, grid)
+    ours = sample_ode(model, model.encode(prompts_of(model)), noise, grid)
     torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
     assert theirs.images.std() > 0.01
     torch.testing.assert_close(model.decode(ours), theirs.images, rtol=0, atol=1e-5)
@@ -185,7 +219,7 @@ def test_a_sample_alone_is_the_sample_in_a_batch(pair):
     model, theirs = pair
     x = theirs.latents[0]
     sigma = torch.tensor([0.9, 0.3])
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     both = model.velocity(x, sigma, rows)
     for i in range(len(PROMPTS)):
         part = slice(i, i + 1)
@@ -203,7 +237,7 @@ def drawn(model):
     keys = [(0, 0, p, g) for p in range(2) for g in range(2)]
     grid = policy.sigmas(6, 3.0)
     row = torch.tensor([0, 0, 1, 1])
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     paths = sample_trajectories(
         policy=model,
         conditioning=rows,
@@ -288,7 +322,7 @@ def test_bfloat16(family, stored):
     model = load(family[1], **given)
     half = load(family[1], **given, dtype="bfloat16", weights=stored)
     # which bfloat16 has too
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     sigma = torch.tensor([0.875, 0.25])
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():
@@ -296,7 +330,7 @@ def test_bfloat16(family, stored):
         low = half.velocity(x, sigma, rows)
         assert half.decode(x).dtype == low.dtype == torch.float32
     assert 0 < (low - v).norm() < 0.15 * v.norm()
-    assert half.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
+    assert half.encode(prompts_of(half))["prompt_embeds"].dtype == torch.bfloat16
 
 
 def test_gradient_checkpointing_changes_nothing(family):
@@ -308,7 +342,7 @@ def test_gradient_checkpointing_changes_nothing(family):
         )
         x = torch.stack([model.noise(g) for g in generators()])
         model.velocity(
-            x, torch.tensor([0.9, 0.3]), model.encode(PROMPTS)
+            x, torch.tensor([0.9, 0.3]), model.encode(prompts_of(model))
         ).square().mean().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.trained if p.grad is not None]))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
@@ -375,7 +409,7 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
         assert not [name for name, p in network.named_buffers() if p.data_ptr() % 64]
     assert not [p for p in model.base_params if p.data_ptr() % 64]
 
-    rows = model.encode(PROMPTS)
+    rows = model.encode(prompts_of(model))
     sigma = torch.tensor([0.9, 0.3])
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Every family in miniature: the real classes with random weights, built from configurations, nothing downloaded."""
 
+import shutil
 from pathlib import Path
 
 import tiny_flux
@@ -11,8 +12,10 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -27,6 +30,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -46,6 +52,7 @@ WORDS = [
     "/",
 ]
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -61,14 +68,13 @@ VAE = {
 }
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer(more_marks: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """Qwen's tokenizer with whole words: line ends are tokens, and the template's beginning has its 34."""
-    core = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate([*MARKS, "<unk>", *WORDS])}, unk_token="<unk>")
-    )
+    words = [*MARKS, "<unk>", *WORDS, *more_marks]
+    core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     pieces = Regex(r"\n|\w+|[^\w\s]")
     core.pre_tokenizer = pre_tokenizers.Split(pieces, "removed", invert=True)
-    core.add_special_tokens(MARKS)
+    core.add_special_tokens([*MARKS, *more_marks])
     names = {"pad_token": MARKS[0], "eos_token": MARKS[2], "unk_token": "<unk>"}
     out = PreTrainedTokenizerFast(
         tokenizer_object=core, model_max_length=2048, padding_side="right", **names
@@ -253,6 +259,34 @@ def dev(folder: Path) -> None:
     tiny_flux.build(folder)
 
 
+def kontext(folder: Path) -> None:
+    """FLUX.1-Kontext: the parts of FLUX.1-dev in a pipeline that edits images."""
+    tiny_flux.build(folder)
+    parts = FluxPipeline.from_pretrained(folder).components
+    loud(parts["transformer"], 0.05)
+    FluxKontextPipeline(**parts).save_pretrained(folder)
+
+
+def qwen_edit(folder: Path) -> None:
+    """Qwen-Image-Edit: the parts of Qwen-Image, and a processor that shows the image to the language model."""
+    qwen(folder)
+    parts = QwenImagePipeline.from_pretrained(folder).components
+    first = len(MARKS) + 1 + len(WORDS)
+    config = parts["text_encoder"].config
+    names = ("vision_start", "vision_end", "image", "video")
+    for i, name in enumerate(names):
+        setattr(config, f"{name}_token_id", first + i)
+    config.text_config.vocab_size = first + len(names)
+    torch.manual_seed(0)
+    parts["text_encoder"] = Qwen2_5_VLForConditionalGeneration(config)
+    parts["tokenizer"] = chat_tokenizer(VISION_MARKS)
+    parts["processor"] = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(), parts["tokenizer"], Qwen2VLVideoProcessor()
+    )
+    shutil.rmtree(folder)
+    QwenImageEditPipeline(**parts).save_pretrained(folder)
+
+
 BUILDERS = {
     "dev": dev,
     "schnell": schnell,
@@ -261,10 +295,12 @@ BUILDERS = {
     "z_image": z_image,
     "klein": klein,
 }
+# families whose prompts each have an image
+EDITING_BUILDERS = {"kontext": kontext, "qwen_edit": qwen_edit}
 
 
 def build(name: str, folder: Path) -> Path:
     """Save a family's pipeline under `folder` and return it."""
     torch.manual_seed(0)
-    BUILDERS[name](folder)
+    (BUILDERS | EDITING_BUILDERS)[name](folder)
     return folder

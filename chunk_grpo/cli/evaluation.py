@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'DrawersOption', 'print_rows',
-           'split_commas', 'parse_numbers', 'printable', 'ends_if_interrupted', 'examples', 'print_json',
-           'evaluate_with_progress', 'evaluate_heldout', 'mean_and_interval', 'print_means', 'check_trust', 'evaluate',
-           'reward_env', 'serve_reward', 'doctor']
+           'split_commas', 'parse_numbers', 'resolution_value', 'printable', 'ends_if_interrupted', 'examples',
+           'print_json', 'evaluate_with_progress', 'evaluate_heldout', 'mean_and_interval', 'print_means',
+           'check_trust', 'evaluate', 'reward_env', 'serve_reward', 'doctor']
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #b548556c
 import contextlib
@@ -65,6 +65,11 @@ def parse_numbers(
             f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}"
         )
     return [int(word) for word in words]
+
+
+def resolution_value(text: str | None) -> str | None:
+    """Return the value of a `resolution` in YAML for an option such as 512 or 768,1024; None without the option."""
+    return f"[{text}]" if text and "," in text else text
 
 
 def printable(text: str) -> str:

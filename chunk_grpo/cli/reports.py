@@ -26,7 +26,7 @@ from chunk_grpo.cli.evaluation import (
     TrustOption,
 )
 from .evaluation import check_trust, ends_if_interrupted, examples, parse_numbers
-from .evaluation import print_json, print_rows, split_commas
+from .evaluation import print_json, print_rows, resolution_value, split_commas
 from ..core import files, machine, settings, validation
 
 reports_app = typer.Typer(rich_markup_mode=None)
@@ -227,7 +227,7 @@ def profile(
         check_trust(run, trust, changes, "profiling", rewards_too=False)
         run_images.hash_trained_weights(run)
         run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
-    inputs.read_prompts(run_settings.prompts, "prompts")
+    inputs.read_run_prompts(run_settings, "prompts")
     inputs.check_pipeline_folder(inputs.locate_model(run_settings.model))
     write_report(
         "profile",
@@ -297,7 +297,9 @@ def sample(
     split: Annotated[
         int | None, typer.Option(help="Step at which the base takes over in hybrid.")
     ] = None,
-    resolution: Annotated[int | None, typer.Option(help="Pixels a side.")] = None,
+    resolution: Annotated[
+        str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A new folder; one under ./samples if left out.")
     ] = None,
@@ -315,8 +317,9 @@ def sample(
     from chunk_grpo.runs import run_folder
 
     # A model with a small vocabulary, such as the pocket model, skips words without an error.
-    texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
-    model_folder = inputs.locate_model(run_folder.read_run_settings(run).model)
+    model = run_folder.read_run_settings(run).model
+    texts = prompt or inputs.read_model_prompts(str(prompts), "--prompts", model)
+    model_folder = inputs.locate_model(model)
     unknown = inputs.unknown_words(model_folder, texts)
     if unknown:
         typer.echo(
@@ -328,8 +331,12 @@ def sample(
     numbered = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
     out = out or next(folder for folder in numbered if not folder.exists())
 
-    options = {"eval_steps": steps, "hybrid_split": split, "eval_resolution": resolution}
-    changes = {field: value for field, value in options.items() if value is not None}
+    options = {
+        "eval_steps": steps,
+        "hybrid_split": split,
+        "eval_resolution": resolution_value(resolution),
+    }
+    changes = [f"{field}={value}" for field, value in options.items() if value is not None]
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
         images = publish.sample_run(
             run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust

@@ -371,6 +371,8 @@ class ImageScores(TypedDict, total=False):
     scores: Required[dict[str, float]]
     category: dict[str, str | None]
     objects: dict[str, list[int]]
+    source: str  # path in evaluation/ of the image that the prompt edits
+    source_sha256: str  # of the original of that image
 
 
 class EvaluationPart(TypedDict):

@@ -23,7 +23,7 @@ from ..arguments import checked, path, whole_number
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
-from ..models.inputs import read_prompts
+from ..models.inputs import read_prompts, read_run_prompts
 from ..runs import run_folder
 from chunk_grpo.runs.run_images import (
     AS_TRAINED_ARMS,
@@ -100,11 +100,15 @@ def _first_listed(
     records: Sequence[Mapping],
     name: str,  # of the reward, for its categories
 ) -> dict[int, int]:  # prompt index -> smallest index with the same prompt
-    """Map each prompt's index to the first one with the same text and category, since a list may repeat prompts."""
+    """Map each prompt's index to the first one with the same text, source image and category.
+
+    A list may repeat prompts.
+    """
     texts = {}
     for r in records:
         category = r.get("category", {}).get(name)
-        texts[r["prompt_index"]] = (category, r.get("prompt", r["prompt_index"]))
+        text = r.get("prompt", r["prompt_index"])
+        texts[r["prompt_index"]] = (category, text, r.get("source_sha256"))
     first: dict = {}
     return {index: first.setdefault(texts[index], index) for index in sorted(texts)}
 
@@ -399,7 +403,7 @@ def evaluate(
     arms = ode_arms(settings) | AS_TRAINED_ARMS if arms is None else dict(arms)
     _check_arms(arms, settings.eval_steps)
     run_folder.check_run_inputs(run, settings)
-    prompts = read_prompts(settings.eval_prompts, "eval_prompts")
+    prompts = read_run_prompts(settings, "eval_prompts")
     folder = begun_folder(run, settings, arms, prompts)
     parts = evaluation_parts(settings, len(prompts), arms)
 

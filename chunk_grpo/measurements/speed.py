@@ -27,13 +27,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from .. import InputError
 from ..core import machine
 from ..core import settings as setting
-from ..core.settings import Settings
+from ..core.settings import Settings, format_resolution
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
-from ..models.inputs import import_class, read_prompts
+from ..models.inputs import import_class, read_run_prompts
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -327,7 +327,7 @@ def prepare_workload(
         prompts = [f"prompt {i}" for i in range(settings.prompts_per_iteration)]
         reward = None
     else:
-        prompts = read_prompts(settings.prompts, "prompts")[: settings.prompts_per_iteration]
+        prompts = read_run_prompts(settings, "prompts")[: settings.prompts_per_iteration]
         name = next(iter(setting.reward_weights(settings)))
         reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
     keys = [
@@ -478,9 +478,10 @@ def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
     settings = result["settings"]
     info = result["machine"]
     table = speed_table(result).to_string().splitlines()
+    size = format_resolution(settings["resolution"])
     out = [
         f"{', '.join(info['gpus'][:1]) or info['processor']}, {result['threads']} threads; {settings['model']}, "
-        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {settings['resolution']} px",
+        f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {size}",
         f"{result['images']} images of {settings['steps']} steps, {result['transitions']} transitions trained, chunks "
         f"{settings['chunks']}; batches of {settings['rollout_batch']} and {settings['update_batch']}",
         f"matrix rate {result['matrix_rate'] / 1e12:.3g} TFLOP/s, measured; operations are counted",

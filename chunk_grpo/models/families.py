@@ -334,6 +334,11 @@ class QwenImagePolicy(Policy):
         """Return the image pixels per side that one latent pixel of the VAE covers."""
         return 2 ** len(self.vae.temperal_downsample)
 
+    @property
+    def image_shapes(self) -> list[tuple[int, int, int]]:
+        """Return frames, rows and columns of each picture in the sequence of an image's tokens."""
+        return [(1, self.latent_height // 2, self.latent_width // 2)]
+
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels that the pipeline itself uses for this number of steps."""
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
@@ -380,7 +385,7 @@ class QwenImagePolicy(Policy):
             encoder_hidden_states=states,
             return_dict=False,
             encoder_hidden_states_mask=None if mask.all() else mask,
-            img_shapes=[[(1, self.latent_height // 2, self.latent_width // 2)]] * len(latents),
+            img_shapes=[self.image_shapes] * len(latents),
         )[0]
 
     @torch.no_grad()

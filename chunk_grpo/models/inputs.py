@@ -6,7 +6,8 @@
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_levels', 'check_scheduler', 'check_pipeline_folder', 'import_class', 'find_family',
            'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column',
-           'find_column', 'read_prompt_records', 'read_prompts', 'describe_prompts', 'sample_prompt_indices',
+           'find_column', 'read_prompt_records', 'read_prompts', 'describe_prompts', 'ImagePrompt', 'open_source_image',
+           'find_editing_pipeline', 'read_model_prompts', 'read_run_prompts', 'prompt_content', 'sample_prompt_indices',
            'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
            'input_records', 'find_changed_input']
 
@@ -28,6 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageOps
+
 import chunk_grpo
 from .. import InputError
 from ..core.files import sha256_of
@@ -40,6 +43,7 @@ _MODEL_FILES = [
     "*/*.json",
     "*/*.safetensors",
     "tokenizer*/*",
+    "processor/*",
 ]
 # files that hold the same weights once more
 OTHER_FILES = [
@@ -59,6 +63,7 @@ MODEL_FOLDERS = (
     "tokenizer",
     "tokenizer_2",
     "tokenizer_3",
+    "processor",
     "scheduler",
 )
 
@@ -140,6 +145,8 @@ FAMILIES = {
     "QwenImagePipeline": "models.families.QwenImagePolicy",
     "ZImagePipeline": "models.families.ZImagePolicy",
     "Flux2KleinPipeline": "models.families.Flux2KleinPolicy",
+    "FluxKontextPipeline": "models.editing.FluxKontextPolicy",
+    "QwenImageEditPipeline": "models.editing.QwenImageEditPolicy",
 }
 
 
@@ -883,15 +890,197 @@ def read_prompts(
 def describe_prompts(
     source: str,  # of prompts, as for `read_prompts`
     field: str = "prompts",  # name of the setting that holds the source
+    model: str = "pocket",  # that draws them
 ) -> str:
-    """Return a line with the number of prompts, the first two, and how many are repeated."""
-    prompts = read_prompts(source, field)
+    """Return a line with the number of prompts, the first two, and how many are repeated.
+
+    If the model edits images, the line also says how many of theirs are not square.
+    """
+    prompts = read_model_prompts(source, field, model)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
     first = " and ".join(repr(text) for text in shortened)
     repeated = len(prompts) - len(set(prompts))
     repeats = f"{repeated:,} of them repeated" if repeated else "none repeated"
     plural = "s" if len(prompts) > 1 else ""
-    return f"{len(prompts):,} prompt{plural} from {source}, first {first}, {repeats}"
+    line = f"{len(prompts):,} prompt{plural} from {source}, first {first}, {repeats}"
+    images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
+    if not images:
+        return line
+    cropped = sum(prompt.size[0] != prompt.size[1] for prompt in images)
+    shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
+    return f"{line}; each edits an image, {shapes}"
+
+# %% ../../nbs/03_models/00_inputs.ipynb #d782aec1
+class ImagePrompt(str):
+    """A prompt with the image that it edits.
+
+    It is its text wherever a text is needed. Two of them are equal if their texts and the contents of
+    their images are.
+    """
+
+    image: Path  # the image's file
+    image_sha256: str  # of the file's content
+    size: tuple[int, int]  # width and height of the image in pixels
+
+    def __new__(
+        cls,
+        text: str,  # the prompt
+        image: Path | str,  # file of the image
+    ) -> "ImagePrompt":
+        """Read the image's size and hash.
+
+        Raise ValueError if there is no such file, or it holds no image.
+        """
+        prompt = super().__new__(cls, text)
+        prompt.image = Path(image)
+        if not prompt.image.is_file():
+            raise ValueError(f"{prompt.image} is no file")
+        stat = prompt.image.stat()
+        facts = _read_image_facts(prompt.image, stat.st_size, stat.st_mtime_ns)
+        prompt.image_sha256, prompt.size = facts
+        return prompt
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the texts and the images."""
+        return (
+            isinstance(other, ImagePrompt)
+            and str.__eq__(self, other)
+            and self.image_sha256 == other.image_sha256
+        )
+
+    def __ne__(self, other: object) -> bool:
+        """Return True unless texts and images are equal; `str` has a rule of its own."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """Return one hash for equal prompts."""
+        return hash((str(self), self.image_sha256))
+
+    def __getnewargs__(self) -> tuple[str, Path]:
+        """Return the arguments with which a copy is made."""
+        return str(self), self.image
+
+    def with_text(self, text: str) -> "ImagePrompt":
+        """Return another prompt for the same image."""
+        return ImagePrompt(text, self.image)
+
+
+def _open_upright(file: Path) -> Image.Image:  # RGB
+    """Open and decode an image, turned as its EXIF data says.
+
+    Raise ValueError if the file holds no image.
+    """
+    try:
+        with Image.open(file) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{file} is no image that can be read ({type(error).__name__})") from None
+
+
+@functools.cache
+def _read_image_facts(
+    file: Path,  # of the image
+    length: int,  # of the file in bytes: with the time it tells whether the file has changed
+    time: int,  # of the file's last change
+) -> tuple[str, tuple[int, int]]:  # sha256 of the file; width and height
+    """Decode an image once per process, and return its hash and size."""
+    return sha256_of(file), _open_upright(file).size
+
+
+def open_source_image(
+    prompt: str,  # an `ImagePrompt`
+    width: int,  # in pixels
+    height: int,  # in pixels
+) -> Image.Image:  # RGB, width x height
+    """Return the image that a prompt edits, scaled to cover this size and cropped to its middle.
+
+    Raise InputError if the prompt has no image, or the image cannot be read any more.
+    """
+    if not isinstance(prompt, ImagePrompt):
+        raise InputError(
+            "`prompts` must each have an image, because the model edits images; got the text "
+            f"{format_value(prompt)} alone"
+        )
+    try:
+        image = _open_upright(prompt.image)
+    except ValueError as error:
+        raise InputError(f"prompts: {error}") from None
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+
+
+def find_editing_pipeline(model: str) -> str:  # model: as for `locate_model`
+    """Return the class of a model's pipeline if it edits images, else "".
+
+    The model itself is not downloaded: of a hub id that is not known only model_index.json is.
+    """
+    if model in POCKET_MODELS:
+        return ""
+    folder = Path(model)
+    if not folder.is_dir():
+        if "/" not in model:  # no hub id
+            return ""
+        for pipeline in FAMILIES:
+            family = find_family(pipeline)
+            if model in family.known_configs:
+                return pipeline if family.edits_images else ""
+        from huggingface_hub import hf_hub_download
+
+        try:
+            folder = Path(hf_hub_download(model, "model_index.json")).parent
+        except Exception:  # `locate_model` says what is wrong with the name, or with the network
+            return ""
+    try:
+        pipeline = read_model_json(folder, "model_index.json").get("_class_name")
+    except InputError:  # `check_pipeline_folder` says so
+        return ""
+    if not isinstance(pipeline, str) or pipeline not in FAMILIES:
+        return ""
+    return pipeline if find_family(pipeline).edits_images else ""
+
+
+def read_model_prompts(
+    source: str,  # as for `read_prompts`
+    field: str,  # the setting's name, for an error
+    model: str,  # that draws the prompts
+) -> list[str]:  # of `ImagePrompt` if the model edits images
+    """Read the prompts of a list, with their images if the model edits images.
+
+    Raise InputError as `read_prompt_records` does, and if a prompt lacks an image that can be read.
+    """
+    records = read_prompt_records(source, field)
+    pipeline = find_editing_pipeline(model)
+    if not pipeline:
+        return [prompt for _, prompt, _ in records]
+    folder = Path(split_prompt_column(source)[0]).parent
+    prompts: list[str] = []
+    for place, prompt, record in records:
+        name = record.get("image") if isinstance(record, dict) else None
+        if not isinstance(name, str) or not name.strip():
+            raise InputError(
+                f"{field}: {source} must name an image in {place}, because {pipeline} edits images: a "
+                f'field "image" with the path of a file, relative to the list; got '
+                f"{format_value(name) if name else 'none'}."
+            )
+        try:
+            prompts.append(ImagePrompt(prompt, folder / name))
+        except ValueError as error:
+            raise InputError(f"{field}: {source} must name an image in {place}; {error}.") from None
+    return prompts
+
+
+def read_run_prompts(
+    settings: Any,  # with model, prompts and eval_prompts
+    field: str = "prompts",  # or eval_prompts
+) -> list[str]:  # of `ImagePrompt` if the model edits images
+    """Read one of a run's lists as `read_model_prompts` does."""
+    return read_model_prompts(getattr(settings, field), field, settings.model)
+
+
+def prompt_content(prompt: str) -> str | list[str]:
+    """Return what identifies a prompt, as JSON can hold it: its text, and the hash of its image."""
+    if isinstance(prompt, ImagePrompt):
+        return [str(prompt), prompt.image_sha256]
+    return prompt
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(
@@ -924,6 +1113,12 @@ def space_positions_evenly(
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
+def _hash_prompt_lists(lists: list[list[str]]) -> str:  # hex
+    """Return the sha256 of several lists of prompts."""
+    contents = [[prompt_content(prompt) for prompt in prompts] for prompts in lists]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
 def content_hashes(
     settings: Any,
 ) -> dict[str, str]:  # s: settings; keys model_sha256, prompts_sha256
@@ -931,10 +1126,7 @@ def content_hashes(
 
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
     """
-    prompts = [
-        read_prompts(settings.prompts, "prompts"),
-        read_prompts(settings.eval_prompts, "eval_prompts"),
-    ]
+    prompts = [read_run_prompts(settings, name) for name in ("prompts", "eval_prompts")]
     sample_prompt_indices(len(prompts[0]), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
     check_pipeline_folder(model)
@@ -942,7 +1134,7 @@ def content_hashes(
     check_parts(model)
     return {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
-        "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "prompts_sha256": _hash_prompt_lists(prompts),
     }
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
@@ -991,11 +1183,12 @@ def _absolute_option(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #93ddf98c
 def hash_prompts(
-    source: str,  # as for `read_prompts`
-    field: str,  # name of the setting, for the error's sentence
+    settings: Any,  # with model, prompts and eval_prompts
+    field: str,  # prompts or eval_prompts
 ) -> str:  # hex
     """Return the sha256 of the prompts of a list, in whatever form the file holds them."""
-    return hashlib.sha256(json.dumps(read_prompts(source, field)).encode()).hexdigest()
+    contents = [prompt_content(prompt) for prompt in read_run_prompts(settings, field)]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def model_stamp(folder: Path) -> str:  # hex
@@ -1023,9 +1216,7 @@ def input_records(
 ) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
     """Return what a run records of its model and of each list, for `find_changed_input`."""
     folder = locate_model(settings.model)
-    lists = {
-        name: hash_prompts(getattr(settings, name), name) for name in ("prompts", "eval_prompts")
-    }
+    lists = {name: hash_prompts(settings, name) for name in ("prompts", "eval_prompts")}
     return {
         "model_stamp": model_stamp(folder),
         "model_index": sha256_of(folder / "model_index.json"),
@@ -1058,15 +1249,12 @@ def find_changed_input(
         ):
             return "model"
     for name in [name for name in ("prompts", "eval_prompts") if name in names]:
-        current = hash_prompts(getattr(settings, name), name)
+        current = hash_prompts(settings, name)
         if recorded.get(name, current) != current:
             return name
         # An older run recorded one hash of both lists.
         if name not in recorded and known.get("prompts_sha256"):
-            lists = [
-                read_prompts(settings.prompts, "prompts"),
-                read_prompts(settings.eval_prompts, "eval_prompts"),
-            ]
-            if hashlib.sha256(json.dumps(lists).encode()).hexdigest() != known["prompts_sha256"]:
+            lists = [read_run_prompts(settings, field) for field in ("prompts", "eval_prompts")]
+            if _hash_prompt_lists(lists) != known["prompts_sha256"]:
                 return name
     return None

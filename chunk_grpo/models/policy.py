@@ -11,6 +11,7 @@ __all__ = ['TORCH_DTYPES', 'LORA_TARGETS', 'QUANTIZATION_PACKAGES', 'align_param
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import math
 from collections.abc import Sequence
@@ -254,6 +255,9 @@ class Family:
         str, ...
     ] = ()  # layers without a gradient, since nothing uses their output
     masks_attention: bool = False  # True if prompts come with an attention mask
+    # True if every prompt has an image to edit, whose latents are the row `image_latents`
+    edits_images: bool = False
+    image_text_tokens: int = 0  # tokens of the text that stand for the prompt's image
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
@@ -313,7 +317,7 @@ class Policy(Family):
     # `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False
     encode = encode_prompts
-    key = functools.cached_property(prompt_key)
+    model_key = functools.cached_property(prompt_key)
 
     def __init__(
         self,
@@ -356,6 +360,16 @@ class Policy(Family):
             self.vae.enable_tiling()
         self.module: nn.Module = self.transformer  # what `predict` calls: a trainer may wrap it
         self.set_resolution(resolution)
+
+    @property
+    def key(self) -> str:  # sha256 in hex
+        """Return a hash of everything that the embeddings depend on besides the prompt.
+
+        The size of the images is part of it if prompts have images, which are brought to that size.
+        """
+        if not self.edits_images:
+            return self.model_key
+        return hashlib.sha256(f"{self.model_key} {self.resolution}".encode()).hexdigest()
 
     def set_resolution(
         self,

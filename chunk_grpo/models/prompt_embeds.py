@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['prompt_cache_folder', 'cache_prompt_embeds', 'open_prompt_cache', 'trim_prompt_cache', 'lazy_prompt_encoder',
-           'prompt_key', 'encode_prompts']
+           'prompt_key', 'blank_prompts', 'encode_prompts']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -26,7 +26,12 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked
-from .inputs import hash_model_files, import_class
+from chunk_grpo.models.inputs import (
+    ImagePrompt,
+    hash_model_files,
+    import_class,
+    prompt_content,
+)
 
 _KEPT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
 # a file takes milliseconds to write; one that is older was left by a process that was killed
@@ -42,6 +47,12 @@ def prompt_cache_folder() -> Path:
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
 
 
+def _identify(prompt: str) -> str:
+    """Return what tells a prompt from all others: its text, followed by the hash of its image."""
+    content = prompt_content(prompt)
+    return content if isinstance(content, str) else " ".join(content)
+
+
 def _label(
     row: dict[str, Tensor],  # a prompt's tensors, by name
     prompt: str,  # its text
@@ -53,7 +64,7 @@ def _label(
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return {
-        "owner": hashlib.sha256(f"{key} {prompt}".encode()).hexdigest(),
+        "owner": hashlib.sha256(f"{key} {_identify(prompt)}".encode()).hexdigest(),
         "sha256": digest.hexdigest(),
     }
 
@@ -112,7 +123,10 @@ def cache_prompt_embeds(
     folder = prompt_cache_folder() / "embeddings" / key[:32]
     missing = []
     damage = []
-    paths = {p: folder / f"{hashlib.sha256(p.encode()).hexdigest()}.safetensors" for p in prompts}
+    paths = {
+        p: folder / f"{hashlib.sha256(_identify(p).encode()).hexdigest()}.safetensors"
+        for p in prompts
+    }
     for prompt, path in paths.items():
         try:
             _read_prompt_embeds(path, prompt, key)
@@ -230,7 +244,9 @@ def lazy_prompt_encoder(
         """Encode prompts, one row per prompt."""
         try:
             if not pipe:
-                parts = {"transformer": None, "vae": None, "dtype": policy.dtype}
+                # The VAE encodes the images that prompts edit.
+                vae = policy.vae if policy.edits_images else None
+                parts = {"transformer": None, "vae": vae, "dtype": policy.dtype}
                 pipeline = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
                 pipe.append(pipeline.to(policy.device))
             return policy.embed(pipe[0], list(group))  # a copy: Z-Image's pipeline changes the list
@@ -262,6 +278,19 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
     return hashlib.sha256(f"{files} {policy.max_tokens} {policy.dtype}".encode()).hexdigest()
 
 
+def blank_prompts(
+    policy: Any,  # with `blank` and `edits_images`
+    prompts: Sequence[str],
+) -> list[str]:
+    """Return the empty prompts that guidance needs beside these.
+
+    It is one for all of them, or one for each if each has an image.
+    """
+    if policy.blank and policy.edits_images:
+        return [prompt.with_text("") for prompt in prompts if isinstance(prompt, ImagePrompt)]
+    return list(policy.blank)
+
+
 @checked(prompts=Sequence[str])
 def encode_prompts(
     policy: Any,  # with `key`, the value of `prompt_key`
@@ -271,12 +300,13 @@ def encode_prompts(
 
     With guidance it also holds the rows of the empty prompt, under names with `blank_` in front.
     """
+    all_prompts = [*prompts, *blank_prompts(policy, prompts)]
     with lazy_prompt_encoder(policy) as encode:
-        rows = _load_prompt_embeds([*prompts, *policy.blank], policy.key, encode)
+        rows = _load_prompt_embeds(all_prompts, policy.key, encode)
     rows = {name: values.to(policy.device) for name, values in rows.items()}
     if not policy.blank:
         return rows
-    # The last row is the empty prompt's: give each prompt a view of it.
+    # If the last row alone is an empty prompt's, each prompt gets a view of it.
     count = len(prompts)
     blank = {
         f"blank_{name}": values[count:].expand(count, *values.shape[1:])

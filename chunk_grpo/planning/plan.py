@@ -59,7 +59,12 @@ from chunk_grpo.models.inputs import (
     find_family,
     import_class,
 )
-from ..models.inputs import describe_prompts, locate_model, read_model_json, read_prompts
+from chunk_grpo.models.inputs import (
+    describe_prompts,
+    locate_model,
+    read_model_json,
+    read_run_prompts,
+)
 from ..models.inputs import split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
@@ -160,7 +165,7 @@ def _meta_forward(
     """
     net = policy.transformer.config
     tokens, channels = policy.noise(torch.Generator()).shape
-    length = policy.max_tokens + config.extra_tokens
+    length = policy.max_tokens + config.extra_tokens + policy.image_text_tokens
     width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
     # The mask is on the CPU, because its values determine shapes.
     mask = torch.ones(rows, length, dtype=torch.bool)
@@ -173,6 +178,8 @@ def _meta_forward(
         }
         try:
             latents = torch.empty(rows, tokens, channels, dtype=policy.dtype)
+            if policy.edits_images:
+                conditioning["image_latents"] = torch.empty_like(latents)
             return policy.predict(latents, torch.empty(rows), conditioning)
         except (
             ArithmeticError,
@@ -268,10 +275,17 @@ def latent_numel(
 
 
 def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
-    """Return the bytes of one prompt's embeddings on disk: token states and any pooled state."""
+    """Return the bytes of one prompt's embeddings on disk: token states and any pooled state.
+
+    If the model edits images, they include the latents of the prompt's image.
+    """
     sizes = model_sizes(config)
-    tokens = settings.max_tokens + config.extra_tokens
-    return (tokens * sizes["token"] + sizes["pooled"]) * TORCH_DTYPES[settings.dtype].itemsize
+    policy = meta_policy(config, settings.resolution, settings.max_tokens)
+    tokens = settings.max_tokens + config.extra_tokens + policy.image_text_tokens
+    values = tokens * sizes["token"] + sizes["pooled"]
+    if policy.edits_images:
+        values += latent_numel(config, settings.resolution)
+    return values * TORCH_DTYPES[settings.dtype].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dev0012
 # parameters of the largest transformer that is trained without a GPU unless the settings request it
@@ -765,7 +779,7 @@ def held_out_prompts(settings: Settings) -> list[str]:
         settings.eval_prompts.startswith("pocket:")
         or Path(split_prompt_column(settings.eval_prompts)[0]).is_file()
     )
-    return read_prompts(settings.eval_prompts, "eval_prompts") if exists else []
+    return read_run_prompts(settings, "eval_prompts") if exists else []
 
 
 def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
@@ -1096,13 +1110,17 @@ def iteration_seconds(
 _HELD_OUT_PROMPTS = 400  # if their file does not exist here: as many as HPDv2's test.json has
 
 
-def _encoded_prompts(settings: Settings) -> int:
-    """Return how many prompts a run encodes at most, with the empty prompt of guidance."""
-    return (
-        settings.iterations * settings.prompts_per_iteration
-        + settings.eval_count
-        + (settings.true_cfg_scale > 1)
-    )
+def _blank_prompts(settings: Settings, config: ModelConfig, prompts: int) -> int:
+    """Return how many empty prompts guidance encodes beside these: one, or one with each image."""
+    if settings.true_cfg_scale == 1:
+        return 0
+    return prompts if find_family(config.pipeline).edits_images else 1
+
+
+def _encoded_prompts(settings: Settings, config: ModelConfig) -> int:
+    """Return how many prompts a run encodes at most, with the empty prompts of guidance."""
+    prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count
+    return prompts + _blank_prompts(settings, config, prompts)
 
 
 def run_disk_bytes(
@@ -1124,7 +1142,7 @@ def run_disk_bytes(
         math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
         + math.prod(image_size(settings.resolution)) * 2 * images
     )
-    encoded = _encoded_prompts(settings) + max(0, held_out - settings.eval_count)
+    encoded = _encoded_prompts(settings, config) + max(0, held_out - settings.eval_count)
     return {
         "checkpoints": trained * (12 + 4 * (settings.ema > 0)) * checkpoints,
         "trained weights": 4 * trained,
@@ -1154,16 +1172,16 @@ def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run fo
     The evaluation after the run is included.
     """
     prompts, held_out = (
-        len(read_prompts(getattr(settings, name), name)) for name in ("prompts", "eval_prompts")
+        len(read_run_prompts(settings, name)) for name in ("prompts", "eval_prompts")
     )
     sampled = min(settings.iterations * settings.prompts_per_iteration, prompts)
     folder = locate_model(settings.model)
     check_pipeline_folder(folder)
     config = read_model_config(folder)
     *files, _ = run_disk_bytes(settings, config).values()
-    needed = (sampled + held_out + (settings.true_cfg_scale > 1)) * prompt_embeds_bytes(
-        config, settings
-    )
+    encoded = sampled + held_out
+    encoded += _blank_prompts(settings, config, encoded)
+    needed = encoded * prompt_embeds_bytes(config, settings)
     stored = sum(
         file.stat().st_size
         for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
@@ -1295,12 +1313,13 @@ def _duration(seconds: float) -> str:
 
 
 def _describe_list(
-    source: str,  # a list of prompts
-    field: str,  # name of its setting
+    settings: Settings,  # of the run
+    field: str,  # name of the setting that holds the list
 ) -> str:
     """Describe what was read of a list of prompts, or say that its file does not exist here."""
+    source = getattr(settings, field)
     exists = source.startswith("pocket:") or Path(split_prompt_column(source)[0]).is_file()
-    return describe_prompts(source, field) if exists else f"{source} is not here"
+    return describe_prompts(source, field, settings.model) if exists else f"{source} is not here"
 
 
 def describe_counts(
@@ -1325,7 +1344,7 @@ def describe_counts(
     rows = []
     if show_prompts:
         for name in ("prompts", "eval_prompts"):
-            rows.append((name, _describe_list(getattr(settings, name), name)))
+            rows.append((name, _describe_list(settings, name)))
 
     # What an iteration samples.
     sampled = f"{images:,} = {settings.prompts_per_iteration} prompts x {settings.images_per_prompt} images"
@@ -1614,7 +1633,7 @@ def describe_estimates(
                 f"the sizes of {settings.model} are not known here, so memory and time cannot be estimated",
             )
         ]
-    encoded = _encoded_prompts(settings)
+    encoded = _encoded_prompts(settings, config)
     numbers = estimate_numbers(settings, rate, processes, counts)
     settings = fit_update_batch(config, settings)
     once, times, last = _evaluation_flops(settings, config)

@@ -385,12 +385,23 @@ def plot_before_after(
 ) -> Figure:
     """Draw images of the same prompts and seeds from every arm of an evaluation."""
     arms, rows = _choose_rows(scores, count)
-    two_blocks = len(rows) > 3 and len(arms) < 4
+    images = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
+    columns = [ARM_LABELS[arm] for arm in arms]
+    below = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
+    # A model that edits images: the images it edits come first.
+    if "source" in scores:
+        columns = ["source", *columns]
+        images = [
+            [file_of_run(folder, row[0].source), *files]
+            for row, files in zip(rows, images, strict=True)
+        ]
+        below = [["", *texts] for texts in below]
+    two_blocks = len(rows) > 3 and len(columns) < 4
     return plot_image_grid(
-        images=[[file_of_run(folder, cell.file) for cell in row] for row in rows],
+        images=images,
         prompts=[row[0].prompt for row in rows],
-        columns=[ARM_LABELS[arm] for arm in arms],
-        below=[[f"{cell.scores[name]:.2f}" for cell in row] for row in rows],
+        columns=columns,
+        below=below,
         blocks=2 if two_blocks else 1,
     )
 

@@ -101,11 +101,15 @@ def _contact_sheet(
     columns = list(dict.fromkeys((x["arm"], x["seed"]) for x in images))
     numbers = sorted({x["number"] for x in images})
     rows = [[cells[number, *column] for column in columns] for number in numbers]
-    figure = plot_image_grid(
-        images=[[x["image"] for x in row] for row in rows],
-        prompts=[row[0]["prompt"] for row in rows],
-        columns=[f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns],
-    )
+    pictures = [[x["image"] for x in row] for row in rows]
+    names = [f"{ARM_LABELS.get(arm, arm)}\nseed {seed}" for arm, seed in columns]
+    prompts = [row[0]["prompt"] for row in rows]
+    # A model that edits images: the images it edits come first.
+    if all(isinstance(prompt, inputs.ImagePrompt) for prompt in prompts):
+        names = ["source\n", *names]
+        for row, prompt in zip(pictures, prompts, strict=True):
+            row.insert(0, inputs.open_source_image(prompt, *row[0].size))
+    figure = plot_image_grid(images=pictures, prompts=prompts, columns=names)
     # A PNG has at most 65,535 pixels per side.
     return figure_to_png(figure, dpi=min(180, int(60_000 / max(figure.get_size_inches()))))
 
@@ -136,6 +140,20 @@ def _check_samples(
         run_folder.check_new_folder(out)
 
 
+def _check_source_images(
+    prompts: Sequence[str],
+    settings: setting.Settings,  # of the evaluation
+) -> None:
+    """Raise InputError if the model edits images and a prompt has none."""
+    pipeline = inputs.find_editing_pipeline(settings.model)
+    texts = [prompt for prompt in prompts if not isinstance(prompt, inputs.ImagePrompt)]
+    if pipeline and texts:
+        raise InputError(
+            f"`prompts` must each have an image for {pipeline}, as those of a list with a field "
+            f'"image" have; got the text {texts[0]!r:.80} alone'
+        )
+
+
 def _write_samples(
     folder: Path,
     images: Sequence[Mapping],  # as `sample_run_images` yields them, with the name of each file
@@ -144,7 +162,12 @@ def _write_samples(
     settings: setting.Settings,  # of the evaluation
 ) -> None:
     """Write samples.json and the contact sheet of sampled images into their folder."""
-    records = [{k: v for k, v in x.items() if k not in ("image", "number")} for x in images]
+    records = []
+    for x in images:
+        record = {k: v for k, v in x.items() if k not in ("image", "number")}
+        if isinstance(x["prompt"], inputs.ImagePrompt):
+            record["source"] = str(x["prompt"].image)
+        records.append(record)
     if weights.name == "final":
         weights_name = "final"
     else:
@@ -189,6 +212,7 @@ def sample_run(
     chosen = choose_arms(settings, arms)
     seeds = list(seeds) or [settings.eval_seed]
     _check_samples(prompts, seeds, out)
+    _check_source_images(prompts, settings)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
     if held_out_prompts(settings):
@@ -241,7 +265,8 @@ def sample_widget(
     run_folder.check_run_inputs(run, settings)
     model = run_images.load_trained_policy(Path(run), settings, folder=weights)
 
-    first = prompt or inputs.read_prompts(settings.eval_prompts)[0]
+    held_out = inputs.read_run_prompts(settings, "eval_prompts")
+    first = prompt or str(held_out[0])
     text = W.Text(first, description="prompt", layout={"width": "480px"})
     seed = W.BoundedIntText(
         settings.eval_seed, 0, 2**31 - 1, description="seed", layout={"width": "180px"}
@@ -252,7 +277,10 @@ def sample_widget(
     def draw(_=None):
         """Sample the prompt in the field with the seed in its field, and show the images."""
         if text.value.strip():
-            box.value = list(sample_run_images(model, settings, [text.value], chosen, [seed.value]))
+            wanted = text.value
+            if isinstance(held_out[0], inputs.ImagePrompt):  # a model that edits gets this image
+                wanted = held_out[0].with_text(wanted)
+            box.value = list(sample_run_images(model, settings, [wanted], chosen, [seed.value]))
             pixels = [np.asarray(x["image"]) for x in box.value]
             names = [ARM_LABELS[x["arm"]] for x in box.value]
             view.value = gallery_html([(text.value, pixels)], names, 192)
@@ -281,10 +309,11 @@ def pipeline_options(
     Prompt and noise are not among them.
     """
     scale = settings.true_cfg_scale
+    height, width = setting.image_size(settings.eval_resolution)
     options = {
         "num_inference_steps": settings.eval_steps,
-        "height": settings.eval_resolution,
-        "width": settings.eval_resolution,
+        "height": height,
+        "width": width,
         "max_sequence_length": settings.max_tokens,
     }
     guidance_scales = {
@@ -292,11 +321,20 @@ def pipeline_options(
         "Flux2KleinPipeline": scale,
         "ZImagePipeline": scale - 1,
         "FluxPipeline": settings.guidance,
+        "FluxKontextPipeline": settings.guidance,
     }
     if pipeline in guidance_scales:
         options["guidance_scale"] = guidance_scales[pipeline]
-    if pipeline in ("FluxPipeline", "QwenImagePipeline") and scale > 1:
+    has_true_cfg = (
+        "FluxPipeline",
+        "FluxKontextPipeline",
+        "QwenImagePipeline",
+        "QwenImageEditPipeline",
+    )
+    if pipeline in has_true_cfg and scale > 1:
         options |= {"true_cfg_scale": scale, "negative_prompt": ""}
+    if pipeline == "FluxKontextPipeline":  # which changes sizes to its own without these
+        options |= {"max_area": height * width, "_auto_resize": False}
     return options
 
 # %% ../../nbs/12_reporting/04_publish.ipynb #fc02ecb0

@@ -466,7 +466,7 @@ def describe_evaluation_differences(
         "n_prompts": "prompts",
         "images_per_prompt": "images of each",
         "steps": "steps of the ODE",
-        "resolution": "pixels per side",
+        "resolution": "resolution in pixels",
         "split": "step at which the base takes over",
         "seed": "seed",
     }

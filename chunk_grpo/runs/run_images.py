@@ -32,6 +32,7 @@ from chunk_grpo.core.files import (
     EvaluationPart,
     RunInfo,
     append_json_line,
+    atomic_write,
     hash_files,
     make_folders,
     read_json,
@@ -50,7 +51,12 @@ from chunk_grpo.core.settings import (
     reward_weights,
 )
 from ..models import adapters, trainable
-from ..models.inputs import read_prompts
+from chunk_grpo.models.inputs import (
+    ImagePrompt,
+    open_source_image,
+    prompt_content,
+    read_run_prompts,
+)
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.plan import choose_image_device
 from ..reward_serving import placement
@@ -259,6 +265,25 @@ def evaluation_parts(
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 
+def _save_source_image(
+    prompt: ImagePrompt,
+    number: int,  # the prompt's, in the list
+    size: tuple[int, int],  # width and height of the images that are sampled
+    folder: Path,  # that gets the image, as source/00000.png
+) -> dict[str, str]:  # fields of a record: the file, and the hash of the original
+    """Write the image that a prompt edits, as the model saw it, unless it is there."""
+    file = folder / f"source/{number:05d}.png"
+    if not file.is_file():
+        make_folders(file.parent)
+        with atomic_write(file) as temporary:
+            open_source_image(prompt, *size).save(temporary, format="PNG")
+        sync_to_disk(file.parent)
+    return {
+        "source": file.relative_to(folder).as_posix(),
+        "source_sha256": prompt.image_sha256,
+    }
+
+
 def draw_part(
     model: Policy,  # with trained weights
     settings: Settings,  # of the evaluation
@@ -283,6 +308,8 @@ def draw_part(
             "prompt": prompts[p],
             "seed": settings.eval_seed,
         }
+        if isinstance(prompts[p], ImagePrompt):
+            record |= _save_source_image(prompts[p], p, (image.shape[2], image.shape[1]), folder)
         records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
         VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(
             folder / records[-1]["file"]
@@ -305,7 +332,7 @@ def begun_folder(
     what = {
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
         "arms": dict(arms),
-        "prompts": prompts,
+        "prompts": [prompt_content(prompt) for prompt in prompts],
         "weights": hash_trained_weights(run),
     }
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
@@ -380,7 +407,7 @@ def draw_share(
     run = Path(run)
     settings = load_settings(settings)
     folder = Path(folder)
-    prompts = read_prompts(settings.eval_prompts, "eval_prompts")
+    prompts = read_run_prompts(settings, "eval_prompts")
     done = read_parts(folder)
     todo = [
         part

@@ -37,7 +37,7 @@ from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
-from ..models.inputs import space_positions_evenly, read_prompts, sample_prompt_indices
+from ..models.inputs import read_run_prompts, sample_prompt_indices, space_positions_evenly
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -125,14 +125,22 @@ class TrainingState:
         local = images[self.accelerator.process_index :: self.accelerator.num_processes]
         return images, local
 
-    def needed_prompts(self) -> list[str]:
-        """Return every prompt that this process will sample or be evaluated on, once."""
+    def sampled_prompts(self) -> list[str]:
+        """Return every prompt that this process will sample, once."""
         drawn = [
             self.prompts[p] for i in range(self.settings.iterations) for p in self.local_prompts(i)
         ]
+        return list(dict.fromkeys(drawn))
+
+    def evaluated_prompts(self) -> list[str]:
+        """Return every held-out prompt that this process will be evaluated on, once."""
         # The first held-out prompt is always needed: see `metrics`.
         held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_images()[1]]]
-        return list(dict.fromkeys([*drawn, *held_out]))
+        return list(dict.fromkeys(held_out))
+
+    def needed_prompts(self) -> list[str]:
+        """Return every prompt that this process will sample or be evaluated on, once."""
+        return list(dict.fromkeys([*self.sampled_prompts(), *self.evaluated_prompts()]))
 
 # %% ../../nbs/07_training/04_iteration.ipynb #7942dc80
 def make_accelerator(
@@ -178,8 +186,8 @@ def prepare_state(
     # User code may have been edited since the run began.
     check_same_code(note, find_code(settings) if "code" in note else {}, Path(run))
     method = load_method(settings)
-    prompts = read_prompts(settings.prompts, "prompts")
-    held_out = read_prompts(settings.eval_prompts, "eval_prompts")
+    prompts = read_run_prompts(settings, "prompts")
+    held_out = read_run_prompts(settings, "eval_prompts")
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     setting.check_processes(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
@@ -197,12 +205,31 @@ def prepare_state(
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
+def _encode_needed_prompts(
+    state: TrainingState,
+    policy: Policy,  # at the resolution of training
+) -> None:
+    """Encode every prompt that this process needs and that is not stored yet."""
+    settings = state.settings
+    groups = [(settings.resolution, state.needed_prompts())]
+    # The image of a prompt gets the size of the images that are sampled, so its latents depend on that.
+    if policy.edits_images and settings.eval_resolution != settings.resolution:
+        groups = [
+            (settings.eval_resolution, state.evaluated_prompts()),
+            (settings.resolution, state.sampled_prompts()),
+        ]
+    with prompt_embeds.lazy_prompt_encoder(policy) as encode:
+        for resolution, prompts in groups:
+            policy.set_resolution(resolution)
+            blank = prompt_embeds.blank_prompts(policy, prompts)
+            prompt_embeds.cache_prompt_embeds([*prompts, *blank], policy.key, encode)
+
+
 def load_policy_and_optimizer(
     state: TrainingState,
 ) -> TrainingState:  # the same, with policy and optimizer
     """Load the policy, free its weights, encode the prompts, make the optimizer."""
     settings = state.settings
-    needed = state.needed_prompts()
     names = (
         "resolution",
         "max_tokens",
@@ -230,8 +257,7 @@ def load_policy_and_optimizer(
     policy.set_resolution(settings.eval_resolution).set_resolution(
         settings.resolution
     )  # what cannot be packed is said now
-    with prompt_embeds.lazy_prompt_encoder(policy) as fresh:
-        prompt_embeds.cache_prompt_embeds([*needed, *policy.blank], policy.key, fresh)
+    _encode_needed_prompts(state, policy)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_local_main_process:
         prompt_embeds.trim_prompt_cache()
