@@ -265,7 +265,7 @@ def plan(
             processes = 1 if device else planning.choose_processes(run_settings)
 
     method = load_method(run_settings)  # rejects the settings that training rejects
-    config = planning.find_model_config(run_settings.model)
+    config = planning.find_model_config(run_settings.model, run_settings.family)
     if config is not None:
         method = load_method(planning.fit_update_batch(config, run_settings))
     counts = call_hook(method, "counts")

@@ -228,7 +228,7 @@ def profile(
         run_images.hash_trained_weights(run)
         run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
     inputs.read_run_prompts(run_settings, "prompts")
-    inputs.check_pipeline_folder(inputs.locate_model(run_settings.model))
+    inputs.check_pipeline_folder(inputs.locate_model(run_settings.model), run_settings.family)
     write_report(
         "profile",
         out,

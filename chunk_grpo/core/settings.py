@@ -105,6 +105,12 @@ class _DrawingSettings(BaseModel):
         _SETUP,
         'Model: "pocket", a folder saved by diffusers, or an id on the Hugging Face hub.',
     )
+    family: str = setting(
+        "",
+        "",
+        OURS,
+        "Class of the model's family, as file.py:Class or package.module:Class; empty: the one for the model's pipeline.",
+    )
     prompts: _Text = setting(
         "hpdv2-train.txt",
         "",
@@ -808,8 +814,8 @@ METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 
 def named_code(settings: "Settings") -> list[str]:  # such as ["file.py:Class"]
-    """Return which of `method`, `chunks` and `surrogate` name code instead of a built-in choice."""
-    values = (settings.method, settings.chunks, settings.surrogate)
+    """Return which of `family`, `method`, `chunks` and `surrogate` name code instead of a built-in choice."""
+    values = (settings.family, settings.method, settings.chunks, settings.surrogate)
     return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
 
 
@@ -843,7 +849,7 @@ def resolve_code_files(
         return _with_absolute_file(name, folder, always=False)
 
     out = dict(values)
-    for field in ("method", "chunks", "surrogate"):
+    for field in ("family", "method", "chunks", "surrogate"):
         if field in out:
             out[field] = _with_absolute_file(out[field], folder)
     for field in ("reward", "reward_options", "eval_rewards"):

@@ -180,6 +180,7 @@ class CodeFile(TypedDict, total=False):
 def _named_places(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
     """Yield the code that settings name: the setting, the path, and the folders to search (None: Python's own)."""
     for setting, path in {
+        "family": settings.family,
         "method": settings.method,
         "chunks": settings.chunks,
         "surrogate": settings.surrogate,

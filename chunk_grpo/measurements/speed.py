@@ -250,6 +250,7 @@ def load_workload_policy(
             "compile",
             "attention",
             "quantization",
+            "family",
         )
         return trainable.load_trainable_policy(
             settings.model,

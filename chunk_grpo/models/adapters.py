@@ -295,26 +295,29 @@ def _check_fit(
 
 def read_network(
     folder: Path,  # a model's, as `locate_model` returns it
+    family: str = "",  # as for `check_pipeline_folder`
 ) -> tuple[str, nn.Module]:
     """Return the name of a model's pipeline class, and its transformer on meta, without weights."""
-    family = find_family(check_pipeline_folder(folder))
+    policy_class = find_family(check_pipeline_folder(folder, family))
     file = "transformer/config.json"
     network = build_meta_network(
-        import_class(family.network_classes[0]), read_model_json(folder, file), f"{folder}/{file}"
+        import_class(policy_class.network_classes[0]),
+        read_model_json(folder, file),
+        f"{folder}/{file}",
     )
-    return family.pipeline, network
+    return policy_class.pipeline, network
 
 
 def read_start_adapter(
-    settings: Any,  # with `lora_start`, `lora_rank`, `lora_targets` and `model`
+    settings: Any,  # with `lora_start`, `lora_rank`, `lora_targets`, `model` and `family`
 ) -> Adapter | None:  # None: `lora_start` is empty
     """Read the adapter that a run starts from, and check that it fits the run's model, without loading the model's weights."""
     if not settings.lora_start:
         return None
     folder = locate_model(settings.model)
-    pipeline, network = read_network(folder)
+    pipeline, network = read_network(folder, settings.family)
     adapter = read_adapter(settings.lora_start, pipeline, network)
-    usual_targets = find_family(check_pipeline_folder(folder)).lora_targets
+    usual_targets = find_family(check_pipeline_folder(folder, settings.family)).lora_targets
     names = find_lora_layers(network, tuple(settings.lora_targets), usual_targets)
     layers = {name: network.get_submodule(name) for name in names}
     _check_fit(adapter, layers, settings.lora_rank, settings.lora_start)

@@ -327,19 +327,32 @@ def check_scheduler(
         ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
-def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "FluxPipeline"
-    """Check that a pipeline's folder is complete, without loading it, and return its class name.
+def check_pipeline_folder(
+    folder: Path,  # a pipeline's folder
+    family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
+) -> str:  # for `find_family`: the pipeline's class, e.g. "FluxPipeline", or `family`
+    """Check that a pipeline's folder is complete, without loading it, and return the name of its family.
 
     Raise InputError that names the missing or damaged file, or the unknown class.
     """
     index = read_model_json(folder, "model_index.json")
     class_name = index.get("_class_name")
-    if not isinstance(class_name, str) or class_name not in FAMILIES:
+    if family:
+        pipeline = find_family(family).pipeline.rpartition(".")[2]
+        if class_name != pipeline:
+            raise InputError(
+                f"`family` must be the family of the model's pipeline; {family} is for a {pipeline}, "
+                f"and {folder} holds a {class_name!s:.80}"
+            )
+    elif not isinstance(class_name, str) or class_name not in FAMILIES:
         if isinstance(class_name, str):
             description = f" is a {class_name:.80}"
         else:
             description = f"/model_index.json has {class_name!r:.80} as _class_name"
-        raise InputError(f"model: {folder}{description}; allowed are {', '.join(FAMILIES)}.")
+        raise InputError(
+            f"model: {folder}{description}; allowed are {', '.join(FAMILIES)}, and with the setting "
+            "`family` a class of your own."
+        )
 
     # An entry of the index is [library, class], with null for a part that the model lacks.
     named = [
@@ -353,7 +366,7 @@ def check_pipeline_folder(folder: Path) -> str:  # the pipeline's class, e.g. "F
         elif part in ("transformer", "vae") or part.startswith("text_encoder"):
             read_model_json(folder, f"{part}/config.json")
             read_tensor_shapes(folder, part)
-    return class_name
+    return family or class_name
 
 
 def _check_vocabulary(
@@ -376,9 +389,40 @@ def import_class(path: str) -> type:  # "FluxPipeline" of diffusers, or "package
     return getattr(importlib.import_module(module or "diffusers"), name)
 
 
-def find_family(pipeline: str) -> type:  # pipeline: a key of FAMILIES
-    """Return the subclass of `policy.Policy` for a pipeline class."""
-    return import_class(f"chunk_grpo.{FAMILIES[pipeline]}")
+@functools.lru_cache(maxsize=8)
+def _import_family(
+    name: str,  # as file.py:Class or package.module:Class
+    sha256: str,  # of the file, so that a changed file is imported again; "" for a module
+) -> type:
+    """Import a family from outside this package; raise InputError if it is no complete family."""
+    from chunk_grpo.core.settings import import_callable  # these here, since policy imports this
+    from chunk_grpo.models.policy import Policy
+
+    family = import_callable(name, "family")
+    if not (isinstance(family, type) and issubclass(family, Policy)):
+        raise InputError(
+            f"`family` must be a subclass of chunk_grpo.models.policy.Policy; got {name}"
+        )
+    needed = ("pipeline", "network_classes", "embed", "noise", "predict", "decode")
+    if family.encode is not Policy.encode:  # it has no text encoders of diffusers
+        needed = tuple(part for part in needed if part != "embed")
+    for part in needed:
+        if not hasattr(family, part):
+            raise InputError(
+                f"`family` must define {', '.join(needed)}; {name} does not define {part}"
+            )
+    return family
+
+
+def find_family(
+    name: str,  # a key of FAMILIES, or a class of your own, as file.py:Class
+) -> type:
+    """Return the subclass of `policy.Policy` of that name; raise InputError if it cannot be imported."""
+    if name in FAMILIES:
+        return import_class(f"chunk_grpo.{FAMILIES[name]}")
+    file = Path(name.rpartition(":")[0])
+    is_file = file.suffix == ".py" and file.is_file()
+    return _import_family(name, sha256_of(file) if is_file else "")
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
 def build_meta_network(
@@ -498,7 +542,10 @@ def unknown_words(
     ]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
-def check_parts(folder: Path) -> None:  # a pipeline's folder
+def check_parts(
+    folder: Path,  # a pipeline's folder
+    family: str = "",  # as for `check_pipeline_folder`
+) -> None:
     """Raise InputError if the pipeline lacks a part, or a part does not fit its configuration."""
     import transformers  # takes seconds
 
@@ -510,7 +557,8 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
     ]
 
     # The pipeline's class needs every part that has no default in its signature.
-    signature = inspect.signature(import_class(index["_class_name"]))
+    policy_class = find_family(family or index["_class_name"])
+    signature = inspect.signature(import_class(policy_class.pipeline))
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
     if missing := [part for part in needed if part not in named]:
         raise InputError(
@@ -532,8 +580,7 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
             build_meta_network(
                 make, read_model_json(folder, file), f"{folder}/{file}", "text encoder"
             )
-    network_classes = find_family(index["_class_name"]).network_classes
-    for part, class_name in zip(("transformer", "vae"), network_classes, strict=True):
+    for part, class_name in zip(("transformer", "vae"), policy_class.network_classes, strict=True):
         check_network_weights(folder, part, import_class(class_name))
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
@@ -1008,11 +1055,17 @@ def open_source_image(
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 
-def find_editing_pipeline(model: str) -> str:  # model: as for `locate_model`
+def find_editing_pipeline(
+    model: str,  # as for `locate_model`
+    family: str = "",  # as for `check_pipeline_folder`
+) -> str:
     """Return the class of a model's pipeline if it edits images, else "".
 
     The model itself is not downloaded: of a hub id that is not known only model_index.json is.
     """
+    if family:
+        policy_class = find_family(family)
+        return policy_class.pipeline if policy_class.edits_images else ""
     if model in POCKET_MODELS:
         return ""
     folder = Path(model)
@@ -1020,9 +1073,9 @@ def find_editing_pipeline(model: str) -> str:  # model: as for `locate_model`
         if "/" not in model:  # no hub id
             return ""
         for pipeline in FAMILIES:
-            family = find_family(pipeline)
-            if model in family.known_configs:
-                return pipeline if family.edits_images else ""
+            policy_class = find_family(pipeline)
+            if model in policy_class.known_configs:
+                return pipeline if policy_class.edits_images else ""
         from huggingface_hub import hf_hub_download
 
         try:
@@ -1042,13 +1095,14 @@ def read_model_prompts(
     source: str,  # as for `read_prompts`
     field: str,  # the setting's name, for an error
     model: str,  # that draws the prompts
+    family: str = "",  # of the model, as for `check_pipeline_folder`
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
     Raise InputError as `read_prompt_records` does, and if a prompt lacks an image that can be read.
     """
     records = read_prompt_records(source, field)
-    pipeline = find_editing_pipeline(model)
+    pipeline = find_editing_pipeline(model, family)
     if not pipeline:
         return [prompt for _, prompt, _ in records]
     folder = Path(split_prompt_column(source)[0]).parent
@@ -1069,11 +1123,13 @@ def read_model_prompts(
 
 
 def read_run_prompts(
-    settings: Any,  # with model, prompts and eval_prompts
+    settings: Any,  # with model, family, prompts and eval_prompts
     field: str = "prompts",  # or eval_prompts
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read one of a run's lists as `read_model_prompts` does."""
-    return read_model_prompts(getattr(settings, field), field, settings.model)
+    return read_model_prompts(
+        getattr(settings, field), field, settings.model, getattr(settings, "family", "")
+    )
 
 
 def prompt_content(prompt: str) -> str | list[str]:
@@ -1129,9 +1185,9 @@ def content_hashes(
     prompts = [read_run_prompts(settings, name) for name in ("prompts", "eval_prompts")]
     sample_prompt_indices(len(prompts[0]), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
-    check_pipeline_folder(model)
+    check_pipeline_folder(model, settings.family)
     check_scheduler(model, settings.eval_steps)
-    check_parts(model)
+    check_parts(model, settings.family)
     return {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
         "prompts_sha256": _hash_prompt_lists(prompts),
@@ -1183,7 +1239,7 @@ def _absolute_option(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #93ddf98c
 def hash_prompts(
-    settings: Any,  # with model, prompts and eval_prompts
+    settings: Any,  # with model, family, prompts and eval_prompts
     field: str,  # prompts or eval_prompts
 ) -> str:  # hex
     """Return the sha256 of the prompts of a list, in whatever form the file holds them."""

@@ -26,11 +26,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
-from ..arguments import checked, number, some, text, whole_number
+from ..arguments import checked, number, some, whole_number
 from ..core.machine import check_environment, use_full_float32
 from ..core.settings import image_size
 from ..method.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
+    FAMILIES,
     check_network_weights,
     check_pipeline_folder,
     find_family,
@@ -157,7 +158,9 @@ def native_shift(policy: "Policy") -> float:  # the `shift` argument of `schedul
 
 
 def scheduler_config(policy: "Policy") -> dict:
-    """Read the configuration of the folder's scheduler."""
+    """Return the configuration of the pipeline's scheduler."""
+    if policy.pipe is not None:
+        return dict(policy.pipe.scheduler.config)
     return read_model_json(policy.folder, "scheduler/scheduler_config.json")
 
 
@@ -179,13 +182,13 @@ def scheduler_sigmas(
     policy: "Policy",
     **given: Any,  # arguments of the scheduler's `set_timesteps`
 ) -> Tensor:  # (T+1,) float32
-    """Return the noise levels that the folder's scheduler computes from these arguments.
+    """Return the noise levels that the pipeline's scheduler computes from these arguments.
 
     Raise InputError if they are not valid noise levels.
     """
     # annotated as Any because diffusers' types say that `from_pretrained` returns a tuple
     scheduler_class: Any = diffusers.FlowMatchEulerDiscreteScheduler
-    scheduler = scheduler_class.from_pretrained(policy.folder, subfolder="scheduler")
+    scheduler = scheduler_class.from_config(scheduler_config(policy))
     # `check_levels` rejects levels that are not finite, so numpy need not warn.
     with np.errstate(all="ignore"):
         scheduler.set_timesteps(**given)
@@ -289,7 +292,15 @@ class Family:
         weights: torch.dtype,  # of the transformer's stored weights
         host: bool,  # leave the transformer on the CPU
     ) -> tuple[Any, Any]:  # transformer and VAE
-        """Load transformer and VAE, both frozen; a policy without a folder overrides this."""
+        """Load transformer and VAE, both frozen; a policy without a folder overrides this.
+
+        Those of a pipeline in memory are used as they are, so training changes that pipeline.
+        """
+        if self.pipe is not None:
+            parts = (self.pipe.transformer, self.pipe.vae)
+            for part in parts:
+                part.to(self.device).eval().requires_grad_(False)
+            return parts
         transformer = _load_network(self, 0, weights, host)
         vae = _load_network(self, 1, self.dtype)
         return transformer, vae
@@ -316,6 +327,7 @@ class Policy(Family):
     # True for a policy with an adapter; with sharded weights; with compiled blocks; for which
     # `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False
+    pipe: Any = None  # the pipeline, if it was in memory already
     encode = encode_prompts
     model_key = functools.cached_property(prompt_key)
 
@@ -333,6 +345,7 @@ class Policy(Family):
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
         # format of the transformer's linear weights: none (that of `weights`), int8, fp8 or nf4
         quantization: str = "none",
+        pipe: Any = None,  # a pipeline in memory, in place of the folder's
     ) -> None:
         """Load the networks, frozen.
 
@@ -345,6 +358,7 @@ class Policy(Family):
                 f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}."
             )
         self.folder = Path(folder)
+        self.pipe = pipe
         self.max_tokens = max_tokens
         self.dtype = dtype
         self.device = torch.device(device)
@@ -461,8 +475,51 @@ def _is_resolution(resolution: int | Sequence[int]) -> bool:
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 
 
+def _load_policy_of_pipeline(
+    pipe: diffusers.DiffusionPipeline,
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    dtype: str,  # of the forward passes
+    weights: str | None,  # dtype of the transformer's stored weights
+    family: str,  # as for `load_policy`
+    **more: Any,  # to `Policy`
+) -> Policy:
+    """Make a policy of a pipeline in memory; raise InputError if a family or an argument does not suit it."""
+    name = type(pipe).__name__
+    if family:
+        policy_class = find_family(family)
+        if policy_class.pipeline.rpartition(".")[2] != name:
+            raise InputError(
+                f"`family` must be the family of the pipeline; {family} is for a "
+                f"{policy_class.pipeline}, and `model` is a {name}"
+            )
+    elif name not in FAMILIES:
+        raise InputError(
+            f"`model` must be a {', '.join(FAMILIES)}, or one of a `family` of your own; got a {name}"
+        )
+    else:
+        policy_class = find_family(name)
+    stored = str(pipe.transformer.dtype).removeprefix("torch.")
+    for argument, value in {"dtype": dtype, "weights": weights or stored}.items():
+        if value != stored:
+            raise InputError(
+                f"`{argument}` must be that of the pipeline's transformer, {stored}; got {value}"
+            )
+    if more.get("quantization", "none") != "none":
+        raise InputError(
+            "`quantization` must be none for a pipeline in memory, whose weights are used as they are; "
+            f"got {more['quantization']}"
+        )
+    more.setdefault("device", pipe.transformer.device)
+    types = {"dtype": TORCH_DTYPES[stored], "weights": TORCH_DTYPES[stored]}
+    return policy_class(Path(pipe.name_or_path or "."), resolution, pipe=pipe, **types, **more)
+
+
 @checked(
-    model=text(),
+    model=some(
+        str | diffusers.DiffusionPipeline,
+        "pocket, a folder, a hub id, or a pipeline of diffusers",
+        lambda model: not isinstance(model, str) or bool(model.strip()),
+    ),
     resolution=some(
         int | Sequence[int], "a side length or (height, width) in pixels", _is_resolution
     ),
@@ -476,17 +533,20 @@ def _is_resolution(resolution: int | Sequence[int]) -> bool:
     vae_tiling=bool,
 )
 def load_policy(
-    model: str,  # "pocket", a folder or a hub id
+    # "pocket", a folder, a hub id, or a pipeline in memory, whose networks are used as they are
+    model: str | diffusers.DiffusionPipeline,
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32 or bfloat16
     weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
+    family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling, quantization
     **more,
 ) -> Policy:  # frozen
-    """Load a policy by its model's name.
+    """Load a policy by its model's name, or make one of a pipeline in memory.
 
-    Raise InputError if the model is missing, damaged, or of an unknown family.
+    A pipeline keeps its dtype, and its device unless you name another. Raise InputError if the
+    model is missing, damaged, or of an unknown family.
     """
     for name, value in {"dtype": dtype, "weights": weights}.items():
         if name == "weights" and value is None:
@@ -496,15 +556,20 @@ def load_policy(
                 f"`{name}` must be one of {', '.join(TORCH_DTYPES)}; got {value!r:.80}"
             )
     check_environment()
+    if not isinstance(model, str):
+        return _load_policy_of_pipeline(
+            model, resolution=resolution, dtype=dtype, weights=weights, family=family, **more
+        )
 
     # Check the folder before its family's module is imported and its weights are read.
     folder = locate_model(model)
-    family = find_family(check_pipeline_folder(folder))
-    for subfolder, class_name in zip(("transformer", "vae"), family.network_classes, strict=True):
+    policy_class = find_family(check_pipeline_folder(folder, family))
+    networks = zip(("transformer", "vae"), policy_class.network_classes, strict=True)
+    for subfolder, class_name in networks:
         check_network_weights(folder, subfolder, import_class(class_name))
     types = {"dtype": TORCH_DTYPES[dtype], "weights": TORCH_DTYPES[weights or dtype]}
     try:
-        return family(folder, resolution, **types, **more)
+        return policy_class(folder, resolution, **types, **more)
     except (SafetensorError, OSError) as error:
         raise InputError(f"model: the weights in {folder} cannot be read ({error}).") from None
 

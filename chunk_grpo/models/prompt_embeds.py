@@ -291,6 +291,37 @@ def blank_prompts(
     return list(policy.blank)
 
 
+@torch.no_grad()
+def _encode_in_memory(
+    policy: Any,  # with `pipe`
+    prompts: list[str],  # one text per row
+    batch: int = 64,  # prompts encoded at once
+) -> dict[str, Tensor]:
+    """Encode prompts with a pipeline in memory, without the store on disk."""
+    groups = [
+        policy.embed(policy.pipe, list(prompts[start : start + batch]))
+        for start in range(0, len(prompts), batch)
+    ]
+    return {name: torch.cat([rows[name] for rows in groups]) for name in groups[0]}
+
+
+def _split_blank_rows(
+    policy: Any,
+    rows: dict[str, Tensor],  # of the prompts, and behind them of `blank_prompts`
+    count: int,  # prompts
+) -> dict[str, Tensor]:
+    """Move rows to the policy's device and put those of empty prompts under names with `blank_` in front."""
+    rows = {name: values.to(policy.device) for name, values in rows.items()}
+    if not policy.blank:
+        return rows
+    # If the last row alone is an empty prompt's, each prompt gets a view of it.
+    blank = {
+        f"blank_{name}": values[count:].expand(count, *values.shape[1:])
+        for name, values in rows.items()
+    }
+    return {name: values[:count] for name, values in rows.items()} | blank
+
+
 @checked(prompts=Sequence[str])
 def encode_prompts(
     policy: Any,  # with `key`, the value of `prompt_key`
@@ -301,15 +332,8 @@ def encode_prompts(
     With guidance it also holds the rows of the empty prompt, under names with `blank_` in front.
     """
     all_prompts = [*prompts, *blank_prompts(policy, prompts)]
+    if policy.pipe is not None:  # its encoders are in memory, and they may not be those of a folder
+        return _split_blank_rows(policy, _encode_in_memory(policy, all_prompts), len(prompts))
     with lazy_prompt_encoder(policy) as encode:
         rows = _load_prompt_embeds(all_prompts, policy.key, encode)
-    rows = {name: values.to(policy.device) for name, values in rows.items()}
-    if not policy.blank:
-        return rows
-    # If the last row alone is an empty prompt's, each prompt gets a view of it.
-    count = len(prompts)
-    blank = {
-        f"blank_{name}": values[count:].expand(count, *values.shape[1:])
-        for name, values in rows.items()
-    }
-    return {name: values[:count] for name, values in rows.items()} | blank
+    return _split_blank_rows(policy, rows, len(prompts))

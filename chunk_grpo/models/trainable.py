@@ -402,12 +402,13 @@ def compile_blocks(policy: Policy) -> None:  # policy: its transformer not wrapp
 def _check_lora_targets(
     folder: Path,  # a pipeline's folder
     lora_targets: tuple[str, ...],  # ends of names of layers
+    family: str = "",  # as for `check_pipeline_folder`
 ) -> None:
     """Raise InputError for a target without a linear layer.
 
     This reads the transformer's configuration alone, and no weights.
     """
-    class_name = find_family(check_pipeline_folder(folder)).network_classes[0]
+    class_name = find_family(check_pipeline_folder(folder, family)).network_classes[0]
     file = "transformer/config.json"
     network = build_meta_network(
         import_class(class_name), read_model_json(folder, file), f"{folder}/{file}"
@@ -428,6 +429,7 @@ def load_trainable_policy(
     compile: bool = False,  # compile the transformer's blocks
     attention: str = "native",  # kernel of the attention
     frozen: bool = False,  # for sampling only: half the memory if the forward is bfloat16
+    family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     **given: Any,  # to `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     """Load a policy by its model's name and make it trainable.
@@ -447,11 +449,14 @@ def load_trainable_policy(
     if compile:
         _check_compiler(torch.device(given.get("device", "cpu")))
     if attention != "native":
-        _check_attention_mask(find_family(check_pipeline_folder(locate_model(model))), attention)
+        name = check_pipeline_folder(locate_model(model), family)
+        _check_attention_mask(find_family(name), attention)
     if lora_rank and lora_targets:
-        _check_lora_targets(locate_model(model), tuple(lora_targets))
+        _check_lora_targets(locate_model(model), tuple(lora_targets), family)
 
-    policy = load_policy(model, dtype=dtype, weights=stored, host=sharding != "none", **given)
+    policy = load_policy(
+        model, dtype=dtype, weights=stored, host=sharding != "none", family=family, **given
+    )
     set_attention_backend(policy, attention)
     # Sharding changes the class of blocks, so they are compiled before.
     if compile:

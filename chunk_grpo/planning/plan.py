@@ -27,7 +27,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +80,10 @@ def known_model_configs() -> dict[str, ModelConfig]:
     }
 
 
-def read_model_config(folder: Path) -> ModelConfig | None:  # None if the family is unknown
+def read_model_config(
+    folder: Path,  # a pipeline's
+    family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
+) -> ModelConfig | None:  # None if the family is unknown
     """Read the configurations in a pipeline's folder, without its weights.
 
     Raise InputError if they cannot be read.
@@ -88,12 +91,13 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None if the family
     index = read_model_json(folder, "model_index.json")
     networks = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
     try:
-        pipeline = index["_class_name"]
+        pipeline = family or index["_class_name"]
+        is_known = bool(family) or pipeline in FAMILIES
         files = ("model_index.json", "transformer/config.json", "vae/config.json")
         for file, content in zip(files, (index, *networks), strict=True):
             if not isinstance(content["_class_name"], str):
                 raise TypeError(f"_class_name of {file} is no text")
-        extra_tokens = find_family(pipeline).extra_tokens(folder) if pipeline in FAMILIES else 0
+        extra_tokens = find_family(pipeline).extra_tokens(folder) if is_known else 0
         if type(extra_tokens) is not int:
             raise TypeError("model_max_length is no whole number")
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -101,7 +105,7 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None if the family
             f"`model` must be a folder that diffusers saved, with its configurations (config.json); in "
             f"{folder} they cannot be read ({error})"
         ) from None
-    if pipeline not in FAMILIES:
+    if not is_known:
         return None
     transformer, autoencoder = (json.dumps(network) for network in networks)
     return ModelConfig(pipeline, transformer, autoencoder, extra_tokens)
@@ -109,13 +113,17 @@ def read_model_config(folder: Path) -> ModelConfig | None:  # None if the family
 
 def find_model_config(
     model: str,  # a pocket base, a folder or a hub id
+    family: str = "",  # as for `read_model_config`
 ) -> ModelConfig | None:  # None for a hub id whose sizes are not known
     """Return the configurations of a model by its name.
 
     Raise InputError for a folder that cannot be read.
     """
     if model in POCKET_MODELS or Path(model).is_dir():
-        return read_model_config(locate_model(model))
+        return read_model_config(locate_model(model), family)
+    if family:
+        config = find_family(family).known_configs.get(model)
+        return config and replace(config, pipeline=family)
     return known_model_configs().get(model)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #13b3ba86
@@ -204,7 +212,7 @@ def check_forward(
     No weights are read. A family from outside the package is not tried, since its `predict` may
     need real numbers.
     """
-    config = find_model_config(model)
+    config = find_model_config(model, settings.family)
     if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):
         _meta_forward(
             config, meta_policy(config, settings.resolution, settings.max_tokens, settings.dtype)
@@ -294,7 +302,7 @@ LARGEST_ON_CPU = 1e9
 
 def _large_model_on_cpu(settings: Settings) -> str:
     """Describe the large model that would run on the CPU without a request; "" if there is none."""
-    config = find_model_config(settings.model)
+    config = find_model_config(settings.model, settings.family)
     if settings.device == "cpu" or torch.cuda.is_available() or not config:
         return ""
     size = model_sizes(config)["transformer"]
@@ -1176,8 +1184,8 @@ def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run fo
     )
     sampled = min(settings.iterations * settings.prompts_per_iteration, prompts)
     folder = locate_model(settings.model)
-    check_pipeline_folder(folder)
-    config = read_model_config(folder)
+    check_pipeline_folder(folder, settings.family)
+    config = read_model_config(folder, settings.family)
     *files, _ = run_disk_bytes(settings, config).values()
     encoded = sampled + held_out
     encoded += _blank_prompts(settings, config, encoded)
@@ -1274,7 +1282,7 @@ def choose_processes(
         2 * most > info["cores"]
         and settings.iterations * _images(settings) * settings.steps >= _SHARED_FORWARDS
     )
-    config = find_model_config(settings.model) if pays else None
+    config = find_model_config(settings.model, settings.family) if pays else None
     if config is None:
         return 1
     memory = training_memory(fit_update_batch(config, settings), config, most)
@@ -1594,7 +1602,7 @@ def estimate_numbers(
         "transitions_per_iteration": settings_counts.trained,
         "forwards_per_image": forwards_per_image(settings, settings_counts),
     }
-    config = find_model_config(settings.model)
+    config = find_model_config(settings.model, settings.family)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
     settings = fit_update_batch(config, settings)
@@ -1625,7 +1633,7 @@ def describe_estimates(
     share: float | None = None,  # of the device's rate; None: measured on it, or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Describe parameters, operations, memory, time and disk of a run: estimated, not measured."""
-    config = find_model_config(settings.model)
+    config = find_model_config(settings.model, settings.family)
     if config is None:
         return [
             (
@@ -1711,7 +1719,7 @@ def describe_measured(
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Compare the least time of a run's phases with the measured time in its metrics."""
     measured = [line["seconds"] for line in lines if line.get("seconds")]
-    config = find_model_config(settings.model)
+    config = find_model_config(settings.model, settings.family)
     if not measured:
         return [("measured", "nothing: the run has no finished iteration")]
     work = {}  # operations by phase

@@ -145,7 +145,7 @@ def _check_source_images(
     settings: setting.Settings,  # of the evaluation
 ) -> None:
     """Raise InputError if the model edits images and a prompt has none."""
-    pipeline = inputs.find_editing_pipeline(settings.model)
+    pipeline = inputs.find_editing_pipeline(settings.model, settings.family)
     texts = [prompt for prompt in prompts if not isinstance(prompt, inputs.ImagePrompt)]
     if pipeline and texts:
         raise InputError(
@@ -405,7 +405,8 @@ def model_card(
         described[key] = re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text)
 
     may_quote = settings.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
-    pipeline = inputs.check_pipeline_folder(inputs.locate_model(settings.model))
+    family = inputs.check_pipeline_folder(inputs.locate_model(settings.model), settings.family)
+    pipeline = inputs.find_family(family).pipeline
     prompts = held_out_prompts(settings) if may_quote else ()
     card = tables.render_template(
         "card.j2",
@@ -451,9 +452,10 @@ def _export_adapter(
     folder: Path,  # that exists
     layout: str,  # one of `adapters.LAYOUTS`
     base: Path,  # the model's folder
+    family: str,  # the setting
 ) -> None:
     """Write a run's adapter in a layout, and beside it the one that it started from."""
-    pipeline, network = adapters.read_network(base)
+    pipeline, network = adapters.read_network(base, family)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)
     start = run / adapters.START_FOLDER
@@ -522,7 +524,14 @@ def export_run(
             policy = run_images.load_trained_policy(run, settings, folder=weights)
             save_trained_weights(policy, weights_folder)
         if settings.lora_rank:
-            _export_adapter(run, weights_folder, temporary, layout, base)
+            _export_adapter(
+                run=run,
+                weights=weights_folder,
+                folder=temporary,
+                layout=layout,
+                base=base,
+                family=settings.family,
+            )
             shutil.rmtree(weights_folder)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out

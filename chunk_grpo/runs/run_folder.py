@@ -278,6 +278,7 @@ def _own_run_lines(run: str | Path) -> list[str]:
         "reward",
         "eval_rewards",
         "reward_options",
+        "family",
         "method",
         "chunks",
         "surrogate",
@@ -335,7 +336,7 @@ def check_trust(
     That concerns runs from elsewhere, and runs whose code was edited.
     """
     raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
-    for field in ("method", "chunks", "surrogate"):
+    for field in ("family", "method", "chunks", "surrogate"):
         file = str(raw.get(field, "")).rpartition(":")[0]
         if file.endswith(".py") and not os.path.isabs(file):
             raise InputError(
@@ -370,7 +371,7 @@ def _check_edited_code(
     """Raise InputError if code that would be loaded is not the code that the run was trained with."""
     records = [read_run_info(run).get("code", {}), find_code(settings)]
     if not rewards_too:  # rewards are not loaded, so their code does not matter
-        loaded = ("method", "chunks", "surrogate")
+        loaded = ("family", "method", "chunks", "surrogate")
         records = [
             {key: entry for key, entry in record.items() if entry["setting"] in loaded}
             for record in records

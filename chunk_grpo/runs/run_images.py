@@ -162,6 +162,7 @@ def load_trained_policy(
         "lora_alpha",
         "quantization",
         "vae_tiling",
+        "family",
         "attention",
     )
     options = {name: getattr(settings, name) for name in names} | {

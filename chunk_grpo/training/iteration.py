@@ -241,6 +241,7 @@ def load_policy_and_optimizer(
         "lora_alpha",
         "quantization",
         "vae_tiling",
+        "family",
         "gradient_checkpointing",
         "sharding",
         "compile",
@@ -276,7 +277,9 @@ def load_policy_and_optimizer(
     }
     state.limit = settings.update_batch
     if settings.update_memory:
-        model: Any = plan.read_model_config(policy.folder)  # it was loaded, so it is known
+        model: Any = plan.read_model_config(
+            policy.folder, settings.family
+        )  # it was loaded, so it is known
         state.limit = plan.fit_update_batch(model, settings).update_batch
     return state
 

@@ -1,0 +1,126 @@
+"""A model family of one's own, named by the setting `family`: training, plan, samples, export, and what is rejected."""
+
+import json
+import shutil
+
+import pytest
+from commands import call, run
+from small_runs import metrics, trained, write
+
+OWN = '''
+"""A family for a pipeline of the same parts as FLUX's."""
+
+from chunk_grpo.models.families import FluxPolicy
+
+
+class Own(FluxPolicy):
+    """FLUX with a name of its own for the pipeline."""
+
+    pipeline = "own_pipeline.OwnPipeline"
+
+
+class Mirrored(FluxPolicy):
+    """FLUX whose noise has the other sign."""
+
+    def noise(self, generator):
+        return -super().noise(generator)
+
+
+class Incomplete:
+    """No policy."""
+'''
+PIPELINE = '''
+"""A pipeline that diffusers does not have."""
+
+from diffusers import FluxPipeline
+
+
+class OwnPipeline(FluxPipeline):
+    """FLUX by another name."""
+'''
+ONE = ("iterations=1", "eval_every=0", "checkpoint_every=0")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a tiny FLUX, the same model as a pipeline of another class, and a file with families."""
+    folder = write(tmp_path_factory.mktemp("family"))
+    (folder / "my_family.py").write_text(OWN)
+    (folder / "own_pipeline.py").write_text(PIPELINE)
+    shutil.copytree(folder / "model", folder / "own")
+    index = json.loads((folder / "own/model_index.json").read_text())
+    (folder / "own/model_index.json").write_text(json.dumps(index | {"_class_name": "OwnPipeline"}))
+    run("train", folder / "s.yaml", *ONE, "--out", folder / "flux", "--no-report")
+    return folder
+
+
+def call_there(world, *words):
+    """Call the command line in the folder, whose modules can be imported there."""
+    return call(*words, cwd=world, PYTHONPATH=f"{world}")
+
+
+def test_a_pipeline_that_the_package_does_not_know_trains_as_the_same_networks_do(world):
+    own = [f"model={world / 'own'}", "family=my_family.py:Own"]
+    done = call_there(world, "train", "s.yaml", *ONE, *own, "--out", "mine", "--no-report")
+    assert done.returncode == 0, done.stderr
+    assert metrics(world / "mine") == metrics(world / "flux")
+    assert trained(world / "mine") == trained(world / "flux")
+    note = json.loads((world / "mine/run.json").read_text())
+    assert note["settings"]["family"] == f"{world / 'my_family.py'}:Own"
+    assert (
+        world / "mine" / note["code"][f"family: {world / 'my_family.py'}:Own"]["copy"]
+    ).is_file()
+
+    done = call_there(world, "sample", "mine", "a red star", "--out", "drawn")
+    assert done.returncode == 0, done.stderr
+    done = call_there(world, "export", "mine", "exported")
+    assert done.returncode == 0, done.stderr
+    assert "OwnPipeline" in (world / "exported/README.md").read_text()
+    plans = [call_there(world, "plan", "s.yaml", *ONE, *words, "--json") for words in ([], own)]
+    assert plans[1].returncode == 0, plans[1].stderr
+    assert plans[0].stdout == plans[1].stdout
+
+
+def test_a_family_replaces_the_package_s_own_for_the_same_pipeline(world):
+    words = ["train", "s.yaml", *ONE, "family=my_family.py:Mirrored", "--no-report"]
+    done = call_there(world, *words, "--out", "mirrored")
+    assert done.returncode == 0, done.stderr
+    assert metrics(world / "mirrored") != metrics(world / "flux")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["family=my_family.py:Incomplete"], "`family` must be a subclass of chunk_grpo.models"),
+        (["family=my_family.py:Own"], "Own is for a OwnPipeline, and"),
+        (["family=my_family.py:Nobody"], "`family`"),
+        (["family=nowhere.py:Own"], "`family`"),
+        (["family=flux"], "`family` must be package.module:name or file.py:name"),
+        (["model=own"], "is a OwnPipeline; allowed are FluxPipeline"),
+    ],
+)
+def test_a_family_that_does_not_fit_is_rejected_before_there_is_a_run(world, words, sentence):
+    for command in (["train", "s.yaml", "--out", "none", *words], ["plan", "s.yaml", *words]):
+        done = call_there(world, *command)
+        if command[0] == "plan" and words == ["model=own"]:
+            continue  # a plan says that the sizes are not known
+        assert done.returncode == 2 and sentence in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+        assert not (world / "none").exists()
+
+
+def test_a_changed_family_does_not_resume_a_run(world):
+    shutil.copytree(world / "flux", world / "again")
+    done = call_there(
+        world,
+        "train",
+        "s.yaml",
+        *ONE,
+        "iterations=2",
+        "family=my_family.py:Mirrored",
+        "--out",
+        "again",
+        "--resume",
+        "--no-report",
+    )
+    assert done.returncode == 2 and "`family`" in done.stderr
