@@ -281,12 +281,20 @@ def evaluate(
         typer.echo(f"report: {page}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #d397eb1e
-@evaluation_app.command(epilog=examples("reward-env hpsv3"))
-def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
+@evaluation_app.command(
+    epilog=examples("reward-env hpsv3", "reward-env my_reward.txt", "reward-env mine easyocr torch")
+)
+def reward_env(
+    name: Annotated[str, typer.Argument(help="hpsv3, a requirements file, or a new name.")],
+    packages: Annotated[
+        list[str] | None, typer.Argument(help="Packages, if the name is a new one.")
+    ] = None,
+):
     """Make a reward's own environment; minutes, once."""
     from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
-    placement.create_environment(name, typer.echo)
+    folder = placement.create_environment(name, typer.echo, packages=packages or ())
+    typer.echo(f"in reward_options: environment: {folder if packages else name}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #8758c9b6
 @evaluation_app.command(
@@ -351,13 +359,16 @@ def _describe_gpus(
 
 
 def _reward_note(
-    needs: dict[str, str],  # hub id: its files, separated by spaces; "or": another way to get them
+    # hub id: its files, separated by spaces; "or": another way to get them; or a text that says all
+    needs: dict[str, str] | str,
 ) -> str:
     """Return whether a reward's weights are ready, or the command that fetches the files missing in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
     if not needs:
         return "ready, shipped"
+    if isinstance(needs, str):
+        return needs
     commands = []
     for hub_id, file_names in needs.items():
         if hub_id == "or":
@@ -425,12 +436,12 @@ def doctor(
     # For each reward, prompt list and benchmark: ready, or the command that fetches it.
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
-    try:
-        rewards["hpsv3, backend package"] = (
-            f"ready, {placement.environment_python('hpsv3').parents[1]}"
-        )
-    except InputError:
-        rewards["hpsv3, backend package"] = "missing its environment: chunk-grpo reward-env hpsv3"
+    for reward, environment in {"hpsv3, backend package": "hpsv3", "ocr": "ocr"}.items():
+        try:
+            folder = placement.environment_python(environment).parents[1]
+            rewards[reward] = f"ready, {folder}"
+        except InputError:
+            rewards[reward] = f"missing its environment: chunk-grpo reward-env {environment}"
     prompt_lists = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
     notes = {"reward": rewards, "prompts": prompt_lists, "benchmark": needs["benchmarks"]}
     requirements = []

@@ -557,8 +557,14 @@ REWARD_LOADERS = {  # name -> module:function that loads it
     "pickscore": "chunk_grpo.rewards.clip_score:load_pickscore",
     "clip": "chunk_grpo.rewards.clip_score:load_clip_score",
     "imagereward": "chunk_grpo.rewards.image_reward:load_imagereward",
+    "hpsv21": "chunk_grpo.rewards.clip_score:load_hpsv21",
+    "aesthetic": "chunk_grpo.rewards.clip_score:load_aesthetic",
+    "geneval": "chunk_grpo.evaluation.geneval:load_geneval_reward",
+    "vlm-judge": "chunk_grpo.evaluation.judge:load_judge_reward",
+    "unifiedreward": "chunk_grpo.evaluation.judge:load_unifiedreward",
+    "ocr": "chunk_grpo.reward_serving.ocr:load_ocr",
 }
-EMBEDDING_REWARDS = ("pocket-clip", "clip", "pickscore")  # those with `embed(images)`
+EMBEDDING_REWARDS = ("pocket-clip", "clip", "pickscore", "hpsv21")  # those with `embed(images)`
 REWARD_PLACES = ("url", "environment", "worker")  # options that let a reward run elsewhere
 TRACKERS = (  # those of accelerate
     "aim",

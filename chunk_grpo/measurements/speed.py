@@ -7,6 +7,7 @@ __all__ = ['time_call', 'eager', 'RandomFluxPolicy', 'load_workload_settings', '
            'prepare_workload', 'measure_iteration', 'speed_table', 'speed_lines']
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #a33d5ac7
+import functools
 import contextlib
 import json
 import statistics
@@ -33,7 +34,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
-from ..models.inputs import import_class, read_prompts
+from ..models.inputs import import_class, read_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -277,6 +278,7 @@ class Workload:
     chunks: Chunks  # of the update
     advantage: Tensor  # (B,), random
     reward: Callable | None  # (images, prompts) -> scores; None: there is none for this model
+    records: list[dict]  # of each prompt, for a reward that takes them
 
     def rollout(self) -> Trajectories:
         """Sample the trajectories of all images."""
@@ -319,9 +321,11 @@ def prepare_workload(
     policy = load_workload_policy(settings, *configs)
     if settings.model == "flux-size":
         prompts = [f"prompt {i}" for i in range(settings.prompts_per_iteration)]
+        records = [{"prompt": prompt} for prompt in prompts]
         reward = None
     else:
-        prompts = read_prompts(settings.prompts, "prompts")[: settings.prompts_per_iteration]
+        prompts, records = read_prompts_with_records(settings.prompts, "prompts")
+        prompts = prompts[: settings.prompts_per_iteration]
         name = next(iter(setting.reward_weights(settings)))
         reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
     keys = [
@@ -344,6 +348,7 @@ def prepare_workload(
         chunks=chunks,
         advantage=advantage,
         reward=reward,
+        records=records,
     )
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
@@ -375,8 +380,13 @@ def measure_iteration(
         images = timed("decode", decode_latents, workload.policy, final, settings.rollout_batch)
         if workload.reward is not None:
             name = settings.reward if isinstance(settings.reward, str) else "reward"
+            score = functools.partial(
+                rewards.score_images,
+                records=[workload.records[i] for i in workload.prompt_index.tolist()],
+                groups=workload.prompt_index.tolist(),
+            )
             texts = [workload.prompts[i] for i in workload.prompt_index.tolist()]
-            timed("reward", rewards.score_images, name, workload.reward, images, texts)
+            timed("reward", score, name, workload.reward, images, texts)
         transitions = timed("update", workload.update, paths)
         if beside and n:
             beside(workload, paths, timed)

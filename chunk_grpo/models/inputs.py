@@ -6,9 +6,9 @@
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_levels', 'check_scheduler', 'check_pipeline_folder', 'import_class', 'find_family',
            'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column',
-           'find_column', 'read_prompt_records', 'read_prompts', 'describe_prompts', 'sample_prompt_indices',
-           'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
-           'input_records', 'find_changed_input']
+           'find_column', 'read_prompt_records', 'read_prompts', 'read_prompts_with_records', 'hash_records',
+           'describe_prompts', 'sample_prompt_indices', 'space_positions_evenly', 'content_hashes', 'absolute_inputs',
+           'hash_prompts', 'model_stamp', 'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -880,6 +880,37 @@ def read_prompts(
     return [prompt for _, prompt, _ in read_prompt_records(source, field)]
 
 
+def read_prompts_with_records(
+    source: str,  # of prompts, as for `read_prompts`
+    field: str = "prompts",  # the setting's name, for an error
+) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
+    """Read the prompts of a list with their records, which a reward may take.
+
+    A record is the object, mapping or table row that holds the prompt, with all its fields; of a list of texts it is
+    `{"prompt": text}`. Raise InputError as `read_prompt_records` does.
+    """
+    entries = read_prompt_records(source, field)
+    prompts = [prompt for _, prompt, _ in entries]
+    records = [
+        record if isinstance(record, dict) else {"prompt": prompt} for _, prompt, record in entries
+    ]
+    return prompts, records
+
+
+def hash_records(
+    source: str,  # of prompts, as for `read_prompts`
+    field: str,  # name of the setting, for an error
+) -> str:  # hex; empty if no record holds more than its prompt
+    """Return the sha256 of the records of a list."""
+    prompts, records = read_prompts_with_records(source, field)
+    if all(
+        list(record.values()) == [prompt] for prompt, record in zip(prompts, records, strict=True)
+    ):
+        return ""
+    text = json.dumps(records, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def describe_prompts(
     source: str,  # of prompts, as for `read_prompts`
     field: str = "prompts",  # name of the setting that holds the source
@@ -926,7 +957,7 @@ def space_positions_evenly(
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
 def content_hashes(
     settings: Any,
-) -> dict[str, str]:  # s: settings; keys model_sha256, prompts_sha256
+) -> dict[str, str]:  # keys model_sha256, prompts_sha256, and records_sha256 if there are records
     """Check a run's model and prompts, and return their hashes.
 
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
@@ -940,10 +971,14 @@ def content_hashes(
     check_pipeline_folder(model)
     check_scheduler(model, settings.eval_steps)
     check_parts(model)
-    return {
+    hashes = {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
         "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
+    records = [hash_records(getattr(settings, name), name) for name in ("prompts", "eval_prompts")]
+    if any(records):
+        hashes["records_sha256"] = hashlib.sha256(json.dumps(records).encode()).hexdigest()
+    return hashes
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
 # options of rewards that name a file
@@ -953,8 +988,11 @@ _FILE_OPTIONS = (
     "processor",
     "tokenizer",
     "checkpoint",
+    "clip",
     "config",
+    "detector",
     "python",
+    "rubric",
 )
 
 
@@ -985,7 +1023,13 @@ def _absolute_option(
     value: Any,  # of the option
 ) -> Any:
     """Return the absolute path if an option names a file that exists, else its value."""
-    if key in _FILE_OPTIONS and isinstance(value, str) and os.path.exists(value):
+    if not isinstance(value, str):
+        return value
+    # An environment is a name, a requirements file, or a folder with an interpreter.
+    is_environment = key == "environment" and (
+        value.endswith(".txt") or os.path.isfile(os.path.join(value, "bin/python"))
+    )
+    if (key in _FILE_OPTIONS or is_environment) and os.path.exists(value):
         return os.path.abspath(value)
     return value
 
@@ -1020,12 +1064,15 @@ def _hash_stamped_model(
 
 def input_records(
     settings: Any,
-) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
+) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts, and NAME_records of a list
     """Return what a run records of its model and of each list, for `find_changed_input`."""
     folder = locate_model(settings.model)
     lists = {
         name: hash_prompts(getattr(settings, name), name) for name in ("prompts", "eval_prompts")
     }
+    for name in ("prompts", "eval_prompts"):
+        if records := hash_records(getattr(settings, name), name):
+            lists[f"{name}_records"] = records
     return {
         "model_stamp": model_stamp(folder),
         "model_index": sha256_of(folder / "model_index.json"),
@@ -1060,6 +1107,9 @@ def find_changed_input(
     for name in [name for name in ("prompts", "eval_prompts") if name in names]:
         current = hash_prompts(getattr(settings, name), name)
         if recorded.get(name, current) != current:
+            return name
+        records = recorded.get(f"{name}_records")
+        if records and records != hash_records(getattr(settings, name), name):
             return name
         # An older run recorded one hash of both lists.
         if name not in recorded and known.get("prompts_sha256"):

@@ -863,6 +863,9 @@ REWARD_MODEL_SIZES = {  # parameters, bytes of each
     "pickscore": (0.986e9, 4),
     "clip": (0.428e9, 4),
     "imagereward": (0.447e9, 4),
+    "hpsv21": (0.986e9, 4),  # the same CLIP as PickScore
+    "aesthetic": (0.428e9, 4),  # CLIP; its head has 0.9 million
+    "geneval": (0.497e9, 4),  # Mask2Former with Swin-S, and CLIP
 }
 
 

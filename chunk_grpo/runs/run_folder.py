@@ -531,7 +531,10 @@ def create_run(
         if resume:
             note, done = read_previous()
             changed = [
-                name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]
+                name.removesuffix("_sha256")
+                for name in hashes
+                if hashes[name]
+                != note.get(name, hashes[name])  # an older run has no records_sha256
             ]
             if changed:
                 raise InputError(

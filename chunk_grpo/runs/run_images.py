@@ -43,7 +43,7 @@ from chunk_grpo.core.files import (
 from ..core.machine import die_with_parent, terminate_process_group
 from ..core.settings import Settings, diff_settings, load_settings, reward_weights
 from ..models import adapters, trainable
-from ..models.inputs import read_prompts
+from ..models.inputs import hash_records, read_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.plan import choose_image_device
 from ..reward_serving import placement
@@ -219,16 +219,20 @@ def score_prompt_images(
     images: torch.Tensor,  # (B, 3, H, W) in [0, 1]
     texts: list[str],  # one prompt per image
     scorers: Mapping[str, Callable],  # rewards by name
+    records: Sequence[Mapping] | None = None,  # of each image's prompt; None: the prompts alone
+    groups: Sequence[int] | None = None,  # number of each image's prompt
 ) -> list[dict]:  # one per image: scores, category, objects, each by the reward's name
     """Score images, and collect the category of the prompt and the objects of the image if a reward has them."""
     scores = {
-        name: rewards.score_images(name, scorer, images, texts).tolist()
+        name: rewards.score_images(
+            name, scorer, images, texts, records=records, groups=groups
+        ).tolist()
         for name, scorer in scorers.items()
     }
     objects = {
         name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")
     }
-    records = []
+    found = []
     for n, text in enumerate(texts):
         record = {
             "scores": {name: values[n] for name, values in scores.items()},
@@ -237,8 +241,8 @@ def score_prompt_images(
             },
             "objects": {name: [int(x) for x in values[n]] for name, values in objects.items()},
         }
-        records.append(record)
-    return records
+        found.append(record)
+    return found
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #c61c82b2
 def evaluation_parts(
@@ -246,9 +250,13 @@ def evaluation_parts(
     prompts: int,  # how many there are
     arms: Mapping[str, int | None],  # arm -> split
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
-    """Cut an evaluation into parts of `rollout_batch` neighbouring images, arm by arm."""
+    """Cut an evaluation into parts of `rollout_batch` neighbouring images, arm by arm.
+
+    A part holds whole prompts, so a reward that compares the images of a prompt gets them all. A part is larger than
+    `rollout_batch` if the images of one prompt are.
+    """
     count = prompts * settings.eval_images
-    size = settings.rollout_batch
+    size = max(1, settings.rollout_batch // settings.eval_images) * settings.eval_images
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 
@@ -260,12 +268,20 @@ def draw_part(
     part: tuple[str, int, int],  # of `evaluation_parts`
     split: int | None,  # of the arm, see `sample_arm_images`
     folder: Path,  # that gets the images, as ARM/00000.png
+    prompt_records: Sequence[Mapping] | None = None,  # of all prompts; None: the prompts alone
 ) -> list[dict]:  # one record per image
     """Sample and score the images of a part and write them to disk."""
     arm, low, high = part
     places = [divmod(n, settings.eval_images) for n in range(low, high)]
     images = sample_arm_images(model, settings, prompts, places, arm, split)
-    judged = score_prompt_images(images, [prompts[p] for p, _ in places], scorers)
+    numbers = [p for p, _ in places]
+    judged = score_prompt_images(
+        images,
+        [prompts[p] for p in numbers],
+        scorers,
+        records=[prompt_records[p] for p in numbers] if prompt_records else None,
+        groups=numbers,
+    )
     records = []
     make_folders(folder / arm)
     for n, image, (p, i), found in zip(range(low, high), images, places, judged, strict=True):
@@ -301,6 +317,8 @@ def begun_folder(
         "prompts": prompts,
         "weights": hash_trained_weights(run),
     }
+    if records := hash_records(settings.eval_prompts, "eval_prompts"):
+        what["records"] = records
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 
@@ -373,7 +391,7 @@ def draw_share(
     run = Path(run)
     settings = load_settings(settings)
     folder = Path(folder)
-    prompts = read_prompts(settings.eval_prompts, "eval_prompts")
+    prompts, prompt_records = read_prompts_with_records(settings.eval_prompts, "eval_prompts")
     done = read_parts(folder)
     todo = [
         part
@@ -383,11 +401,20 @@ def draw_share(
     # The scorers are loaded inside: a worker gets as many threads as this process has when it starts.
     with drawing_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
-        rewards.check_prompts(scorers, prompts, "eval_prompts")
+        rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
-            records = draw_part(model, settings, prompts, scorers, part, arms[part[0]], folder)
+            records = draw_part(
+                model=model,
+                settings=settings,
+                prompts=prompts,
+                scorers=scorers,
+                part=part,
+                split=arms[part[0]],
+                folder=folder,
+                prompt_records=prompt_records,
+            )
             append_json_line(file, {"part": part, "records": records})
             watch()
 

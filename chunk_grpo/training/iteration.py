@@ -14,7 +14,7 @@ import importlib.util
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,12 +36,22 @@ from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
-from ..models.inputs import space_positions_evenly, read_prompts, sample_prompt_indices
+from chunk_grpo.models.inputs import (
+    read_prompts_with_records,
+    sample_prompt_indices,
+    space_positions_evenly,
+)
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
-from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
+from chunk_grpo.rewards.rewards import (
+    StreamingScores,
+    check_prompts,
+    extra_inputs,
+    score_images,
+    scoring_thread,
+)
 from chunk_grpo.training.methods import (
     Method,
     ReplayContext,
@@ -82,6 +92,8 @@ class TrainingState:
     rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # of run.json, if there is one
+    records: Sequence[Mapping] = ()  # of `prompts`, one each
+    held_out_records: Sequence[Mapping] = ()  # of `held_out`, one each
     # scores images while the policy samples the next
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
     limit: int = 0  # transitions in one forward pass of an update
@@ -117,11 +129,29 @@ class TrainingState:
         return ids[self.accelerator.process_index * share :][:share]
 
     def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process."""
+        """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process.
+
+        If a reward compares the images of a prompt, one process samples them all.
+        """
+        process, count = self.accelerator.process_index, self.accelerator.num_processes
         chosen = space_positions_evenly(len(self.held_out), self.settings.eval_count)
-        images = [(p, i) for p in chosen for i in range(self.settings.eval_images)]
-        local = images[self.accelerator.process_index :: self.accelerator.num_processes]
-        return images, local
+        numbers = range(self.settings.eval_images)
+        images = [(p, i) for p in chosen for i in numbers]
+        if self.compares_images:
+            return images, [(p, i) for p in chosen[process::count] for i in numbers]
+        return images, images[process::count]
+
+    @property
+    def compares_images(self) -> bool:
+        """Return whether a reward scores the images of a prompt together."""
+        return any("groups" in extra_inputs(reward) for reward in self.rewards.values())
+
+    def records_of(
+        self,
+        positions: Sequence[int],  # in the list of prompts, one per image
+    ) -> list[Mapping] | None:  # None: the prompts alone
+        """Return the record of each image's prompt, for the rewards that take it."""
+        return [self.records[p] for p in positions] if self.records else None
 
     def needed_prompts(self) -> list[str]:
         """Return every prompt that this process will sample or be evaluated on, once."""
@@ -176,8 +206,8 @@ def prepare_state(
     # User code may have been edited since the run began.
     check_same_code(note, find_code(settings) if "code" in note else {}, Path(run))
     method = load_method(settings)
-    prompts = read_prompts(settings.prompts, "prompts")
-    held_out = read_prompts(settings.eval_prompts, "eval_prompts")
+    prompts, records = read_prompts_with_records(settings.prompts, "prompts")
+    held_out, held_out_records = read_prompts_with_records(settings.eval_prompts, "eval_prompts")
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     setting.check_processes(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
@@ -188,10 +218,21 @@ def prepare_state(
     }
     # With an `anchor_share` below 1, the other rewards score the images of training too.
     training_rewards = names if settings.anchor_share < 1 else trained_on
-    check_prompts({name: scorers[name] for name in training_rewards}, prompts, "prompts")
-    check_prompts(scorers, held_out, "eval_prompts")
+    training_scorers = {name: scorers[name] for name in training_rewards}
+    check_prompts(training_scorers, prompts, "prompts", records)
+    check_prompts(scorers, held_out, "eval_prompts", held_out_records)
     return TrainingState(
-        settings, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
+        settings=settings,
+        run=Path(run),
+        accelerator=accelerator,
+        prompts=prompts,
+        held_out=held_out,
+        reward_weights=trained_on,
+        rewards=scorers,
+        method=method,
+        run_id=run_id,
+        records=records,
+        held_out_records=held_out_records,
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
@@ -261,7 +302,8 @@ def _score_completions(
 ) -> dict[str, Tensor]:  # raw scores (B,) by reward
     """Complete the states at the first of the levels by the ODE, and score the images.
 
-    If all images of a group are in one state, it is completed once and its score is repeated.
+    If all images of a group are in one state, it is completed once and its score is repeated. A reward that compares
+    the images of a group gets as many copies of the image.
     """
     start = int(levels[0])
     paths = context.trajectories
@@ -273,18 +315,34 @@ def _score_completions(
         images_per_state = state.settings.images_per_prompt
     current = paths.latents[:, start].float()
     first = torch.arange(0, len(paths.keys), images_per_state)
-    prompts = [state.prompts[paths.keys[i].prompt] for i in first.tolist()]
+    numbers = [key.prompt for key in paths.keys]  # of each image's prompt
 
     store = TORCH_DTYPES[state.settings.latents_dtype]
     final = complete_states(
         policy, context.rows(first), current[first], paths.sampler, levels, batch, store
     )
     images = decode_latents(policy, final, batch)
-    scores = {
-        name: score_images(name, state.rewards[name], images, prompts)
-        for name in state.reward_weights
-    }
-    return {name: x.repeat_interleave(images_per_state) for name, x in scores.items()}
+
+    scores = {}
+    groups = [i // state.settings.images_per_prompt for i in range(len(numbers))]
+    for name in state.reward_weights:
+        reward = state.rewards[name]
+        repeats = images_per_state
+        reward_images = images
+        if "groups" in extra_inputs(reward):
+            reward_images = images.repeat_interleave(images_per_state, 0)
+            repeats = 1
+        scored = numbers[::repeats]
+        raw = score_images(
+            name,
+            reward,
+            reward_images,
+            prompts=[state.prompts[p] for p in scored],
+            records=state.records_of(scored),
+            groups=groups[::repeats],
+        )
+        scores[name] = raw.repeat_interleave(repeats)
+    return scores
 
 
 def chunk_gains(
@@ -429,8 +487,14 @@ def _begin_groups(
     keys = [ImageKey(seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
     row = torch.arange(len(prompt_ids)).repeat_interleave(count)
     scorers = {name: state.rewards[name] for name in names}
-    texts = [state.prompts[key.prompt] for key in keys]
-    streaming_scores = StreamingScores(state.executor, scorers, texts)
+    numbers = [key.prompt for key in keys]
+    streaming_scores = StreamingScores(
+        executor=state.executor,
+        scorers=scorers,
+        prompts=[state.prompts[p] for p in numbers],
+        records=state.records_of(numbers),
+        groups=row.tolist(),
+    )
     return prompt_ids, keys, row, streaming_scores
 
 
