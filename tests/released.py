@@ -243,6 +243,44 @@ def clip(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def hpsv21(folder: Path, seed: int = 0) -> Path:
+    """An HPSv2.1 as its authors store it, under open_clip's names, with the tokenizer and configuration of a CLIP."""
+    clip(folder, seed)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    for part in ("text_config", "vision_config"):
+        config[part]["hidden_act"] = "gelu"
+    write(folder, config__json=config)
+    words, text, vision, layers = config["text_config"]["vocab_size"], 32, 48, 2
+    shapes = {
+        "visual.class_embedding": (vision,),
+        "visual.positional_embedding": (50, vision),
+        "visual.conv1.weight": (vision, 3, 32, 32),
+        "visual.proj": (vision, 24),
+        "positional_embedding": (77, text),
+        "token_embedding.weight": (words, text),
+        "text_projection": (text, 24),
+    }
+    shapes |= norm("visual.ln_pre", vision) | norm("visual.ln_post", vision)
+    shapes |= norm("ln_final", text)
+    for tower, wide in (("visual.transformer", vision), ("transformer", text)):
+        for i in range(layers):
+            at = f"{tower}.resblocks.{i}"
+            shapes |= norm(f"{at}.ln_1", wide) | norm(f"{at}.ln_2", wide)
+            shapes |= {f"{at}.attn.in_proj_weight": (3 * wide, wide)}
+            shapes |= {f"{at}.attn.in_proj_bias": (3 * wide,)}
+            shapes |= layer(f"{at}.attn.out_proj", wide, wide)
+            shapes |= layer(f"{at}.mlp.c_fc", wide, 2 * wide)
+            shapes |= layer(f"{at}.mlp.c_proj", 2 * wide, wide)
+    tensors = fill(shapes, seed)
+    for name in tensors:  # `fill` knows norms by another name
+        if re.search(r"ln_\w+\.weight$", name):
+            tensors[name] = tensors[name] + 1
+    tensors |= {"logit_scale": torch.tensor(100.0).log()}
+    torch.save({"epoch": 1, "state_dict": tensors}, folder / "HPS_v2.1_compressed.pt")
+    return folder
+
+
 def imagereward(folder: Path, seed: int = 0) -> Path:
     """ImageReward.pt with all that the released file holds, med_config.json and the files of bert-base-uncased."""
     folder.mkdir(parents=True)

@@ -81,7 +81,7 @@ def test_reward_server_rejects_pixels_outside_of_an_image(kind):
     with pytest.raises(ValueError, match="images must be finite numbers from 0 to 1") as error:
         server.unpack_request(server.pack_request(WRONG[kind].numpy(), ["a", "b"]))
     assert "\n" not in str(error.value)
-    good, _ = server.unpack_request(server.pack_request(image().numpy(), ["a", "b"]))
+    good = server.unpack_request(server.pack_request(image().numpy(), ["a", "b"])).images
     assert np.array_equal(good, image().numpy())
 
 

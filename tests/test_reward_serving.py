@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -123,12 +124,87 @@ def test_a_reward_that_stays_away(fault):
     child.close()
 
 
-def test_a_loader_that_dies_is_tried_again(fault):
-    child = faulty("late", fault(1))
+def test_a_loader_that_dies_later_is_tried_again(fault):
+    child = faulty("late", file := fault(0))
+    os.killpg(child.child.pid, signal.SIGKILL)
+    file.write_text("x\n")
     assert torch.equal(child(PICTURES, PROMPTS), RED)
+    os.killpg(child.child.pid, signal.SIGKILL)
+    file.write_text("x\n" * 9)
+    child.how = placement.LocalPatience(retries=1, pause=0.0)
+    with pytest.raises(client.RewardUnavailable, match="after 2 tries .*it exited with status 9"):
+        child(PICTURES, PROMPTS)
     child.close()
-    with pytest.raises(client.RewardUnavailable, match="after 1 tries .*it exited with status 9"):
-        faulty("late", fault(9), retries=0)
+
+
+def test_a_child_that_never_started_is_not_tried_again_and_its_last_words_are_quoted(
+    fault, tmp_path
+):
+    with pytest.raises(InputError, match="late did not start: it exited with status 9$") as error:
+        faulty("late", file := fault(9))
+    assert not isinstance(error.value, client.RewardUnavailable)
+    assert len(file.read_text().splitlines()) == 8
+
+    # As an environment without the server's packages: the interpreter dies before the server's first line of its own.
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(
+        InputError, match="status 1, its last words were: ModuleNotFoundError: No mod"
+    ):
+        placement.LocalServer("own", "own:reward", python=bare).start()
+
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef load():\n    print('3 of 9')\n    time.sleep(60)\n"
+    )
+    with pytest.raises(InputError, match=r"no answer within 3 s \(`start_timeout`\), .* 3 of 9$"):
+        placement.LocalServer("slow", f"{tmp_path}/slow.py:load", start_timeout=3.0).start()
+
+
+def test_the_function_itself_is_a_reward_in_another_environment(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def targets(images, prompts, records, scale=1):\n"
+        "    return [scale * len(record['target']) for record in records]\n"
+    )
+    options = {"scale": 3, "environment": str(tmp_path / "own-env")}
+    (tmp_path / "own-env/bin").mkdir(parents=True)
+    script = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    (tmp_path / "own-env/bin/python").write_text(script)
+    (tmp_path / "own-env/bin/python").chmod(0o755)
+    child = placement.load_placed_reward(f"{tmp_path}/own.py:targets", **options)
+    scores = child(PICTURES[:2], PROMPTS[:2], records=[{"target": "OPEN"}, {"target": "NO"}])
+    assert scores.tolist() == [12.0, 6.0]
+    child.close()
+    with pytest.raises(InputError, match="neither with the options .*'size': 1.* nor as a reward"):
+        placement.load_placed_reward(
+            f"{tmp_path}/own.py:targets", size=1, environment=options["environment"]
+        )
+
+
+def test_an_environment_is_made_from_a_requirements_file(tmp_path, monkeypatch):
+    """With a wheel that is at hand, so that nothing is downloaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(placement, "SERVER_PACKAGES", ())
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels/ownlib-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("ownlib.py", "number = 7\n")
+        about = "Metadata-Version: 2.1\nName: ownlib\nVersion: 1.0\n"
+        wheel.writestr("ownlib-1.0.dist-info/METADATA", about)
+        kind = "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr("ownlib-1.0.dist-info/WHEEL", kind)
+        wheel.writestr("ownlib-1.0.dist-info/RECORD", "")
+    file = tmp_path / "my_reward.txt"
+    file.write_text("# mine\n--no-index\n--find-links wheels\nownlib==1.0\n")
+    monkeypatch.chdir(tmp_path)
+    said = []
+    folder = placement.create_environment("my_reward.txt", said.append)
+    assert placement.environment_python("my_reward.txt") == folder / "bin/python"
+    code = "import ownlib; print(ownlib.number)"
+    done = subprocess.run([folder / "bin/python", "-c", code], capture_output=True, text=True)
+    assert done.stdout == "7\n" and folder.name.startswith("my_reward-")
+    file.write_text("--no-index\nownlib==1.0\n")
+    with pytest.raises(InputError, match="must have been made"):
+        placement.environment_python("my_reward.txt")
 
 
 def test_prints_harm_nothing(capfd):
@@ -234,7 +310,7 @@ class Faults(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.seen.append(self.headers.get("Authorization"))
-        scores = [float(i) for i in range(len(server.unpack_request(body)[1]))]
+        scores = [float(i) for i in range(len(server.unpack_request(body).prompts))]
         fault = self.server.faults.pop(0) if self.server.faults else "fine"
         if isinstance(fault, int):
             return self.say(fault, {"detail": "out of order."})

@@ -69,6 +69,39 @@ def test_hpsv3_is_the_official_one(loaded):
     torch.testing.assert_close(batch, theirs[:4, 0], rtol=0, atol=2e-5)
 
 
+def test_hpsv21_is_the_official_one(tmp_path):
+    """Pictures of all shapes: the package fits the whole picture into the square and resizes floats."""
+    kept, images, prompts = official("hpsv21")
+    folder = str(released.hpsv21(tmp_path / "hps"))
+    scorer = rewards.load_reward("hpsv21", weights=folder, processor=folder, device="cpu")
+    theirs = torch.tensor([row["score"] for row in kept["rows"]])
+    assert theirs.std() > 0.05
+    torch.testing.assert_close(scorer(images, prompts), theirs, rtol=0, atol=2e-5)
+
+
+def test_aesthetic_score_is_its_published_formula(options, tmp_path):
+    """Five linear layers without anything between them, on the embedding of length 1."""
+    folder = options["clip"]["weights"]
+    sizes = {0: (24, 20), 2: (20, 12), 4: (12, 8), 6: (8, 6), 7: (6, 1)}
+    shapes = {}
+    for number, (into, out) in sizes.items():
+        shapes |= released.layer(f"layers.{number}", into, out)
+    head = released.fill(shapes, 3)
+    torch.save(head, tmp_path / "aesthetic-model.pth")
+    scorer = rewards.load_reward(
+        "aesthetic", weights=str(tmp_path), clip=str(folder), device="cpu", batch_size=2
+    )
+    images, prompts = golden.asked()
+    pixels = np.stack(CLIPImageProcessorPil.from_pretrained(folder)(images)["pixel_values"])
+    with torch.inference_mode():
+        model = CLIPModel.from_pretrained(folder).eval()
+        x = model.get_image_features(pixel_values=torch.as_tensor(pixels)).pooler_output
+        x = x / x.norm(dim=-1, keepdim=True)
+        for number in sizes:
+            x = x @ head[f"layers.{number}.weight"].T + head[f"layers.{number}.bias"]
+    torch.testing.assert_close(scorer(images, prompts), x[:, 0], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ("clip", "pickscore"))
 def test_clips_are_what_transformers_computes(name, loaded, options):
     folder = options[name]["weights"]

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['COCO_CLASSES', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE', 'GENEVAL_LAYOUT', 'read_geneval_prompts',
            'select_objects', 'geneval_verdict', 'write_geneval_image', 'score_geneval_images', 'summarise_geneval',
-           'evaluate_geneval']
+           'evaluate_geneval', 'GenEvalReward', 'load_geneval_reward']
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #4648045a
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from ..core.statistics import percentile_interval
 from .detector import GENEVAL_CLIP_ID, GENEVAL_COLOURS, DetectedObject
 from .detector import detect_objects, load_colour_classifier, load_detector
 from ..models.inputs import read_prompt_records
+from ..rewards.images import Images, images_to_pil
+from ..rewards.scorers import resolve_device
 
 # %% ../../nbs/10_evaluation/02_geneval.ipynb #1af4bdee
 COCO_CLASSES = tuple(
@@ -372,3 +375,54 @@ def evaluate_geneval(
     summary = summarise_geneval(lines)
     write_json(Path(out) / "summary.json", summary)
     return lines, summary
+
+# %% ../../nbs/10_evaluation/02_geneval.ipynb #f69c105c
+@dataclass(frozen=True)
+class GenEvalReward:
+    """GenEval's detector and rule, as a reward that takes the record of each prompt."""
+
+    see: Callable[[Image.Image], Sequence[DetectedObject]]  # an image -> its objects
+    # image, objects, class name -> a colour each
+    colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]
+    partial: bool  # score the share of clauses that are met
+    device: torch.device  # where the detector lies
+
+    def check_record(self, record: Mapping) -> None:
+        """Raise InputError if the record of a prompt is not GenEval's metadata."""
+        _check_record(record, "its record")
+
+    def __call__(
+        self,
+        images: Images,  # B images
+        prompts: Sequence[str],  # one per image; their records decide
+        records: Sequence[Mapping],  # GenEval's metadata of each image's prompt
+    ) -> list[float]:
+        """Return 1 for each image that shows what its record asks for, else 0 or the share of clauses that are met."""
+        scores = []
+        for image, record in zip(images_to_pil(images), records, strict=True):
+            self.check_record(record)
+            objects = select_objects(self.see(image), record["tag"])
+            correct, faults = geneval_verdict(objects, record, partial(self.colours, image))
+            clauses = len(record["include"]) + len(record.get("exclude", []))
+            met = clauses - len(faults.splitlines())
+            scores.append(met / clauses if self.partial else float(correct))
+        return scores
+
+
+def load_geneval_reward(
+    detector: str,  # of tools/convert_detector.py, or a folder or hub id of transformers
+    clip: str = GENEVAL_CLIP_ID,  # a folder or hub id of the colour classifier
+    device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
+    partial: bool = False,  # score the share of clauses that are met, not 0 or 1
+) -> GenEvalReward:  # (images, prompts, records) -> scores
+    """Load GenEval's detector and colour classifier as a reward; raise InputError if weights are missing."""
+    if type(partial) is not bool:
+        raise InputError(f"partial: got {partial!r}, allowed are true and false.")
+    place, _ = resolve_device(device, dtype="auto", batch_size=1)
+    model, _ = load_detector(detector, place)
+    return GenEvalReward(
+        see=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
+        colours=load_colour_classifier(clip, place),
+        partial=partial,
+        device=place,
+    )

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import httpx
@@ -155,13 +155,22 @@ def request_scores(
     images: Images,  # B images
     prompts: Sequence[str],  # one per image
     pixels: str,  # as in `encode_images`
+    inputs: Mapping[str, Sequence]
+    | None = None,  # `records` and `groups`, where the reward takes them
 ) -> Tensor:  # (B,) float32
     """Request the scores of images; raise InputError if the answer is not one finite number per image."""
     if len(images) != len(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
         raise InputError(
             f"`prompts` must be a text for each of {len(images)} images; got {len(prompts)}"
         )
-    answer = ask("/score", pack_request(encode_images(images, pixels), prompts)).get("scores")
+    arrays = encode_images(images, pixels)
+    try:
+        body = pack_request(arrays, prompts, inputs)
+    except TypeError as error:  # a file of YAML can hold a date, for example
+        raise InputError(
+            f"reward: {what} gets records as JSON, and one holds another type ({error})"
+        ) from None
+    answer = ask("/score", body).get("scores")
     # JSON has integers beyond float's range, which `float` could not convert. NaN is let through, and reported below.
     are_numbers = isinstance(answer, list) and all(
         type(x) in (int, float) and abs(x) < 2**1000 or x != x for x in answer
@@ -182,11 +191,19 @@ def request_scores(
 def request_checks(
     ask: Callable[[str, bytes], dict],  # path and body -> answer
     prompts: Sequence[str],  # to be checked, 1,000 per request
+    records: Sequence[Mapping] | None = None,  # of the prompts, if the reward takes them
 ) -> tuple[int, str] | None:  # index of the prompt, and the reason
     """Ask which prompt the reward rejects first; return None if it accepts all."""
     batch_size = 1000
     for low in range(0, len(prompts), batch_size):
-        body = json.dumps(list(prompts[low : low + batch_size])).encode()
+        part = slice(low, low + batch_size)
+        content: Any = list(prompts[part])
+        if records is not None:
+            content = {"prompts": content, "records": list(records[part])}
+        try:
+            body = json.dumps(content).encode()
+        except TypeError as error:
+            raise InputError(f"records must hold what JSON has; one does not ({error})") from None
         if rejected := ask("/check", body).get("rejected"):
             number, reason = rejected
             return low + int(number), str(reason)
@@ -219,10 +236,16 @@ class RemoteReward(Patience):
     token_variable: str | None = None  # environment variable that holds the token
     about: dict = Field({}, repr=False)  # the server's answer to /health
 
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """Return what the served reward takes besides images and prompts: `records`, `groups`, both or neither."""
+        return tuple(self.about.get("inputs", ()))
+
     def __call__(
         self,
         images: Images,  # B images
         prompts: Sequence[str],  # one per image
+        **inputs: Sequence,  # those of `extra_inputs`, one per image
     ) -> Tensor:  # (B,)
         """Score the images on the server."""
         return request_scores(
@@ -231,14 +254,19 @@ class RemoteReward(Patience):
             images=images,
             prompts=prompts,
             pixels=self.pixels,
+            inputs=inputs,
         )
 
-    def first_rejected(self, prompts: Sequence[str]) -> tuple[int, str] | None:
+    def first_rejected(
+        self,
+        prompts: Sequence[str],  # to be checked
+        records: Sequence[Mapping] | None = None,  # of the prompts, if the reward takes them
+    ) -> tuple[int, str] | None:
         """Ask the server which prompt its reward rejects first; return its index and the reason, or None.
 
         An older server cannot check prompts; then the result is None too.
         """
-        return request_checks(self.ask, prompts) if self.about.get("checks") else None
+        return request_checks(self.ask, prompts, records) if self.about.get("checks") else None
 
     def ask(
         self,

@@ -225,6 +225,7 @@ def _conditions(run: Path) -> dict:
         "git_commit",
         "model_sha256",
         "prompts_sha256",
+        "records_sha256",
     )
     conditions = dict(note.get("versions") or {})
     code = {key: entry["sha256"] for key, entry in note.get("code", {}).items()}
@@ -309,7 +310,12 @@ def verify_run(
         weights = weights_share(final, again / "final", settings, count) if is_whole else None
         differences = find_differences(run, again)
     # With another model, other prompts or other code it is another run.
-    inputs = {"model_sha256": "model", "prompts_sha256": "prompts", "code": "code"}
+    inputs = {
+        "model_sha256": "model",
+        "prompts_sha256": "prompts",
+        "records_sha256": "prompts",
+        "code": "code",
+    }
     for name, title in inputs.items():
         if name in differences:
             changed.append(f"the files of the {title} are not those that the run was trained on")

@@ -160,6 +160,8 @@ def _build_trial_row(run: Path) -> dict:  # run: a trained and evaluated run wit
         row |= {"plan": note["plan"]}
     for name in ("model_sha256", "prompts_sha256", "git_commit", "machine", "versions"):
         row[name] = note[name]
+    if "records_sha256" in note:
+        row["records_sha256"] = note["records_sha256"]
     row |= {
         "images": sum(line.get("images") or 0 for line in lines),
         "transitions": sum(line.get("transitions_trained") or 0 for line in lines),

@@ -201,9 +201,14 @@ def evaluate_held_out(
     all_images, local_images = state.held_out_images()  # (prompt's position, image's number) each
 
     # Every process makes as many forward passes, so one with fewer images samples others that nobody scores.
-    idle = -(-len(all_images) // processes) - len(local_images)
+    unit = settings.eval_images if state.compares_images else 1  # images that stay together
+    most = -(-len(all_images) // (unit * processes)) * unit
+    idle = most - len(local_images)
     sampled = [*local_images, *[(0, 0)] * idle]
     prompts = [state.held_out[p] for p, _ in local_images]
+    records = None
+    if state.held_out_records:
+        records = [state.held_out_records[p] for p, _ in local_images]
     splits: dict[str, int | None] = {"": None}
     if 0 < settings.hybrid_split < settings.eval_steps and state.iteration:
         splits["_hybrid"] = settings.hybrid_split
@@ -232,7 +237,12 @@ def evaluate_held_out(
             local_scores = []
             if local_images:
                 local_scores = rewards.score_images(
-                    name, reward, images[arm][: len(local_images)], prompts
+                    name,
+                    reward,
+                    images[arm][: len(local_images)],
+                    prompts,
+                    records=records,
+                    groups=[p for p, _ in local_images],
                 ).tolist()
             pairs = gather_object(list(zip(local_images, local_scores, strict=True)))
             scores = dict(pairs)
