@@ -381,8 +381,10 @@ OUT_OF_SIGHT = r"""
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_equation_is_cut_and_no_column_of_a_table_is_out_of_sight(browser_page, site, width):
-    """On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own,
-    and so may the table of a region that the keyboard reaches."""
+    """On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own.
+
+    So may a table in a region that the keyboard reaches.
+    """
     browser_page.set_viewport_size({"width": width, "height": 900})
     found = {}
     seen = {"equations": 0, "scrolls": 0, "tables": 0}

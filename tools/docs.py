@@ -53,6 +53,8 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "studies": "Studies and claims",
     "cli": "The command line",
 }
+PICTURED = ("00_method", "07_training", "08_methods", "findings")  # a picture in the first screen
+FIRST_SCREEN = 1500  # characters of prose and code that leave room for a picture
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -222,7 +224,7 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         if out.output_type == "stream" or set(out.get("data", {})) - {"text/plain"} or not texts
     ]
     new = nbformat.v4.new_code_cell(source, outputs=outputs)
-    new.metadata.tags = ["export"] if "export" in directives else []
+    new.metadata.tags = [name for name in ("export", "lead") if name in directives]
     if "echo: false" in directives:
         new.metadata.tags.append("remove-input")
     elif words := "Code" if "fold" in directives else folded(source, outputs):
@@ -255,6 +257,41 @@ def is_drawing(png: bytes) -> bool:
         return False
     white = sum(count for count, colour in colours if min(colour) > 250)
     return white > 0.6 * picture.width * picture.height
+
+
+def with_lead(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Show the first figure again below the page's first paragraph if it lies below the first screen.
+
+    A cell with the directive `#| lead` has the figure that is shown instead of the first. Cells come back as they were
+    if a page has no figure, or has it early.
+    """
+    figures = []  # the characters before each figure, whether its cell has the directive, and its HTML
+    before = 0
+    for cell in cells:
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown" or not {"hide-input", "remove-input"} & set(tags):
+            before += len(cell.source)
+        for out in cell.get("outputs", []):
+            html = out.get("data", {}).get("text/html", "")
+            if html.startswith('<img class="figure'):
+                figures.append((before, "lead" in tags, html))
+    if not figures or figures[0][0] <= FIRST_SCREEN:
+        return cells
+    html = next((html for _, is_lead, html in figures if is_lead), figures[0][2])
+    place = re.search(r' id="([^"]+)"', html)
+    caption = f'<p class="caption">From <a href="#{place[1]}">below on this page</a>.</p>'
+    figure = nbformat.v4.new_code_cell(
+        "",
+        outputs=[
+            nbformat.v4.new_output(
+                "display_data", {"text/html": html.replace(place[0], "") + caption}
+            )
+        ],
+    )
+    figure.metadata.tags = ["remove-input"]
+    first, _, rest = cells[1].source.strip().partition("\n\n")
+    texts = [nbformat.v4.new_markdown_cell(text) for text in (first, rest.strip()) if text]
+    return [cells[0], texts[0], figure, *texts[1:], *cells[2:]]
 
 
 def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
@@ -335,6 +372,8 @@ class Site:
                 cell.source = self.markdown(cell.source, page)
         stem = str(page.relative_to(BOOK).with_suffix("")).replace("/", "-").replace("_", "-")
         self.figures(cells, page, stem)
+        if page.parent.name in PICTURED:
+            cells = with_lead(cells)
         targets = cell_targets(cells, stem)
         cells += [nbformat.v4.new_markdown_cell(text) for text in after]
         notebook.cells, notebook.metadata = (
@@ -381,7 +420,7 @@ class Site:
                     {
                         "text/html": (
                             f'<img class="figure{" drawing" * is_drawing(data)}" src="{back}_static/figures/{file.name}" '
-                            f'width="{width}" alt="{words}">'
+                            f'width="{width}" alt="{words}" id="figure-{stem}-{number}">'
                         )
                     },
                 )
