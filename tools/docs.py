@@ -54,6 +54,7 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "cli": "The command line",
 }
 PICTURED = ("00_method", "07_training", "08_methods", "findings")  # a picture in the first screen
+SHORT_CODE = 12  # lines of exported code that are shown open
 FIRST_SCREEN = 1500  # characters of prose and code that leave room for a picture
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
@@ -207,6 +208,28 @@ def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
     return "Code of the figure" if pictures and len(source.splitlines()) > 3 else ""
 
 
+def folded_words(
+    source: str,
+    outputs: list[nbformat.NotebookNode],
+    directives: set[str],
+) -> str:
+    """Return the words on the line that opens a folded cell; empty for a cell that is open.
+
+    What the package holds is folded unless it is short: pages show how it is used.
+    """
+    if "fold" in directives:
+        return "Code"
+    words = folded(source, outputs)
+    if words or "export" not in directives or len(source.splitlines()) <= SHORT_CODE:
+        return words
+    names = re.findall(
+        r"^(?:async )?(?:def|class) (\w+)|^([A-Z_]+)(?:: .*)? = ", source, re.MULTILINE
+    )
+    public = [name[0] or name[1] for name in names if not (name[0] or name[1]).startswith("_")]
+    made = ", ".join(public or [name[0] or name[1] for name in names])
+    return f"Code of the package: {made}" if made else "Code of the package"
+
+
 def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."""
     directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
@@ -227,7 +250,7 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     new.metadata.tags = [name for name in ("export", "lead") if name in directives]
     if "echo: false" in directives:
         new.metadata.tags.append("remove-input")
-    elif words := "Code" if "fold" in directives else folded(source, outputs):
+    elif words := folded_words(source, outputs, directives):
         new.metadata.tags.append("hide-input")
         new.metadata["mystnb"] = {"code_prompt_show": words, "code_prompt_hide": words}
     code = [] if "echo: false" in directives and not outputs else [new]

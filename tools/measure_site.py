@@ -80,7 +80,7 @@ CONTRAST = r"""
   while (walker.nextNode()) {
     const text = walker.currentNode.textContent.trim(), node = walker.currentNode.parentElement;
     if (!text || !node.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
-    if (node.closest("script, style, noscript, mjx-assistive-mml, :disabled, .visually-hidden, .skip-link, #pst-skip-link")) continue;
+    if (node.closest("script, style, noscript, mjx-assistive-mml, :disabled, .visually-hidden, #pst-skip-link")) continue;
     const style = getComputedStyle(node), ground = behind(node);
     const ink = light(over(parse(node.closest("svg") ? style.fill : style.color), ground)), paper = light(ground);
     const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
@@ -110,7 +110,8 @@ KEYBOARD = r"""
   return {
     before: stops.filter(isBefore).length,
     nameless: stops.filter((node) => !named(node)).map((node) => node.outerHTML.slice(0, 80)),
-    unreachable: boxes.filter((box) => box.tabIndex < 0 && !box.querySelector("a[href], button, input, select, summary, [tabindex='0']")).length,
+    unreachable: boxes.filter((box) =>
+      box.tabIndex < 0 && !box.querySelector("a[href], button, input, select, summary, [tabindex='0']")).length,
   };
 }
 """
