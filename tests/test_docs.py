@@ -251,8 +251,10 @@ def test_drawings_on_white_are_told_from_photographs():
     assert not docs.is_drawing(png_of(Image.new("RGB", (60, 60), "white")))  # an empty mask
     photograph = Image.frombytes("RGB", (60, 60), bytes(i * 7 % 256 for i in range(60 * 60 * 3)))
     assert not docs.is_drawing(png_of(photograph))
-    grid = Image.new("RGB", (60, 60), (230, 230, 230))
-    grid.paste(drawing.crop((0, 0, 30, 30)), (0, 0))
+    grid = drawing.copy()
+    grid.paste(
+        (230, 230, 230), (0, 30, 60, 60)
+    )  # as many pixels as images of the pocket world have
     assert not docs.is_drawing(png_of(grid))
 
 

@@ -272,14 +272,23 @@ def plain_words(text: str) -> str:
 def is_drawing(png: bytes) -> bool:
     """Return whether a picture is a drawing on white, which the dark theme may turn into light on dark.
 
-    Pages keep drawings in at most 128 colours and photographs in more; a grid of images has little white.
+    Most of a drawing is white. One with large areas of colour has few colours, as pages keep drawings, and little of the
+    light grey that images of the pocket world have.
     """
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    colours = picture.getcolors(128)
+    colours = picture.getcolors(256)  # as many as pages keep
     if colours is None or len(colours) < 8:
         return False
+    pixels = picture.width * picture.height
     white = sum(count for count, colour in colours if min(colour) > 250)
-    return white > 0.6 * picture.width * picture.height
+    grey = sum(
+        count
+        for count, colour in colours
+        if 200 < min(colour) <= 240 and max(colour) - min(colour) < 12
+    )
+    if white > 0.8 * pixels:
+        return True
+    return len(colours) <= 128 and white > 0.5 * pixels and grey < 0.15 * pixels
 
 
 def with_lead(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:

@@ -454,6 +454,8 @@
     const picture = chart(300, "Particles under the ODE, left, and the SDE, right, with the exact marginal as circles", (svg, width) => {
       const gap = 8, side = (width - gap) / 2, step = Number(time.input.value), t = levels[step];
       const height = Math.min(side, 276), unit = height / (2 * REACH);
+      svg.setAttribute("height", height + 24);
+      svg.setAttribute("viewBox", `0 0 ${width} ${height + 24}`);
       [["ODE", ode], [`SDE, η = ${etas[Number(eta.input.value)].toFixed(1)}`, sde]].forEach(([name, path], panel) => {
         const x = (at) => panel * (side + gap) + side / 2 + at * unit, y = (at) => 20 + height / 2 - at * unit;
         svg.append(draw("text", { class: "name", x: panel * (side + gap), y: 12 }, name));
