@@ -280,7 +280,7 @@ def is_drawing(png: bytes) -> bool:
     if colours is None or len(colours) < 8:
         return False
     pixels = picture.width * picture.height
-    white = sum(count for count, colour in colours if min(colour) > 250)
+    white = sum(count for count, colour in colours if min(colour) > 245)
     grey = sum(
         count
         for count, colour in colours
