@@ -3,6 +3,7 @@
 import functools
 import http.server
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = (
@@ -188,12 +190,72 @@ PICTURE = nbformat.v4.new_output("display_data", {"image/png": ""})
         ("plot(x)", [PICTURE], None),
         ("#| export\nimport torch", [], "Imports"),
         ("#| export\ndef f():\n    return 1", [], None),
+        ("#| export\ndef f():\n" + "    g()\n" * 12, [], "Code of the package: f"),
+        (
+            "#| export\ndef _f():\n" + "    g()\n" * 12 + "class G: ...",
+            [],
+            "Code of the package: G",
+        ),
+        ("def f():\n" + "    g()\n" * 12, [], None),
     ],
 )
-def test_imports_tests_and_the_code_of_a_figure_are_folded(source, outputs, words):
+def test_imports_tests_figures_and_long_code_of_the_package_are_folded(source, outputs, words):
     (cell,) = docs.shown(nbformat.v4.new_code_cell(source, outputs=outputs))
     assert ("hide-input" in cell.metadata.tags) == (words is not None)
     assert cell.metadata.get("mystnb", {}).get("code_prompt_show") == words
+
+
+def figure_cell(name, *tags):
+    """Return a cell that shows a figure, as `Site.figures` leaves it."""
+    html = f'<img class="figure" src="_static/figures/{name}.png" width="700" alt="{name}" id="figure-{name}">'
+    cell = nbformat.v4.new_code_cell(
+        "draw()", outputs=[nbformat.v4.new_output("display_data", {"text/html": html})]
+    )
+    cell.metadata.tags = list(tags)
+    return cell
+
+
+def test_a_late_figure_is_shown_in_the_first_screen_too():
+    text = nbformat.v4.new_markdown_cell
+    opening = [text("# Title"), text("First paragraph.\n\nSecond paragraph.")]
+    early = [*opening, figure_cell("a")]
+    assert docs.with_lead(early) == early
+    long = text("word " * 400)
+    assert docs.with_lead([*opening, long]) == [*opening, long]
+    shown = docs.with_lead([*opening, long, figure_cell("a"), figure_cell("b", "lead")])
+    assert [cell.source for cell in shown[:4]] == [
+        "# Title",
+        "First paragraph.",
+        "",
+        "Second paragraph.",
+    ]
+    html = shown[2].outputs[0]["data"]["text/html"]
+    assert "b.png" in html and " id=" not in html and 'href="#figure-b"' in html
+    assert shown[2].metadata.tags == ["remove-input"]
+    shown = docs.with_lead([*opening, long, figure_cell("a"), figure_cell("b")])
+    assert "a.png" in shown[2].outputs[0]["data"]["text/html"]
+
+
+def png_of(picture):
+    """Return a picture as the bytes of a PNG file."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_drawings_on_white_are_told_from_photographs():
+    drawing = Image.new("RGB", (60, 60), "white")
+    for i in range(10):
+        drawing.putpixel((i, i), (20 * i, 0, 0))
+    assert docs.is_drawing(png_of(drawing))
+    assert not docs.is_drawing(png_of(Image.new("RGB", (60, 60), "white")))  # an empty mask
+    photograph = Image.frombytes("RGB", (60, 60), bytes(i * 7 % 256 for i in range(60 * 60 * 3)))
+    assert not docs.is_drawing(png_of(photograph))
+    grid = drawing.copy()
+    grid.paste(
+        (230, 230, 230), (0, 30, 60, 60)
+    )  # as many pixels as images of the pocket world have
+    assert not docs.is_drawing(png_of(grid))
 
 
 def test_output_in_markdown_is_a_part_of_the_page():
@@ -381,8 +443,10 @@ OUT_OF_SIGHT = r"""
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_equation_is_cut_and_no_column_of_a_table_is_out_of_sight(browser_page, site, width):
-    """On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own,
-    and so may the table of a region that the keyboard reaches."""
+    """On every page; what is wider even at its smallest, or has heads of several rows, may scroll in a box of its own.
+
+    So may a table in a region that the keyboard reaches.
+    """
     browser_page.set_viewport_size({"width": width, "height": 900})
     found = {}
     seen = {"equations": 0, "scrolls": 0, "tables": 0}

@@ -22,6 +22,7 @@ pytestmark = [
 PAGES = {
     "clip": "00_method/03_objective",
     "chunks": "00_method/05_dynamics",
+    "particles": "00_method/01_sampler",
     "seeds": "findings/confirmation",
     "methods": "08_methods/00_table",
 }
@@ -257,6 +258,53 @@ def test_the_rule_follows_the_profile(open_page):
     for number, sizes in enumerate(data["presets"][1]["sizes"]):
         profile.select_option(str(number))
         assert page.inner_text(".interactive code") == "chunks=" + ",".join(map(str, sizes))
+
+
+# Particles under the ODE and the SDE
+
+
+def test_particles_move_as_the_package_samples(open_page):
+    data = stored_data("particles")
+    page = open_page("particles")
+    eta, step = (page.locator(".interactive input[type=range]").nth(i) for i in (0, 1))
+    side = 0
+    for expected in data["reference"]:
+        eta.fill(str(expected["eta"]))
+        step.fill(str(expected["step"]))
+        ode_spread, spread, exact, ode_length, length, moved = values(page, ".answer")
+        assert [spread, length] == same([expected["spread"], expected["length"]])
+        if data["etas"][expected["eta"]] == 0:
+            assert [ode_spread, ode_length, moved] == [spread, length, 0]
+        else:
+            assert moved > 0 and length > ode_length
+        side = page.locator(".interactive svg").bounding_box()["width"]
+        dots = page.locator(".interactive svg circle.step")
+        assert dots.count() == 2 * len(data["start"])
+        unit = min((side - 8) / 2, 276) / 6.8
+        middle = (side - 8) * 3 / 4 + 8
+        last = dots.last
+        drawn = [(float(last.get_attribute("cx")) - middle) / unit]
+        assert drawn == pytest.approx(expected["last"][:1], abs=1e-6)
+        assert spread == pytest.approx(exact, rel=0.12)  # marginals are the same, for any eta
+
+
+def test_particles_run_by_keyboard_and_the_slider_stops_them(open_page):
+    data = stored_data("particles")
+    page = open_page("particles")
+    step = page.locator(".interactive input[type=range]").nth(1)
+    page.get_by_role("button", name="Play").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelectorAll('.interactive input')[1].value > 2")
+    assert page.get_by_role("button", name="Stop").count() == 1
+    step.focus()
+    page.keyboard.press("Home")
+    assert step.input_value() == "0" and page.get_by_role("button", name="Play").count() == 1
+    page.wait_for_timeout(300)
+    assert step.input_value() == "0"
+    box = step.bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 2, box["y"] + box["height"] / 2)
+    assert step.input_value() == str(len(data["levels"]) - 1)
+    assert step.get_attribute("aria-valuetext") == "32 of 32, t = 0.00"
 
 
 # Seed roulette

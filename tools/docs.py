@@ -53,6 +53,9 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "studies": "Studies and claims",
     "cli": "The command line",
 }
+PICTURED = ("00_method", "07_training", "08_methods", "findings")  # a picture in the first screen
+SHORT_CODE = 12  # lines of exported code that are shown open
+FIRST_SCREEN = 1500  # characters of prose and code that leave room for a picture
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -205,6 +208,28 @@ def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
     return "Code of the figure" if pictures and len(source.splitlines()) > 3 else ""
 
 
+def folded_words(
+    source: str,
+    outputs: list[nbformat.NotebookNode],
+    directives: set[str],
+) -> str:
+    """Return the words on the line that opens a folded cell; empty for a cell that is open.
+
+    What the package holds is folded unless it is short: pages show how it is used.
+    """
+    if "fold" in directives:
+        return "Code"
+    words = folded(source, outputs)
+    if words or "export" not in directives or len(source.splitlines()) <= SHORT_CODE:
+        return words
+    names = re.findall(
+        r"^(?:async )?(?:def|class) (\w+)|^([A-Z_]+)(?:: .*)? = ", source, re.MULTILINE
+    )
+    public = [name[0] or name[1] for name in names if not (name[0] or name[1]).startswith("_")]
+    made = ", ".join(public or [name[0] or name[1] for name in names])
+    return f"Code of the package: {made}" if made else "Code of the package"
+
+
 def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     """A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."""
     directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
@@ -222,10 +247,10 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
         if out.output_type == "stream" or set(out.get("data", {})) - {"text/plain"} or not texts
     ]
     new = nbformat.v4.new_code_cell(source, outputs=outputs)
-    new.metadata.tags = ["export"] if "export" in directives else []
+    new.metadata.tags = [name for name in ("export", "lead") if name in directives]
     if "echo: false" in directives:
         new.metadata.tags.append("remove-input")
-    elif words := "Code" if "fold" in directives else folded(source, outputs):
+    elif words := folded_words(source, outputs, directives):
         new.metadata.tags.append("hide-input")
         new.metadata["mystnb"] = {"code_prompt_show": words, "code_prompt_hide": words}
     code = [] if "echo: false" in directives and not outputs else [new]
@@ -247,14 +272,58 @@ def plain_words(text: str) -> str:
 def is_drawing(png: bytes) -> bool:
     """Return whether a picture is a drawing on white, which the dark theme may turn into light on dark.
 
-    Pages keep drawings in at most 128 colours and photographs in more; a grid of images has little white.
+    Most of a drawing is white. One with large areas of colour has few colours, as pages keep drawings, and little of the
+    light grey that images of the pocket world have.
     """
     picture = Image.open(io.BytesIO(png)).convert("RGB")
-    colours = picture.getcolors(128)
+    colours = picture.getcolors(256)  # as many as pages keep
     if colours is None or len(colours) < 8:
         return False
-    white = sum(count for count, colour in colours if min(colour) > 250)
-    return white > 0.6 * picture.width * picture.height
+    pixels = picture.width * picture.height
+    white = sum(count for count, colour in colours if min(colour) > 245)
+    grey = sum(
+        count
+        for count, colour in colours
+        if 200 < min(colour) <= 240 and max(colour) - min(colour) < 12
+    )
+    if white > 0.8 * pixels:
+        return True
+    return len(colours) <= 128 and white > 0.5 * pixels and grey < 0.15 * pixels
+
+
+def with_lead(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Show the first figure again below the page's first paragraph if it lies below the first screen.
+
+    A cell with the directive `#| lead` has the figure that is shown instead of the first. Cells come back as they were
+    if a page has no figure, or has it early.
+    """
+    figures = []  # the characters before each figure, whether its cell has the directive, and its HTML
+    before = 0
+    for cell in cells:
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown" or not {"hide-input", "remove-input"} & set(tags):
+            before += len(cell.source)
+        for out in cell.get("outputs", []):
+            html = out.get("data", {}).get("text/html", "")
+            if html.startswith('<img class="figure'):
+                figures.append((before, "lead" in tags, html))
+    if not figures or figures[0][0] <= FIRST_SCREEN:
+        return cells
+    html = next((html for _, is_lead, html in figures if is_lead), figures[0][2])
+    place = re.search(r' id="([^"]+)"', html)
+    caption = f'<p class="caption">From <a href="#{place[1]}">below on this page</a>.</p>'
+    figure = nbformat.v4.new_code_cell(
+        "",
+        outputs=[
+            nbformat.v4.new_output(
+                "display_data", {"text/html": html.replace(place[0], "") + caption}
+            )
+        ],
+    )
+    figure.metadata.tags = ["remove-input"]
+    first, _, rest = cells[1].source.strip().partition("\n\n")
+    texts = [nbformat.v4.new_markdown_cell(text) for text in (first, rest.strip()) if text]
+    return [cells[0], texts[0], figure, *texts[1:], *cells[2:]]
 
 
 def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str]:
@@ -335,6 +404,8 @@ class Site:
                 cell.source = self.markdown(cell.source, page)
         stem = str(page.relative_to(BOOK).with_suffix("")).replace("/", "-").replace("_", "-")
         self.figures(cells, page, stem)
+        if page.parent.name in PICTURED:
+            cells = with_lead(cells)
         targets = cell_targets(cells, stem)
         cells += [nbformat.v4.new_markdown_cell(text) for text in after]
         notebook.cells, notebook.metadata = (
@@ -381,7 +452,7 @@ class Site:
                     {
                         "text/html": (
                             f'<img class="figure{" drawing" * is_drawing(data)}" src="{back}_static/figures/{file.name}" '
-                            f'width="{width}" alt="{words}">'
+                            f'width="{width}" alt="{words}" id="figure-{stem}-{number}">'
                         )
                     },
                 )

@@ -65,7 +65,7 @@
       changed();
     });
     show();
-    return { input, row: make("div", { class: "control" }, make("label", { for: id }, label, " ", words), input) };
+    return { input, show, row: make("div", { class: "control" }, make("label", { for: id }, label, " ", words), input) };
   }
 
   /** A list to choose from; options are [value, text]. */
@@ -354,6 +354,143 @@
     update();
   }
 
+  // ---- (c) Particles under the ODE and the SDE ----
+
+  /** Coefficients (a, b, std) of a transition of the sampler flow: mean = a x + b v. Strength 0 gives Euler's step. */
+  function flowStep(levels, i, eta) {
+    const sigma = levels[i], step = levels[i + 1] - sigma, isLast = i === levels.length - 2;
+    if (eta === 0 || isLast) return [1, step, 0];
+    const s = eta * Math.sqrt(sigma / (1 - (sigma > 1 - 1e-6 ? levels[1] : sigma)));
+    const pull = ((s * s) / (2 * sigma)) * step;
+    return [1 + pull, step + pull * (1 - sigma), s * Math.sqrt(-step)];
+  }
+
+  /** Particles of a mixture of Gaussians in the plane: left the ODE, right the SDE, step by step. */
+  function particles(place, data) {
+    const { modes, scale, levels, start: starts, noise, etas } = data;
+    const T = levels.length - 1, SHOWN = 6;  // paths that are drawn
+
+    const variance = (t) => (1 - t) ** 2 * scale ** 2 + t ** 2;
+
+    /** Exact velocity of the flow from noise to the modes at one point. */
+    function velocity(point, t) {
+      const spread = variance(t);
+      const offsets = modes.map((mode) => mode.map((centre, axis_) => point[axis_] - (1 - t) * centre));
+      const weights = offsets.map(([x, y]) => -(x * x + y * y) / (2 * spread)), most = Math.max(...weights);
+      const shares = weights.map((weight) => Math.exp(weight - most)), total = sum(shares);
+      return [0, 1].map((axis_) => sum(modes.map((mode, k) =>
+        (shares[k] / total) * (-mode[axis_] + ((t - (1 - t) * scale ** 2) / spread) * offsets[k][axis_]))));
+    }
+
+    /** Positions of all particles after every step, [step][particle] = [x, y]. */
+    function simulate(eta) {
+      const path = [starts];
+      for (let i = 0; i < T; i += 1) {
+        const [a, b, std] = flowStep(levels, i, eta);
+        path.push(path[i].map((point, n) => {
+          const v = velocity(point, levels[i]);
+          return [0, 1].map((axis_) => a * point[axis_] + b * v[axis_] + std * noise[i][n][axis_]);
+        }));
+      }
+      return path;
+    }
+
+    /** Standard deviation of a cloud, over both coordinates. */
+    function spreadOf(points) {
+      return Math.sqrt(mean([0, 1].map((axis_) => {
+        const middle = mean(points.map((point) => point[axis_]));
+        return mean(points.map((point) => (point[axis_] - middle) ** 2));
+      })));
+    }
+    const lengthOf = (path, step) => mean(starts.map((_, n) =>
+      sum(path.slice(0, step).map((points, i) =>
+        Math.hypot(path[i + 1][n][0] - points[n][0], path[i + 1][n][1] - points[n][1])))));
+    const nearest = (point) => {
+      const far = modes.map((mode) => Math.hypot(point[0] - mode[0], point[1] - mode[1]));
+      return far.indexOf(Math.min(...far));
+    };
+    const ofModes = mean([0, 1].map((axis_) => {
+      const middle = mean(modes.map((mode) => mode[axis_]));
+      return mean(modes.map((mode) => (mode[axis_] - middle) ** 2));
+    }));
+
+    const ode = simulate(0);
+    let sde = simulate(etas[data.first]), timer = null;
+    const eta = slider("Noise η:", etas.length, data.first, (at) => etas[at].toFixed(1), () => {
+      sde = simulate(etas[Number(eta.input.value)]);
+      update();
+    });
+    const time = slider("Step:", T + 1, T, (at) => `${at} of ${T}, t = ${levels[at].toFixed(2)}`, () => {
+      stop();
+      update();
+    });
+    const said = answer();
+    const play = button("Play", () => (timer ? stop() : run()));
+
+    function stop() {
+      clearInterval(timer);
+      timer = null;
+      play.textContent = "Play";
+      said.setAttribute("aria-live", "polite");
+    }
+    function setStep(step) {
+      time.input.value = step;
+      time.show();
+      update();
+    }
+    function run() {
+      if (matchMedia("(prefers-reduced-motion: reduce)").matches) return setStep(T);
+      play.textContent = "Stop";
+      said.setAttribute("aria-live", "off");  // the numbers of the last step are announced
+      setStep(0);
+      timer = setInterval(() => {
+        const next = Number(time.input.value) + 1;
+        if (next >= T) stop();
+        setStep(Math.min(next, T));
+      }, 90);
+    }
+
+    const REACH = 3.4;  // of the drawn plane, from its middle
+    const picture = chart(300, "Particles under the ODE, left, and the SDE, right, with the exact marginal as circles", (svg, width) => {
+      const gap = 8, side = (width - gap) / 2, step = Number(time.input.value), t = levels[step];
+      const height = Math.min(side, 276), unit = height / (2 * REACH);
+      svg.setAttribute("height", height + 24);
+      svg.setAttribute("viewBox", `0 0 ${width} ${height + 24}`);
+      [["ODE", ode], [`SDE, η = ${etas[Number(eta.input.value)].toFixed(1)}`, sde]].forEach(([name, path], panel) => {
+        const x = (at) => panel * (side + gap) + side / 2 + at * unit, y = (at) => 20 + height / 2 - at * unit;
+        svg.append(draw("text", { class: "name", x: panel * (side + gap), y: 12 }, name));
+        for (const mode of modes)
+          svg.append(draw("circle", {
+            class: "marginal", cx: x((1 - t) * mode[0]), cy: y((1 - t) * mode[1]), r: unit * Math.sqrt(5.991 * variance(t)) }));
+        path[step].forEach(([px, py]) => svg.append(draw("circle", { class: "step", cx: x(px), cy: y(py), r: 2 })));
+        for (let n = 0; n < SHOWN; n += 1) {
+          const points = path.slice(0, step + 1).map((row) => `${x(row[n][0]).toFixed(1)},${y(row[n][1]).toFixed(1)}`);
+          svg.append(
+            draw("polyline", { class: "trail", points: points.join(" ") }),
+            draw("circle", { class: "chunk", cx: x(path[step][n][0]), cy: y(path[step][n][1]), r: 3 }));
+        }
+      });
+    });
+
+    function update() {
+      picture.repaint();
+      const step = Number(time.input.value), t = levels[step];
+      const exact = Math.sqrt((1 - t) ** 2 * ofModes + variance(t));
+      const [a, b] = [ode, sde].map((path) => ({ spread: spreadOf(path[step]), length: lengthOf(path, step) }));
+      const moved = starts.filter((_, n) => nearest(ode[T][n]) !== nearest(sde[T][n])).length;
+      said.replaceChildren(
+        "Standard deviation of the cloud: ODE ", value(a.spread, a.spread.toFixed(2)), ", SDE ", value(b.spread, b.spread.toFixed(2)),
+        ", exact ", value(exact, exact.toFixed(2)), ". Mean length of a path: ODE ", value(a.length, a.length.toFixed(1)),
+        ", SDE ", value(b.length, b.length.toFixed(1)), ". The noise takes ", value(moved, String(moved)), ` of ${starts.length} particles to another mode.`);
+    }
+
+    place.append(
+      make("div", { class: "controls" }, eta.row, time.row, play),
+      legend(["step", "particle"], ["chunk", "path of one particle"], ["ring", "95% of a mode, exact"]),
+      picture.box, said);
+    update();
+  }
+
   // ---- (d) Seed roulette ----
 
   /** One seed per arm, as in a study with a single run per arm; then the paired interval over all seeds. */
@@ -534,7 +671,7 @@
 
   // ---- Start ----
 
-  const KINDS = { clip, chunks, seeds, methods };
+  const KINDS = { clip, chunks, particles, seeds, methods };
 
   function start() {
     for (const place of document.querySelectorAll(".interactive[data-kind]")) {
