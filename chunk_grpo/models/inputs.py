@@ -940,6 +940,10 @@ class ImagePrompt(str):
         prompt.image_sha256, prompt.size = facts
         return prompt
 
+    def with_text(self, text: str) -> "ImagePrompt":
+        """Return another prompt for the same image, which is not read again."""
+        return _copy_image_prompt(text, vars(self))
+
     def __eq__(self, other: object) -> bool:
         """Compare the texts and the images."""
         return (
@@ -956,13 +960,19 @@ class ImagePrompt(str):
         """Return one hash for equal prompts."""
         return hash((str(self), self.image_sha256))
 
-    def __getnewargs__(self) -> tuple[str, Path]:
-        """Return the arguments with which a copy is made."""
-        return str(self), self.image
+    def __reduce__(self) -> tuple:
+        """Return how a copy is made: also where the image's file is not."""
+        return _copy_image_prompt, (str(self), vars(self))
 
-    def with_text(self, text: str) -> "ImagePrompt":
-        """Return another prompt for the same image."""
-        return ImagePrompt(text, self.image)
+
+def _copy_image_prompt(
+    text: str,
+    facts: Mapping[str, Any],  # attributes of an `ImagePrompt`
+) -> ImagePrompt:
+    """Make a prompt with these attributes, without reading the image."""
+    prompt = str.__new__(ImagePrompt, text)
+    vars(prompt).update(facts)
+    return prompt
 
 
 def _open_upright(file: Path) -> Image.Image:  # RGB

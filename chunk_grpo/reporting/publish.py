@@ -65,7 +65,7 @@ def sample_run_images(
     seeds: Sequence[int],  # one image per prompt and arm each
 ) -> Iterator[dict]:  # per image: prompt, number, arm, split, seed, generator_seed, image
     """Yield an image of every prompt, arm and seed."""
-    model.encode(list(dict.fromkeys(prompts)))
+    model.set_resolution(settings.eval_resolution).encode(list(dict.fromkeys(prompts)))
     held_out = held_out_prompts(settings)
     for number, prompt in enumerate(prompts):
         # A held-out prompt keeps its index in the list, and with it the noise of the evaluation.
@@ -421,7 +421,10 @@ def model_card(
         options=pipeline_options(settings, pipeline),
         layout=layout,
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
-        prompt=next(iter(prompts), "a photo"),
+        prompt=str(next(iter(prompts), "a photo")),
+        source=f"{name}/{_SOURCE_FILE}" if inputs.find_family(pipeline).edits_images else "",
+        source_size=settings.eval_resolution,
+        pipeline=pipeline,
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
         as_trained=tables.as_trained_note(summary) if summary else "",
@@ -441,6 +444,9 @@ def _copy_pipeline(
         if is_module and name != "transformer" and (base / name).is_dir():
             ignored = shutil.ignore_patterns(*inputs.OTHER_FILES)
             shutil.copytree(base / name, folder / name, ignore=ignored)
+
+
+_SOURCE_FILE = "source.png"  # in an exported folder: the image that the card's prompt edits
 
 
 def _export_adapter(
@@ -497,7 +503,8 @@ def export_run(
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
-    if (trust or run_folder.is_own_run(run)) and held_out_prompts(settings):
+    prompts = held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
+    if prompts:
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)
     if weights.name == "final":
@@ -522,5 +529,8 @@ def export_run(
         if settings.lora_rank:
             _export_adapter(run, weights_folder, temporary, layout, base)
             shutil.rmtree(weights_folder)
+        if prompts and isinstance(prompts[0], inputs.ImagePrompt):
+            size = settings.eval_resolution
+            inputs.open_source_image(prompts[0], size, size).save(temporary / _SOURCE_FILE)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out
