@@ -1074,6 +1074,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._hash_stamped_model': ( '03_models/inputs.html#_hash_stamped_model',
                                                                                             'chunk_grpo/models/inputs.py'),
+                                          'chunk_grpo.models.inputs._load_processor': ( '03_models/inputs.html#_load_processor',
+                                                                                        'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._load_tokenizer': ( '03_models/inputs.html#_load_tokenizer',
                                                                                         'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._open_upright': ( '03_models/inputs.html#_open_upright',

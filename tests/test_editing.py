@@ -9,6 +9,8 @@ import pytest
 import tiny_families
 import torch
 from PIL import Image
+from transformers import Qwen2VLProcessor
+from transformers.utils import is_torchvision_available
 
 import chunk_grpo
 from chunk_grpo import InputError
@@ -162,12 +164,27 @@ def test_guidance_reads_the_empty_prompt_with_each_image(home):
 
 def test_qwen_rejects_a_prompt_that_it_would_have_to_cut(home, tmp_path):
     model = tiny_families.build("qwen_edit", tmp_path / "model")
-    editor = policy.load_policy(str(model), resolution=64, max_tokens=8)
+    editor = policy.load_policy(str(model), resolution=64, max_tokens=10)
     prompt = ImagePrompt("two cats left of three dogs", home / "images/wide.png")
-    with pytest.raises(InputError, match="max_tokens: 8 is too few for the prompt 'two cats left"):
+    with pytest.raises(InputError, match="max_tokens: 10 is too few for the prompt 'two cats left"):
         editor.encode([prompt])
     rows = editor.encode([prompt.with_text("two")])
-    assert rows["prompt_embeds"].shape[1] == 8 + editor.image_text_tokens
+    assert rows["prompt_embeds"].shape[1] == 10 + editor.image_text_tokens
+
+
+def test_a_processor_that_needs_torchvision_says_so(tmp_path, monkeypatch):
+    """Qwen's processor reads videos too, with torchvision alone."""
+    folder = tiny_families.build("qwen_edit", tmp_path / "model")
+    inputs.check_parts(folder)
+    if not is_torchvision_available():
+        monkeypatch.setattr(Qwen2VLProcessor, "get_attributes", tiny_families.PROCESSOR_PARTS)
+        with pytest.raises(InputError, match="needs torchvision, which is not installed"):
+            inputs.check_parts(folder)
+    for file in (folder / "processor").glob("*"):
+        file.write_text("[]")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="processor cannot be used"):
+        inputs.check_parts(folder)
 
 
 @pytest.fixture(scope="module")

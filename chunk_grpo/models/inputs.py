@@ -498,6 +498,31 @@ def unknown_words(
     ]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
+def _load_processor(
+    folder: Path,  # a pipeline's folder
+    part: str,  # its sub-folder
+    class_name: str,  # in transformers
+) -> None:
+    """Load the processor that prepares images for a language model.
+
+    Raise InputError if it is damaged, or needs a package that is not installed.
+    """
+    import transformers  # takes seconds
+
+    try:
+        getattr(transformers, class_name).from_pretrained(Path(folder) / part)
+    except ImportError:
+        raise InputError(
+            f"model: the processor in {folder}/{part} needs torchvision, which is not installed: pip "
+            "install torchvision"
+        ) from None
+    except Exception as error:  # transformers raises exceptions of many types
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise InputError(
+            f"model: the processor in {folder}/{part} cannot be used ({reason})."
+        ) from None
+
+
 def check_parts(folder: Path) -> None:  # a pipeline's folder
     """Raise InputError if the pipeline lacks a part, or a part does not fit its configuration."""
     import transformers  # takes seconds
@@ -521,6 +546,8 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
     for part in sorted(named):  # encoders before their tokenizers
         if part.startswith("tokenizer"):
             _load_tokenizer(folder, part)
+        elif part == "processor":
+            _load_processor(folder, part, index[part][1])
         elif part.startswith("text_encoder"):
 
             def make(config: dict, name: str = index[part][1]) -> Any:
