@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import machine, settings
-from chunk_grpo.models import policy, trainable
+from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.planning import plan
 from chunk_grpo.runs import launch
 
@@ -274,9 +274,12 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     ],
 )
 def test_every_known_model_has_a_whole_plan(model):
-    """On a device that has no room for some of them."""
+    """On a device that has no room for some of them; a model that edits is planned before its list is there."""
+    edits = inputs.find_family(plan.known_model_configs()[model].pipeline).edits_images
+    lists = dict.fromkeys(("prompts", "eval_prompts"), "edits.jsonl") if edits else {}
     run_settings = settings.load_settings(
-        {
+        lists
+        | {
             "model": model,
             "resolution": 512,
             "eval_resolution": 512,
