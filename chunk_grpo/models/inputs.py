@@ -17,6 +17,7 @@ import csv
 import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -511,15 +512,13 @@ def _load_processor(
 
     try:
         getattr(transformers, class_name).from_pretrained(Path(folder) / part)
-    except ImportError:
-        raise InputError(
-            f"model: the processor in {folder}/{part} needs torchvision, which is not installed: pip "
-            "install torchvision"
-        ) from None
     except Exception as error:  # transformers raises exceptions of many types
         reason = " ".join(str(error).split())[:120] or type(error).__name__
+        hint = ""
+        if importlib.util.find_spec("torchvision") is None:
+            hint = "; it needs torchvision, which is not installed: pip install torchvision"
         raise InputError(
-            f"model: the processor in {folder}/{part} cannot be used ({reason})."
+            f"model: the processor in {folder}/{part} cannot be used ({reason}){hint}."
         ) from None
 
 
@@ -1010,7 +1009,7 @@ def _open_upright(file: Path) -> Image.Image:  # RGB
     try:
         with Image.open(file) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow raises exceptions of many types
         raise ValueError(f"{file} is no image that can be read ({type(error).__name__})") from None
 
 
