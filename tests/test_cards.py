@@ -1,15 +1,18 @@
 """The lines of a model card, executed as they stand: of every family they draw what `chunk-grpo sample` draws."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import tiny_families
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from PIL import Image
 
 from chunk_grpo import export_run, sample_run
 from chunk_grpo.core import settings
-from chunk_grpo.models import trainable
+from chunk_grpo.models import inputs, trainable
 from chunk_grpo.runs import run_folder
 
 PROMPTS = ["a red star", 'two cats left of three "dogs" \\ the green square']
@@ -19,24 +22,30 @@ WAYS = {
 }
 
 
-@pytest.fixture(
-    params=[(name, way) for name in tiny_families.BUILDERS for way in WAYS], ids="-".join
-)
+NAMES = [*tiny_families.BUILDERS, *tiny_families.EDITING_BUILDERS]
+
+
+@pytest.fixture(params=[(name, way) for name in NAMES for way in WAYS], ids="-".join)
 def run(request, tmp_path, monkeypatch):
     """A finished run of a family without its training, beside the folder of its base."""
     name, way = request.param
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     folder = tiny_families.build(name, tmp_path / "model")
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    prompts = tmp_path / "prompts.jsonl"
+    records = []
+    for i, text in enumerate(PROMPTS):
+        Image.effect_mandelbrot((64, 48), (-2, -1, 1, 1), 20 + 9 * i).save(tmp_path / f"{i}.png")
+        records.append(json.dumps({"prompt": text, "image": f"{i}.png"}))
+    prompts.write_text("\n".join(records))
     changes = {
         "model": str(folder),
         "resolution": 64,
         "eval_resolution": 64,
         "max_tokens": 16,
         "dtype": "float32",
-        "eval_prompts": str(tmp_path / "prompts.txt"),
-        "prompts": str(tmp_path / "prompts.txt"),
+        "eval_prompts": str(prompts),
+        "prompts": str(prompts),
         "eval_steps": 4,
         "hybrid_split": 2,
         "prompts_per_iteration": 2,
@@ -59,15 +68,19 @@ def run(request, tmp_path, monkeypatch):
     return made
 
 
-def test_the_card_of_every_family_draws_what_sample_draws(run, tmp_path):
+def test_the_card_of_every_family_draws_what_sample_draws(run, tmp_path, monkeypatch):
     """Plain and hybrid, beside the exported folder and the base's, with and without guidance."""
+    # Qwen-Image-Edit's pipeline gives the source image a megapixel, and the card says so.
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (64, 64, None))
     export_run(run, "mine")
+    run_settings = run_folder.read_run_settings(run)
+    prompts = inputs.read_run_prompts(run_settings, "eval_prompts")
     (code,) = re.findall(
         r"```python\n(.*?)```", (tmp_path / "mine/README.md").read_text(), re.DOTALL
     )
     names = {}
     exec(code, names)
-    ours = {x["arm"]: np.asarray(x["image"]).astype(int) for x in sample_run(run, PROMPTS[:1])}
+    ours = {x["arm"]: np.asarray(x["image"]).astype(int) for x in sample_run(run, prompts[:1])}
     assert (ours["plain"] != ours["base"]).any() and (ours["plain"] != ours["hybrid"]).any()
     for arm in ("plain", "hybrid"):
         apart = abs(ours[arm] - np.asarray(names[arm]).astype(int))

@@ -32,6 +32,7 @@ PROMPTS = [
     "two cats left of three dogs, a photo of the green square",
 ]  # of different lengths
 STEPS, TOKENS, SIDE = 5, 16, 64
+EDITS = ["a red star", "two cats left of three dogs"]  # shorter: Qwen-Image-Edit cuts none
 SOURCES = []  # files of the images that are edited, made by `sources`
 OFF = {
     "dev": {"guidance_scale": 2.5},
@@ -83,11 +84,11 @@ def sources(tmp_path_factory):
     SOURCES.clear()
 
 
-def prompts_of(model, texts=PROMPTS):
+def prompts_of(model, texts=()):
     """Prompts for a family: texts, or texts each with its image."""
     if not model.edits_images:
-        return list(texts)
-    return [ImagePrompt(text, file) for text, file in zip(texts, SOURCES, strict=True)]
+        return list(texts or PROMPTS)
+    return [ImagePrompt(text, file) for text, file in zip(texts or EDITS, SOURCES, strict=True)]
 
 
 def load(folder, **more):
@@ -129,8 +130,9 @@ class Watched:
             given |= {"max_area": SIDE**2, "_auto_resize": False}
         if "Kontext" in type(pipe).__name__ or "Edit" in type(pipe).__name__:
             given |= {"image": [Image.open(file) for file in SOURCES]}
+        prompts = EDITS if "image" in given else PROMPTS
         self.images = pipe(
-            prompt=list(PROMPTS),
+            prompt=list(prompts),
             height=SIDE,
             width=SIDE,
             num_inference_steps=STEPS,

@@ -168,6 +168,8 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
         "Qwen-Image": "QwenImagePipeline",
         "Z-Image": "ZImagePipeline",
         "FLUX.2-klein": "Flux2KleinPipeline",
+        "FLUX.1-Kontext": "FluxKontextPipeline",
+        "Qwen-Image-Edit": "QwenImageEditPipeline",
     }
     assert set(said.values()) == set(inputs.FAMILIES)
     assert not [name for name in said if name not in section("Which models, which GPU?")]

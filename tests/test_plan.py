@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import machine, settings
-from chunk_grpo.models import policy, trainable
+from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.planning import plan
 from chunk_grpo.runs import launch
 
@@ -133,7 +133,7 @@ def test_a_broken_model_folder_is_named(tmp_path):
     fails()
 
 
-@pytest.fixture(scope="module", params=list(tiny_families.BUILDERS))
+@pytest.fixture(scope="module", params=[*tiny_families.BUILDERS, *tiny_families.EDITING_BUILDERS])
 def family(request, tmp_path_factory):
     """A family in miniature: its folder."""
     return str(tiny_families.build(request.param, tmp_path_factory.mktemp(request.param) / "model"))
@@ -142,9 +142,11 @@ def family(request, tmp_path_factory):
 def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
     """Two rows of conditioning whose prompts are as long as they may be."""
     config = model.transformer.config
-    length = TOKENS + network.extra_tokens
+    length = TOKENS + network.extra_tokens + model.image_text_tokens
     width = config.get("joint_attention_dim") or config.get("cap_feat_dim")
-    return {
+    noise = model.noise(torch.Generator())
+    image = {"image_latents": torch.randn(2, *noise.shape)} if model.edits_images else {}
+    return image | {
         "prompt_embeds": torch.randn(2, length, width),
         "prompt_embeds_mask": torch.ones(2, length, dtype=bool),
         "pooled_prompt_embeds": torch.randn(2, config.get("pooled_projection_dim", 1)),
@@ -272,9 +274,12 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
     ],
 )
 def test_every_known_model_has_a_whole_plan(model):
-    """On a device that has no room for some of them."""
+    """On a device that has no room for some of them; a model that edits is planned before its list is there."""
+    edits = inputs.find_family(plan.known_model_configs()[model].pipeline).edits_images
+    lists = dict.fromkeys(("prompts", "eval_prompts"), "edits.jsonl") if edits else {}
     run_settings = settings.load_settings(
-        {
+        lists
+        | {
             "model": model,
             "resolution": 512,
             "eval_resolution": 512,
@@ -453,7 +458,7 @@ def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
         "import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
         "assert 'chunk_grpo.models.families' not in sys.modules\n"
         "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
-        "assert len([find_family(name).known_configs for name in FAMILIES]) == 5\n"
+        "assert len([find_family(name).known_configs for name in FAMILIES]) == 7\n"
         "pipelines = [n for n in sys.modules if n.startswith('diffusers.pipelines.')]\n"
         "assert not any('_' in n.split('.')[-1] for n in pipelines)\n"
         "from chunk_grpo.planning import plan\n"

@@ -39,6 +39,7 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.utils import is_torchvision_available
 
 WORDS = [
     *tiny_flux.WORDS,
@@ -53,6 +54,10 @@ WORDS = [
 ]
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+# transformers prepares images with Pillow if there is no torchvision, and videos with torchvision alone
+PROCESSOR_PARTS = Qwen2VLProcessor.get_attributes
+if not is_torchvision_available():
+    Qwen2VLProcessor.get_attributes = classmethod(lambda kind: ["image_processor", "tokenizer"])
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -280,9 +285,8 @@ def qwen_edit(folder: Path) -> None:
     torch.manual_seed(0)
     parts["text_encoder"] = Qwen2_5_VLForConditionalGeneration(config)
     parts["tokenizer"] = chat_tokenizer(VISION_MARKS)
-    parts["processor"] = Qwen2VLProcessor(
-        Qwen2VLImageProcessor(), parts["tokenizer"], Qwen2VLVideoProcessor()
-    )
+    video = Qwen2VLVideoProcessor() if is_torchvision_available() else None
+    parts["processor"] = Qwen2VLProcessor(Qwen2VLImageProcessor(), parts["tokenizer"], video)
     shutil.rmtree(folder)
     QwenImageEditPipeline(**parts).save_pretrained(folder)
 
