@@ -308,7 +308,7 @@ def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, mon
     run = synthetic.write(tmp_path / "run")
     written = []
     summary = run_folder.read_evaluation_summary(run)
-    monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_: summary)
+    monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_, **__: summary)
     monkeypatch.setattr(reports, "write_run_report", lambda run, name="train": written.append(name))
     commands.evaluate_heldout(run, [], 0)
     (run / "report.html").write_text("the scores before")
