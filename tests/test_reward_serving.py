@@ -143,7 +143,7 @@ def test_prints_harm_nothing(capfd):
     ("name", "said"),
     {
         "nan": f"reward: nan returned nan for the prompt {PROMPTS[1]!r}",
-        "short": "reward: short must return 5 numbers, one an image; it did not",
+        "short": "reward: short must return 5 numbers, one per image; it did not",
         "raising": "failed in its worker: RuntimeError: the model is not well",
     }.items(),
 )
@@ -302,10 +302,10 @@ def test_what_passes_is_tried_again(endpoint, faults):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (401, "refused (401): out of order."),
-        (413, "refused (413)"),
-        (307, "refused (307)"),
-        (b"I am a teapot", "must answer with JSON; it said b'I am a teapot'"),
+        (401, "rejected the request (401): out of order."),
+        (413, "rejected the request (413)"),
+        (307, "rejected the request (307)"),
+        (b"I am a teapot", "must answer with JSON; it answered b'I am a teapot'"),
         (b"[1]", "must answer with JSON"),
         (b"[" * 100_000, "must answer with JSON"),
         (b"{}", "must answer with 5 scores"),
@@ -372,7 +372,7 @@ def test_the_token_is_sent_and_nowhere_kept(endpoint, monkeypatch):
     reward = remote([], token_variable="A_TOKEN")
     reward(IMAGES, PROMPTS)
     assert other.seen == ["Bearer s3cret"] and "s3cret" not in repr(reward) + repr(vars(reward))
-    for value, said in ((None, "not set"), ("s3cret\n", "no header can hold")):
+    for value, said in ((None, "not set"), ("s3cret\n", "that a header cannot hold")):
         monkeypatch.delenv("A_TOKEN", raising=False)
         if value:
             monkeypatch.setenv("A_TOKEN", value)
