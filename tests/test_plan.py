@@ -587,7 +587,7 @@ def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     run_settings = settings.load_settings("paper/one-h200-lora", size)
     text = dict(plan.describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
     assert text.startswith(
-        "nothing that plan knows: with every saving it still takes 2"
+        "no setting that `plan` tries: with all savings it still takes 2"
     ) and text.endswith(" GB")
 
 

@@ -161,7 +161,7 @@ def test_refusals_before_a_child_is_started():
     child = placement.LocalServer("r", "no:such", python=sys.executable)
     with pytest.raises(InputError, match="for each of 5 images; got 4"):
         child(PICTURES, PROMPTS[:4])
-    with pytest.raises(InputError, match="floats from nan"):
+    with pytest.raises(InputError, match="floats in .0, 1.; got nan"):
         child(IMAGES * float("nan"), PROMPTS)
     with pytest.raises(InputError, match="allowed is .B, 3, H, W."):
         child(IMAGES[:, :2], PROMPTS)
@@ -454,7 +454,9 @@ def test_the_server_says_what_it_refuses(monkeypatch):
             InputError, match=r"refused \(413\): body: it must have at most 500000 bytes"
         ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
-        with pytest.raises(InputError, match=r"refused \(400\): images must be 1 to 5"):
+        with pytest.raises(
+            InputError, match=r"rejected the request \(400\): images must be 1 to 5"
+        ):
             ask(IMAGES[[0] * 6], ["a"] * 6)
         with pytest.raises(
             InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"

@@ -243,7 +243,7 @@ def test_an_abstract_class_is_one_sentence(tmp_path):
     body = "class Mine(Method, abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...\n"
     (tmp_path / "m.py").write_text(HEAD + body)
     said = refused(tmp_path, method=f"{tmp_path / 'm.py'}:Mine")
-    assert "`__init__` of Mine cannot make it: it is abstract and lacks `f`" in said
+    assert "`__init__` of Mine cannot make it: it is abstract and has no `f`" in said
 
 
 def test_what_a_method_says_of_settings_is_left_as_it_is(tmp_path):
