@@ -529,7 +529,7 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     """Else each of four would start two."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
-    assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(
+    assert isinstance(answer.exception, InputError) and "the environment sets WORLD_SIZE=4" in str(
         answer.exception
     )
     assert not list(tmp_path.iterdir())

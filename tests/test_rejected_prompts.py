@@ -81,7 +81,7 @@ def test_training_says_which_prompt_is_rejected_and_leaves_no_folder(field, plac
     assert done.returncode == 2 and not (own / "run").exists(), done.stderr
     (line,) = done.stderr.splitlines()
     assert (
-        f"`{field}` must hold prompts that the reward own:Strict can score; number 31 is none"
+        f"`{field}` must hold prompts that the reward own:Strict can score; prompt 31 cannot be scored"
         in line
     )
     assert "holds a mark" in line
@@ -100,7 +100,7 @@ def test_a_benchmark_says_which_prompt_is_rejected_before_it_draws(own):
         cwd=own,
     )
     done = call("evaluate", "run", "--benchmark", "bad.txt", "--rewards", "own:Strict", cwd=own)
-    assert done.returncode == 2 and "number 31 is none" in done.stderr
+    assert done.returncode == 2 and "prompt 31 cannot be scored" in done.stderr
     assert not list((own / "run").glob("benchmarks/*/*"))
 
 
