@@ -498,7 +498,7 @@ def test_callbacks_of_several_processes_must_be_names(settings, tmp_path):
     [
         (
             {"setings": "pocket/tiny"},
-            "`setings` is no parameter of the report train; did you mean `settings`",
+            "`setings` is not a parameter of the report train; did you mean `settings`",
         ),
         ({"processes": "2"}, "`processes` of the report train must be a whole number; got '2'"),
         ({"overrides": "seed=1"}, "`overrides` of the report train must be a list"),
