@@ -299,7 +299,7 @@ def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
     assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
     assert (
         "holds no trained weights" in said.err
-        and f"go on with: chunk-grpo evaluate {run}" in said.err
+        and f"continue with: chunk-grpo evaluate {run}" in said.err
     )
     assert run_folder.read_run_info(run)["status"] == "finished"
 
@@ -314,7 +314,7 @@ def test_an_interrupt_of_an_evaluation_says_how_to_go_on(run, monkeypatch, capsy
     with pytest.raises(typer.Exit) as ended:
         commands_.evaluate_with_progress(run, ["eval_images=4"])
     assert ended.value.exit_code == 130
-    assert f"go on with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
+    assert f"continue with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
 
 
 def test_a_process_that_refuses_says_why(run):
