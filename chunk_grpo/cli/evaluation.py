@@ -34,9 +34,12 @@ OverridesArgument = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 TrustOption = Annotated[
-    bool, typer.Option("--trust", help="Load and run what a run from elsewhere names.")
+    bool,
+    typer.Option("--trust", help="Load and run the code that a run from another machine names."),
 ]
-DrawersOption = Annotated[int, typer.Option(min=0, max=1000, help="Processes; 0: as the run had.")]
+DrawersOption = Annotated[
+    int, typer.Option(min=0, max=1000, help="Processes; 0: as many as the run had.")
+]
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #cd29fb29
 def print_rows(table: list[tuple[str, str]]) -> None:
@@ -60,7 +63,7 @@ def parse_numbers(
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(re.fullmatch("[0-9]{1,18}", word) and low <= int(word) <= high for word in words):
         raise InputError(
-            f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}"
+            f"`{option}` must be whole numbers from {low} to {high}, separated by commas; got {text!r:.80}"
         )
     return [int(word) for word in words]
 
@@ -113,7 +116,7 @@ def evaluate_with_progress(
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
-    with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {command}"):
+    with ends_if_interrupted(lambda: f"finished images are kept, continue with: {command}"):
         return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
 
 
@@ -130,7 +133,9 @@ def evaluate_heldout(
         """Print a line, on the error stream if the standard output holds JSON."""
         typer.echo(printable(text), err=as_json)
 
-    summary = evaluate_with_progress(run, overrides, processes, say, trust)
+    summary = evaluate_with_progress(
+        run=run, overrides=overrides, processes=processes, say=say, trust=trust
+    )
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
     print_json(summary) if as_json else print_means(summary)
@@ -197,11 +202,12 @@ def evaluate(
         list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0, max=10_000)
+        int, typer.Option(help="Images per prompt; 0: as the benchmark has it.", min=0, max=10_000)
     ] = 0,
     processes: DrawersOption = 0,
     rewards: Annotated[
-        str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")
+        str,
+        typer.Option(help="Rewards that score, separated by commas; by default those of the run."),
     ] = "",
     detector: Annotated[
         str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")
@@ -209,7 +215,7 @@ def evaluate(
     judge_url: Annotated[
         str, typer.Option(help="Judge's OpenAI-compatible address, as http://host:8000/v1.")
     ] = "",
-    judge_model: Annotated[str, typer.Option(help="The judge's name there.")] = "",
+    judge_model: Annotated[str, typer.Option(help="The judge's name on that server.")] = "",
     judge_key: Annotated[
         str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")
     ] = "",
@@ -232,7 +238,9 @@ def evaluate(
     if run is not None and not images:
         check_trust(run, trust, overrides or ())
     if not benchmark:
-        return evaluate_heldout(run, overrides or (), processes, as_json, trust)
+        return evaluate_heldout(
+            run=run, overrides=overrides or (), processes=processes, as_json=as_json, trust=trust
+        )
     from chunk_grpo.evaluation import benchmarks, judge  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
@@ -259,7 +267,15 @@ def evaluate(
                     f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}"
                 )
         scorers = {name: placement.load_placed_reward(name) for name in reward_names}
-        benchmarks.score_benchmark(task, folders, scores_folder, source, scorers, tools, typer.echo)
+        benchmarks.score_benchmark(
+            what=task,
+            arms=folders,
+            out=scores_folder,
+            source=source,
+            scorers=scorers,
+            tools=tools,
+            say=typer.echo,
+        )
     else:
         # Sample the benchmark's images with the run's weights, and score them.
         scores_folder = benchmarks.run_benchmark(
@@ -300,14 +316,16 @@ def serve_reward(
     token: Annotated[
         str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")
     ] = "",
-    max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
+    max_images: Annotated[int, typer.Option(help="Largest number of images in a request.")] = 256,
+    max_bytes: Annotated[
+        int, typer.Option(help="Largest size of a request in bytes.")
+    ] = 512_000_000,
 ):
     """Serve a reward over HTTP until it is stopped."""
     secret = os.environ.get(token) if token else None
     if token and not secret:
         raise InputError(
-            f"token: the environment variable {token} is empty; allowed is one that holds the token."
+            f"token: the environment variable {token} is empty; it must hold the token."
         )
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
@@ -318,12 +336,12 @@ def serve_reward(
     try:
         limits = server.ServerLimits(max_images, max_bytes)
         server.run_reward_server(
-            name,
-            lambda: placement.load_placed_reward(name, **reward_options),
-            host,
-            port,
-            secret,
-            limits,
+            name=name,
+            load=lambda: placement.load_placed_reward(name, **reward_options),
+            host=host,
+            port=port,
+            token=secret,
+            limits=limits,
         )
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -379,7 +397,7 @@ def doctor(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[LIST]...", help="Lists of prompts: what is read of each, and nothing else."
+            metavar="[LIST]...", help="Lists of prompts: print only what is read of each."
         ),
     ] = None,
     as_json: JsonOption = False,

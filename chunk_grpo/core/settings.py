@@ -1095,6 +1095,13 @@ def _check_choices(settings: "Settings") -> None:
     )
     _require(
         settings,
+        "lora_targets",
+        settings.lora_rank or not settings.lora_targets,
+        "be empty without an adapter (`lora_rank` 0)",
+        value=", ".join(settings.lora_targets)[:80],
+    )
+    _require(
+        settings,
         "lora_start",
         settings.lora_rank or not settings.lora_start,
         "be empty without an adapter (`lora_rank` 0)",

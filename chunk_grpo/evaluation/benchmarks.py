@@ -147,7 +147,7 @@ def load_benchmark_task(
         return BenchmarkTask(name, tuple(read_prompts(str(source), "`source`")), samples or 1)
     if source is not None:
         raise InputError(
-            f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}"
+            f"`source` must be left out if `benchmark` is a list of prompts, {name}; got {str(source)!r}"
         )
     prompts = read_prompts(name, "`benchmark`")
     return BenchmarkTask(_list_name(listed, column), tuple(prompts), samples or 1)
@@ -200,8 +200,8 @@ def prepare_benchmark(
     for name, value in read_json(file).items():
         if manifest.get(name) != value:
             raise InputError(
-                f"`out`: the images in {out} were drawn with {name} {value!r}, not {manifest.get(name)!r}; "
-                f"remove the folder to draw them again"
+                f"`out`: the images in {out} were sampled with {name} {value!r}, not {manifest.get(name)!r}; "
+                f"remove the folder to sample them again"
             )
     return settings, arms
 
@@ -234,7 +234,9 @@ def sample_benchmark(
                 pixels = samples.permute(0, 2, 3, 1).numpy()
                 images = VaeImageProcessor.numpy_to_pil(pixels)
                 for image, (prompt, sample) in zip(images, batch, strict=True):
-                    _write_image(what, folder, prompt, sample, image)
+                    _write_image(
+                        what=what, folder=folder, prompt=prompt, sample=sample, image=image
+                    )
                 done = low + len(batch)
                 progress = progress_text(
                     done=done,
@@ -255,7 +257,9 @@ def _write_image(
 ) -> None:
     """Write an image to its file; in GenEval's layout with its metadata."""
     if what.records:
-        geneval.write_geneval_image(folder, prompt, sample, what.records[prompt], image)
+        geneval.write_geneval_image(
+            folder=folder, prompt=prompt, sample=sample, record=what.records[prompt], image=image
+        )
         return
     with atomic_write(folder / what.file(prompt, sample)) as temporary:
         image.save(temporary, "PNG")
@@ -401,7 +405,7 @@ def _check_scoring_tools(
             "facebook/mask2former-swin-small-coco-instance, which is not official; got nothing"
         )
     elif not what.records and not scorers:
-        raise InputError(f"`rewards` must name what scores {what.name}; got none")
+        raise InputError(f"`rewards` must name the rewards that score {what.name}; got none")
 
 
 def _score_with_geneval(
@@ -476,10 +480,12 @@ def score_benchmark(
             file=Path(source), images=arms, judge=tools["judge"], out=answers, say=say
         )
     elif what.records:
-        summary = _score_with_geneval(what, arms, out, tools, say)
+        summary = _score_with_geneval(what=what, arms=arms, out=out, tools=tools, say=say)
     else:
         summary = {
-            "rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))
+            "rewards": summarise_evaluation(
+                _score_with_rewards(what=what, arms=arms, scorers=scorers, out=out, say=say)
+            )
         }
 
     measures = list(summary["rewards"]) if "rewards" in summary else [what.name]

@@ -82,13 +82,13 @@ class Judge:
         if not re.fullmatch("[A-Z][A-Z0-9_]*", self.key_variable):
             raise InputError(
                 "`key_variable` must be the name of an environment variable in capitals, such as "
-                "OPENAI_API_KEY, never the key itself; what came is not shown, since it may be one"
+                "OPENAI_API_KEY, never the key itself; the value is not shown, since it may be a key"
             )
         key = os.environ.get(self.key_variable, "").strip()
         if not key:
             raise InputError(
                 f"`key_variable` must name what holds the judge's key: the environment variable "
-                f"{self.key_variable} is not set or empty. A server that wants no key needs none."
+                f"{self.key_variable} is not set or empty. For a server without a key, leave it out."
             )
         return key
 
@@ -170,7 +170,7 @@ def _ask_once(
         reason = f"status {error.status_code}: {message}"
         if error.status_code not in (408, 429) and error.status_code < 500:
             raise InputError(
-                f"judge: {judge.base_url} does not take the request ({reason}). Asking again would not "
+                f"judge: {judge.base_url} rejects the request ({reason}). Repeating it would not "
                 "help."
             ) from None
         retry_after = error.response.headers.get("Retry-After", "")
@@ -210,8 +210,8 @@ def _send_question(
     except _Unanswered as error:
         raise InputError(
             f"judge: {judge.base_url} gave no answer about {question.id} in "
-            f"{retrying.statistics['attempt_number']} requests, at last {error.args[0]}. What it answered "
-            "before is kept; run it again to resume."
+            f"{retrying.statistics['attempt_number']} requests; the last failed with {error.args[0]}. Earlier "
+            "answers are kept; repeat the command to resume."
         ) from None
 
 
@@ -278,7 +278,9 @@ def _identities(
         }
     if len(identities) < len(questions):
         twice = Counter(q.id for q in questions).most_common(1)[0][0]
-        raise InputError(f"`questions` must have one question an id; {twice} comes more than once")
+        raise InputError(
+            f"`questions` must have one question per id; {twice} occurs more than once"
+        )
     return identities
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #dbad3726
@@ -296,7 +298,7 @@ def _read_answers(
         if differing:
             raise InputError(
                 f"answers: {file} has an answer about {record['id']} that belongs to another "
-                f"{differing[0]}; take a new folder, or remove the file to ask everything again."
+                f"{differing[0]}; use a new folder, or remove the file to repeat all questions."
             )
         answers.get(record["id"], []).append(record)
     return answers
@@ -352,7 +354,7 @@ def ask_judge(
         file_lock = FileLock(f"{file}.lock").acquire(blocking=False)
     except Timeout:
         raise InputError(
-            f"answers: another process is asking for {file}; wait until it ends."
+            f"answers: another process is writing {file}; wait until it has ended."
         ) from None
     with file_lock, ThreadPoolExecutor(judge.max_concurrency) as pool:
         drop_partial_line(file)

@@ -8,6 +8,7 @@ __all__ = ['time_call', 'eager', 'RandomFluxPolicy', 'load_workload_settings', '
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #a33d5ac7
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -138,13 +139,13 @@ class RandomFluxPolicy(FluxPolicy):
         device = machine.choose_device(settings.device)
         weights = dtype if settings.lora_rank else torch.float32  # as a run keeps them
         super().__init__(
-            Path(),
-            settings.resolution,
-            settings.max_tokens,
-            settings.guidance,
-            dtype,
-            device,
-            weights,
+            folder=Path(),
+            resolution=settings.resolution,
+            max_tokens=settings.max_tokens,
+            guidance=settings.guidance,
+            dtype=dtype,
+            device=device,
+            weights=weights,
         )
 
     def load_networks(
@@ -306,10 +307,18 @@ class Workload:
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
         work = build_update_batch(
-            images, self.chosen(paths), self.chunks, self.settings.update_batch
+            images=images,
+            chosen=self.chosen(paths),
+            chunks=self.chunks,
+            limit=self.settings.update_batch,
         )
         context = ReplayContext(self.policy, self.conditioning, paths)
-        accumulate_gradients(context, work, self.advantage, Method(self.settings))
+        accumulate_gradients(
+            context=context,
+            update_batch=work,
+            advantage=self.advantage,
+            method=Method(self.settings),
+        )
         return len(work.segment)
 
     def gradient(self) -> Tensor:
@@ -357,11 +366,11 @@ def measure_iteration(
     settings: Settings,  # of `load_workload_settings`
     repeats: int = 3,  # measured iterations, after one to warm up
     say: Callable[[str], None] = lambda text: None,  # receives lines of progress
-    beside: Callable | None = None,  # called in each repeat with (workload, paths, timed)
+    on_repeat: Callable | None = None,  # called in each repeat with (workload, paths, timed)
     configs: Sequence[dict] = (),  # for flux-size, see `RandomFluxPolicy`
 ) -> dict:  # numbers for JSON
     """Measure an iteration: seconds of its phases (medians), operations, and peak memory."""
-    say("making the policy")
+    say("creating the policy")
     workload = prepare_workload(settings, *configs)
     device = workload.policy.device
     rate = plan.measure_matmul_rate(settings.dtype, 1.0)
@@ -382,10 +391,17 @@ def measure_iteration(
         if workload.reward is not None:
             name = settings.reward if isinstance(settings.reward, str) else "reward"
             texts = [workload.prompts[i] for i in workload.prompt_index.tolist()]
-            timed("reward", rewards.score_images, name, workload.reward, images, texts)
+            score = functools.partial(
+                rewards.score_images,
+                name=name,
+                reward=workload.reward,
+                images=images,
+                prompts=texts,
+            )
+            timed("reward", score)
         transitions = timed("update", workload.update, paths)
-        if beside and n:
-            beside(workload, paths, timed)
+        if on_repeat and n:
+            on_repeat(workload, paths, timed)
         spent = "  ".join(f"{name} {each[-1]:.2f} s" for name, each in seconds.items())
         say(f"{'warming up' if n == 0 else f'repeat {n} of {repeats}'}:  {spent}")
         # The first iteration compiles and allocates, so its seconds do not count.
@@ -489,8 +505,10 @@ def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
     ]
     if result["recomputed_flop"]:
         out.append(
-            f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP again, which are not counted"
+            f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP a second time, which are not counted"
         )
     if settings["compile"]:
-        out.append(f"{result['compilations']} compilations, before the seconds that are shown")
+        out.append(
+            f"{result['compilations']} compilations, not included in the seconds that are shown"
+        )
     return out

@@ -255,7 +255,7 @@ class Decoupled(Method):
             )
         if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {self.settings.method}, which asks for no transition's mean"
+                f"`surrogate` must not be dppo with {self.settings.method}, which does not compute the mean of a transition"
             )
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb

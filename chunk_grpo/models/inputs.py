@@ -76,7 +76,7 @@ def locate_model(
         return Path(model)
     if model.startswith("pocket/"):  # a typing error, not a hub id
         raise InputError(
-            f"model: {model!r} is no base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
+            f"model: {model!r} is not a base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
             "folder, or a hub id."
         )
     from huggingface_hub import snapshot_download
@@ -175,11 +175,10 @@ def read_model_json(
 # %% ../../nbs/03_models/00_inputs.ipynb #sched1code
 # the class of diffusers whose steps are those of `sample_ode`
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+_SIGMA_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _SCHEDULER_FLAGS = (
     "use_dynamic_shifting",
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
+    *_SIGMA_SPACINGS,
     "use_flow_sigmas",
     "invert_sigmas",
     "stochastic_sampling",
@@ -234,7 +233,7 @@ def _check_scheduler_options(
             )
     if config.get("num_train_timesteps", 1000) != 1000:
         raise InputError(
-            f"model: {file} must have 1000 as num_train_timesteps, the time that the transformer is told "
+            f"model: {file} must have 1000 as num_train_timesteps, the time that is passed to the transformer "
             f"at level 1; got {config['num_train_timesteps']!r}."
         )
     if config.get("time_shift_type", "exponential") not in ("exponential", "linear"):
@@ -242,13 +241,11 @@ def _check_scheduler_options(
             f"model: {file} must have exponential or linear as time_shift_type; got "
             f"{config['time_shift_type']!r:.80}."
         )
-    spacings = [
-        name
-        for name in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
-        if config.get(name)
-    ]
+    spacings = [name for name in _SIGMA_SPACINGS if config.get(name)]
     if len(spacings) > 1:
-        raise InputError(f"model: {file} may set one of {' and '.join(spacings)}; got both.")
+        raise InputError(
+            f"model: {file} must set at most one of {', '.join(_SIGMA_SPACINGS)}; got {', '.join(spacings)}."
+        )
 
 
 def check_levels(
@@ -391,11 +388,11 @@ def build_meta_network(
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             network = getattr(kind, "from_config", kind)(config)
         if not all(x.numel() for x in network.parameters()):
-            raise ValueError("a weight of it has no number")
+            raise ValueError("it has a weight without elements")
         return network
     except Exception as error:  # diffusers and transformers raise exceptions of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"model: {file} describes no {what} ({reason}).") from None
+        raise InputError(f"model: {file} does not describe a {what} ({reason}).") from None
 
 
 def check_network_weights(
@@ -424,7 +421,7 @@ def check_network_weights(
         by_weights = list(stored[first]) if first in stored else "missing"
         raise InputError(
             f"model: {folder}/{part} has a config.json and weights of different networks: {first} is "
-            f"{by_config} by the one and {by_weights} in the other, as are {len(wrong) - 1} more."
+            f"{by_config} in config.json and {by_weights} in the weights; {len(wrong) - 1} more weights differ."
         )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #70cce202
@@ -507,8 +504,8 @@ def check_parts(folder: Path) -> None:  # a pipeline's folder
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
     if missing := [part for part in needed if part not in named]:
         raise InputError(
-            f"model: {folder}/model_index.json names no {missing[0]}; allowed is one with "
-            f"{', '.join(needed)}."
+            f"model: {folder}/model_index.json must name {', '.join(needed)}; "
+            f"{missing[0]} is missing."
         )
 
     for part in sorted(named):  # encoders before their tokenizers
@@ -645,7 +642,7 @@ def _read_list(content: Any) -> list[tuple[str, Any]]:
     Raise ValueError if the content is no list.
     """
     if not isinstance(content, list):
-        raise ValueError(f"it holds a {type(content).__name__} and no list")
+        raise ValueError(f"it must hold a list; it holds a {type(content).__name__}")
     return [(f"entry {number}", value) for number, value in enumerate(content, 1)]
 
 
@@ -682,14 +679,16 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
         re.fullmatch(r"\w*", name) for name in names
     ):
         raise ValueError(
-            f"{lines[0][0]} is the header of a table, whose name must end in .csv or .tsv"
+            f"{lines[0][0]} is the header of a table, so the name of the file must end in .csv or .tsv"
         )
     tabs = {line.count("\t") for _, line in lines}
     if len(tabs) == 1 and tabs != {0}:
-        raise ValueError("every line has a tab, as in a table, whose name must end in .tsv")
+        raise ValueError(
+            "every line has a tab, as in a table, so the name of the file must end in .tsv"
+        )
     if lines and all(line.startswith("- ") for _, line in lines):
         raise ValueError(
-            "every line begins with a dash, as in a YAML list, whose name must end in .yaml"
+            "every line begins with a dash, as in a YAML list, so the name of the file must end in .yaml"
         )
     return lines
 
@@ -722,9 +721,9 @@ def find_column(
     matches = [name for name in names if name.strip().lower() in wanted]
     if len(matches) != 1:
         available = ", ".join(names)[:200] or "none"
-        how = f"more than one, {', '.join(matches)}" if matches else f"none among {available}"
+        how = f"is more than one, {', '.join(matches)}" if matches else f"is none among {available}"
         what = f"a column {column}" if column else "a column Prompt or Prompts"
-        raise ValueError(f"{what} is needed and there is {how}; one is chosen as FILE:COLUMN")
+        raise ValueError(f"{what} is needed, but there {how}; choose one with FILE:COLUMN")
     return matches[0]
 
 
@@ -737,8 +736,8 @@ def _describe_download(name: str) -> str:  # name: of a missing list of prompts,
     for published, how in lists.items():
         if name.lower().startswith(published.lower()):
             licence, command = how.split(": ", 1)
-            return f"It looks like {published} ({licence}), which this brings: {command}"
-    return f"`chunk-grpo doctor` shows the commands that bring {', '.join(lists)}."
+            return f"It looks like {published} ({licence}), which this command downloads: {command}"
+    return f"`chunk-grpo doctor` shows the commands that download {', '.join(lists)}."
 
 
 def read_prompt_records(
@@ -760,7 +759,7 @@ def read_prompt_records(
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
-            f"{field}: {source!r} is no file; allowed are {names}. {_describe_download(path.stem)}"
+            f"{field}: {source!r} is not a file; allowed are {names}. {_describe_download(path.stem)}"
         )
 
     # Take the file apart, and the prompt out of each record.
@@ -784,13 +783,11 @@ def read_prompt_records(
         raise InputError(f"{field}: {source} holds no prompt; at least one prompt is needed.")
     for place, prompt, record in prompts:
         if not prompt:
-            raise InputError(
-                f"{field}: {source} holds no prompt in {place}, which is empty; remove it."
-            )
+            raise InputError(f"{field}: {source} has an empty prompt in {place}; remove it.")
         if len(prompt) > _LONGEST_PROMPT:
             raise InputError(
-                f"{field}: {source} holds in {place} a prompt of {len(prompt)} characters; allowed are "
-                f"{_LONGEST_PROMPT}."
+                f"{field}: {source} has a prompt of {len(prompt)} characters in {place}; at most "
+                f"{_LONGEST_PROMPT} are allowed."
             )
         if isinstance(record, dict) and not column:
             _check_drawing_fields(f"{field}: {place} of {source}", record, path)
@@ -844,9 +841,9 @@ def _extract_prompt(
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     elif column:
-        raise ValueError(f"{where} is no record with a column {column}")
+        raise ValueError(f"{where} must be a record with a column {column}")
     if not isinstance(record, str):
-        raise ValueError(f"{where} holds {format_value(record)} where a text is needed")
+        raise ValueError(f"{where} must be a text; it is {format_value(record)}")
     record.encode()  # raises for half of a surrogate pair, which JSON can hold
     return record.strip()
 
@@ -864,7 +861,7 @@ def _check_drawing_fields(
         )
         if normalized in _DRAWING_FIELDS and not is_blank:
             raise InputError(
-                f"{place} asks for {name} {str(value)[:40]!r}, but a run draws all prompts alike; remove it, or write "
+                f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts alike; remove it, or write "
                 f"{path}:{find_column(record)} to read that column alone."
             )
 

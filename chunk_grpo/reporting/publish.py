@@ -73,12 +73,12 @@ def sample_run_images(
         for arm, split in arms.items():
             for seed in seeds:
                 sampled = run_images.sample_arm_images(
-                    model,
-                    settings.model_copy(update={"eval_seed": seed}),
-                    {index: prompt},
-                    [(index, 0)],
-                    arm,
-                    split,
+                    model=model,
+                    settings=settings.model_copy(update={"eval_seed": seed}),
+                    prompts={index: prompt},
+                    places=[(index, 0)],
+                    arm=arm,
+                    split=split,
                 )
                 pixels = sampled[0].permute(1, 2, 0).numpy()
                 yield {
@@ -130,7 +130,7 @@ def _check_samples(
                 f"a seed must be a whole number from 0 to {2**63 - 1}; got {seed!r:.80}"
             )
     if len(set(seeds)) < len(seeds):
-        raise InputError(f"`seeds` must be different from each other; got {list(seeds)!r:.80}")
+        raise InputError(f"`seeds` must all differ; got {list(seeds)!r:.80}")
     if out is not None:
         run_folder.check_new_folder(out)
 
@@ -206,7 +206,9 @@ def sample_run(
         if folder:
             folder.mkdir()
         model = run_images.load_trained_policy(run, settings, folder=weights)
-        for x in sample_run_images(model, settings, prompts, chosen, seeds):
+        for x in sample_run_images(
+            model=model, settings=settings, prompts=prompts, arms=chosen, seeds=seeds
+        ):
             if folder:
                 x["file"] = f"{x['number']:05d}-{x['arm']}-{x['seed']}.png"
                 x["image"].save(folder / x["file"])
@@ -215,7 +217,11 @@ def sample_run(
             now = time.monotonic()
             if now - last_report >= 10 or len(images) == total:
                 progress = run_images.progress_text(
-                    len(images), total, now - began, cost, total_cost - cost
+                    done=len(images),
+                    images=total,
+                    seconds=now - began,
+                    spent=cost,
+                    left=total_cost - cost,
                 )
                 say(f"samples: {progress}")
                 last_report = now
@@ -251,7 +257,15 @@ def sample_widget(
     def draw(_=None):
         """Sample the prompt in the field with the seed in its field, and show the images."""
         if text.value.strip():
-            box.value = list(sample_run_images(model, settings, [text.value], chosen, [seed.value]))
+            box.value = list(
+                sample_run_images(
+                    model=model,
+                    settings=settings,
+                    prompts=[text.value],
+                    arms=chosen,
+                    seeds=[seed.value],
+                )
+            )
             pixels = [np.asarray(x["image"]) for x in box.value]
             names = [ARM_LABELS[x["arm"]] for x in box.value]
             view.value = gallery_html([(text.value, pixels)], names, 192)
@@ -455,7 +469,7 @@ def export_run(
     if not (copies_known_files or trust or run_folder.is_own_run(run)):
         raise InputError(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
-            f"{settings.model!r}; look at it, then add --trust"
+            f"{settings.model!r}; inspect it, then add --trust"
         )
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
@@ -483,7 +497,9 @@ def export_run(
             policy = run_images.load_trained_policy(run, settings, folder=weights)
             save_trained_weights(policy, weights_folder)
         if settings.lora_rank:
-            _export_adapter(run, weights_folder, temporary, layout, base)
+            _export_adapter(
+                run=run, weights=weights_folder, folder=temporary, layout=layout, base=base
+            )
             shutil.rmtree(weights_folder)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out

@@ -43,7 +43,9 @@ class HPSv3PackageReward:
     def check_prompt(self, prompt: str) -> None:
         """Raise ValueError for a prompt that contains one of HPSv3's marks."""
         if "<|" in prompt:
-            raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
+            raise ValueError(
+                f"prompts: {prompt!r} contains <|, which HPSv3 reserves for its own markers"
+            )
 
     def __call__(
         self,

@@ -66,7 +66,7 @@ def find_trained_weights(run: Path | str) -> Path:  # its folder final/
     """Return the folder of a finished run's weights; raise InputError if there is none."""
     if not (Path(run) / "final").is_dir():
         raise InputError(
-            f"run: {run} has no trained weights in final/; a finished run is needed: resume it first."
+            f"run: {run} has no trained weights in final/, because it is not finished; resume it first."
         )
     return Path(run) / "final"
 
@@ -176,7 +176,9 @@ def load_trained_policy(
         net.requires_grad_(False)
     expected_shapes = {str(i): p.shape for i, p in enumerate(parameters)}
     if {k: w.shape for k, w in weights.items()} != expected_shapes:
-        raise checkpoints.damaged(folder, "its weights are not of the shapes that are trained")
+        raise checkpoints.damaged(
+            folder, "the shapes of its weights are not those of the trained weights"
+        )
     for i, p in enumerate(parameters):
         p.data.copy_(weights[str(i)])
     return policy
@@ -203,15 +205,15 @@ def sample_arm_images(
     )
     model.set_resolution(settings.resolution if sampler else settings.eval_resolution)
     return sample_images(
-        model,
-        prompts,
-        places,
-        settings.eval_seed,
-        settings.eval_steps,
-        split,
-        settings.rollout_batch,
-        sampler,
-        TORCH_DTYPES[settings.latents_dtype],
+        policy=model,
+        prompts=prompts,
+        places=places,
+        seed=settings.eval_seed,
+        steps=settings.eval_steps,
+        split=split,
+        batch=settings.rollout_batch,
+        sampler=sampler,
+        storage_dtype=TORCH_DTYPES[settings.latents_dtype],
     )
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ae0ef414
@@ -264,7 +266,9 @@ def draw_part(
     """Sample and score the images of a part and write them to disk."""
     arm, low, high = part
     places = [divmod(n, settings.eval_images) for n in range(low, high)]
-    images = sample_arm_images(model, settings, prompts, places, arm, split)
+    images = sample_arm_images(
+        model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
+    )
     judged = score_prompt_images(images, [prompts[p] for p, _ in places], scorers)
     records = []
     make_folders(folder / arm)
@@ -387,7 +391,15 @@ def draw_share(
         model = load_trained_policy(run, settings)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
-            records = draw_part(model, settings, prompts, scorers, part, arms[part[0]], folder)
+            records = draw_part(
+                model=model,
+                settings=settings,
+                prompts=prompts,
+                scorers=scorers,
+                part=part,
+                split=arms[part[0]],
+                folder=folder,
+            )
             append_json_line(file, {"part": part, "records": records})
             watch()
 
@@ -444,7 +456,7 @@ def progress_watcher(
     parts: list[tuple[str, int, int]],  # all parts of the evaluation
     folder: Path,  # of the finished parts
     say: Callable[[str], None],  # receives the lines
-    every: float = 10.0,  # seconds between two lines, at least
+    interval: float = 10.0,  # seconds between two lines, at least
 ) -> Callable[[], None]:
     """Return a function that counts the finished parts of all processes and reports the progress."""
 
@@ -464,7 +476,7 @@ def progress_watcher(
         nonlocal last_time, last_done
         done, spent = count_work(read_parts(folder))
         now = time.monotonic()
-        if done > last_done and (now - last_time >= every or done == images):
+        if done > last_done and (now - last_time >= interval or done == images):
             progress = progress_text(
                 done=done,
                 images=images,
@@ -476,7 +488,7 @@ def progress_watcher(
             last_time, last_done = now, done
 
     if images_before:
-        say(f"evaluation: goes on, {images_before:,} of {images:,} images are there")
+        say(f"evaluation: resumed, {images_before:,} of {images:,} images are finished")
     return look
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #5ee51ca8
@@ -543,7 +555,7 @@ def share_out(
     code, last_line = run_programs(orders, watch)
     if code:
         reason = last_line or f"exit status {code}"
-        raise InputError(f"{what}: a process that draws failed: {reason}")
+        raise InputError(f"{what}: a sampling process failed: {reason}")
 
 
 @contextlib.contextmanager

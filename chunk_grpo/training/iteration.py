@@ -113,7 +113,10 @@ class TrainingState:
     ) -> list[int]:  # positions in the list of prompts
         """Return this process's prompts of an iteration."""
         ids = sample_prompt_indices(
-            len(self.prompts), self.settings.prompts_per_iteration, self.settings.seed, iteration
+            total=len(self.prompts),
+            count=self.settings.prompts_per_iteration,
+            seed=self.settings.seed,
+            iteration=iteration,
         )
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
@@ -171,7 +174,9 @@ def prepare_state(
     check_environment(settings.compile)
     accelerator = make_accelerator(trackers, run, settings.device)
     if trackers and not accelerator.log_with:  # accelerate leaves out what it does not find
-        raise InputError(f"`tracker` must be none or one that accelerate finds; got {trackers}")
+        raise InputError(
+            f"`tracker` must be none or a tracker that accelerate supports; got {trackers}"
+        )
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
@@ -180,7 +185,9 @@ def prepare_state(
     method = load_method(settings)
     prompts = read_prompts(settings.prompts, "prompts")
     held_out = read_prompts(settings.eval_prompts, "eval_prompts")
-    sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
+    sample_prompt_indices(
+        total=len(prompts), count=settings.prompts_per_iteration, seed=settings.seed, iteration=0
+    )
     setting.check_processes(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
     names = dict.fromkeys([*trained_on, *settings.eval_rewards])
@@ -193,7 +200,15 @@ def prepare_state(
     check_prompts({name: scorers[name] for name in training_rewards}, prompts, "prompts")
     check_prompts(scorers, held_out, "eval_prompts")
     return TrainingState(
-        settings, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
+        settings=settings,
+        run=Path(run),
+        accelerator=accelerator,
+        prompts=prompts,
+        held_out=held_out,
+        reward_weights=trained_on,
+        rewards=scorers,
+        method=method,
+        run_id=run_id,
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
@@ -303,7 +318,7 @@ def _score_completions(
     )
     images = decode_latents(policy, final, batch)
     scores = {
-        name: score_images(name, state.rewards[name], images, prompts)
+        name: score_images(name=name, reward=state.rewards[name], images=images, prompts=prompts)
         for name in state.reward_weights
     }
     return {name: x.repeat_interleave(images_per_state) for name, x in scores.items()}
@@ -377,7 +392,14 @@ def compare_groups(
         returned = method.advantages(copies, dict(state.reward_weights))
         # If the package's own `advantages` are not finite, the rewards are at fault; the trainer says so.
         is_overridden = type(method).advantages is not Method.advantages
-        check_floats(method, "advantages", returned, shape, "(P, G)", finite=is_overridden)
+        check_floats(
+            method=method,
+            hook="advantages",
+            value=returned,
+            shape=shape,
+            names="(P, G)",
+            finite=is_overridden,
+        )
         return returned
 
     def compared(raw_scores: dict[str, Tensor]) -> Tensor:
@@ -399,7 +421,7 @@ def compare_groups(
     if settings.credit_of in ("depth", "leaves"):
         states = sharing.shared_states(method.noise_owner, sampler.stochastic)
         edges = sharing.edge_advantages(
-            combined, states, settings.credit_of, settings.advantage_clamp
+            scores=combined, states=states, rule=settings.credit_of, clamp=settings.advantage_clamp
         )
         return edges.flatten(0, 1)
 
@@ -459,17 +481,19 @@ def _begin_groups(
 def _anchored_images(
     state: TrainingState,
     combined: Tensor,  # (B,), combined rewards that are trained on
-    others: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
+    other_scores: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
 ) -> Tensor | None:  # (B,) bool; None: all
     """Return the images that the anchor counts for: those whose reward outruns the other rewards."""
     if state.settings.anchor_share >= 1:
         return None
     share = state.settings.anchor_share
-    return _of_all_groups(
-        state,
-        {"": combined, **others},
-        lambda every: credit.outrun_images(every.pop(""), list(every.values()), share),
-    )
+
+    def outrun(gathered: dict[str, Tensor]) -> Tensor:
+        """Choose among the images of all processes."""
+        trained = gathered.pop("")
+        return credit.outrun_images(trained, list(gathered.values()), share)
+
+    return _of_all_groups(state, {"": combined, **other_scores}, outrun)
 
 
 def _weigh_by_distance(
@@ -512,7 +536,12 @@ def sample_groups(state: TrainingState) -> Rollout:
             features.append(state.rewards[setting.embedding_reward(settings)].embed(images))
 
     # Sample with the present weights, or with a copy, as DiffusionNFT does.
-    before = ReplayContext(state.policy, conditioning, _LATER, state.reference_weights)
+    before = ReplayContext(
+        policy=state.policy,
+        conditioning=conditioning,
+        trajectories=_LATER,
+        reference_weights=state.reference_weights,
+    )
     with count_seconds(seconds, "rollout"):
         with (
             before.use_weights(method.sampling_reference)
@@ -542,7 +571,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     # Compare the images of each group. Credit for chunks samples and scores completions first.
     needs_completions = "gain" in settings.credit_of or "," in settings.completion_strides
     with count_seconds(seconds, "completions") if needs_completions else contextlib.nullcontext():
-        advantage = compare_groups(state, context, scores, combined)
+        advantage = compare_groups(state=state, context=context, scores=scores, combined=combined)
 
     # Reward good images more if no other image of the group is like them.
     if settings.diversity:
@@ -618,8 +647,12 @@ def measure_ratio_floor(
 ) -> list[float]:  # in the batches of training, against the rollout's log-probabilities
     """Measure the largest |ratio - 1| before any update."""
     # Both passes use the batches of training; they differ in the graph alone.
-    without_graph = compute_transition_stats(context, update_batch, method, False)[0]
-    with_graph = compute_transition_stats(context, update_batch, method, True)[0]
+    without_graph = compute_transition_stats(
+        context=context, update_batch=update_batch, method=method, graph=False
+    )[0]
+    with_graph = compute_transition_stats(
+        context=context, update_batch=update_batch, method=method, graph=True
+    )[0]
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.log_probs[
         update_batch.image, torch.searchsorted(stochastic, update_batch.step)
@@ -657,17 +690,20 @@ def check_partition(
     )
     if not (inside and 0 <= int(trainable_steps[0]) and int(trainable_steps[-1]) < len(sampler)):
         raise wrong_return(
-            method,
-            "trainable_steps",
-            f"increasing transitions from 0 to {len(sampler) - 1}",
-            trainable_steps,
+            method=method,
+            hook="trainable_steps",
+            allowed=f"increasing transitions from 0 to {len(sampler) - 1}",
+            value=trainable_steps,
         )
     each = [chunks] if isinstance(chunks, Chunks) else chunks
     if not isinstance(each, list | tuple) or not (
         isinstance(chunks, Chunks) or len(each) == images
     ):
         raise wrong_return(
-            method, "partition", f"chunks for all images, or a list of {images}", chunks
+            method=method,
+            hook="partition",
+            allowed=f"chunks for all images, or a list of {images}",
+            value=chunks,
         )
     for one in each:
         if not isinstance(one, Chunks) or one.transitions != len(trainable_steps):
@@ -691,10 +727,10 @@ def check_selected_chunks(
     right = is_integer_tensor(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
     if not (right and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
         raise wrong_return(
-            method,
-            "select_chunks",
-            f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
-            chosen,
+            method=method,
+            hook="select_chunks",
+            allowed=f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
+            value=chosen,
         )
     method.checked.add("select_chunks")
 
@@ -738,18 +774,30 @@ def build_update_batches(
     trainable_steps = method.trainable_steps(paths.sampler)
     with read_only(method, "partition", paths):
         chunks = method.partition(paths, state.profile.clone())
-    check_partition(method, paths.sampler, trainable_steps, chunks, len(paths.keys))
+    check_partition(
+        method=method,
+        sampler=paths.sampler,
+        trainable_steps=trainable_steps,
+        chunks=chunks,
+        images=len(paths.keys),
+    )
     with read_only(method, "select_chunks", paths):
         chosen = method.select_chunks(paths, chunks, state.profile.clone(), state.iteration)
     check_selected_chunks(
-        method,
-        chosen,
-        len(paths.keys),
-        len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
+        method=method,
+        chosen=chosen,
+        images=len(paths.keys),
+        count=len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
     )
     weights = method.transition_weights(paths.sampler)
     if weights is not None:
-        check_floats(method, "transition_weights", weights, (len(paths.sampler),), "(T,)")
+        check_floats(
+            method=method,
+            hook="transition_weights",
+            value=weights,
+            shape=(len(paths.sampler),),
+            names="(T,)",
+        )
 
     # A group without any advantage has no gradient, so its images may be left out.
     spread = (
