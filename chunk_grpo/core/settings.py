@@ -1435,7 +1435,7 @@ def list_presets() -> list[str]:  # such as "pocket/demo"
 
 
 def find_settings_file(source: str | Path) -> Path:
-    """Return the settings file at a path or of a preset; raise InputError with the most similar preset if there is none."""
+    """Return the path of a settings file or of a preset; raise InputError that suggests a preset if there is none."""
     for path in (Path(source), PRESETS_DIR / f"{source}.yaml"):
         if path.is_file():
             return path

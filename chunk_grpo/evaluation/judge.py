@@ -247,7 +247,7 @@ def parse_scale_scores(
 
 
 def parse_yes_no(text: str) -> bool | None:  # None: the answer cannot be read
-    """Read yes or no: the first word, or the only one of the two in the answer."""
+    """Read yes or no from an answer: its first word, or else the only one of the two words that occurs."""
     answer = text.rpartition("</think>")[2].lower()
     first = re.match(r"\W*(yes|no)\b", answer)
     words = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", answer))

@@ -65,7 +65,7 @@ def mean_square(x: Tensor) -> Tensor:  # (m, ...) -> (m,)
 
 
 def normalised_error(off: Tensor) -> Tensor:  # (m, ...) -> (m,)
-    """Return the mean square divided by the mean absolute value, which gets no gradient.
+    """Return the mean square divided by the mean absolute value; the divisor gets no gradient.
 
     Large and small errors then have gradients of the same size.
     """

@@ -433,7 +433,7 @@ def image_cost(
     settings: Settings,  # of the evaluation
     arm: str,  # its name
 ) -> int:  # in forwards times pixels; only ratios are meaningful
-    """Return the cost of an image of an arm."""
+    """Return what sampling one image of an arm costs."""
     if arm in AS_TRAINED_ARMS:
         return settings.steps * settings.resolution**2
     return settings.eval_steps * settings.eval_resolution**2
@@ -544,7 +544,7 @@ def share_out(
     count: int,  # processes
     watch: Callable[[], None] = lambda: None,  # as in `run_programs`
 ) -> None:
-    """Call a function in several processes, each with its `share`; raise InputError with the error of one that fails."""
+    """Call a function in several processes, each with its own `share`; raise InputError if a process fails."""
     orders = [
         (
             ["chunk_grpo.runs.run_images", draw, json.dumps({**given, "share": (number, count)})],

@@ -30,7 +30,7 @@ def tuning_arms(
     study: Study,
     grown: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond the grid, in order
 ) -> dict[str, tuple[str, dict]]:  # name of an arm of the tuning study -> arm of the study, point
-    """List every arm at every point of its grid, and then at those beyond it.
+    """List every arm with every point of its grid, and then with the points that were added beyond the grid.
 
     Raises InputError if there is nothing to try.
     """

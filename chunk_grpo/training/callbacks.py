@@ -32,16 +32,16 @@ class Callback:
     """Events of a run; every process of the run calls them."""
 
     def on_train_begin(self, state) -> None:
-        """The policy is loaded and the newest checkpoint restored."""
+        """Called when the policy is loaded and the newest checkpoint is restored."""
 
     def on_log(self, state, line: dict) -> None:
-        """A line of metrics is complete; the base is iteration 0."""
+        """Called with each finished line of metrics; iteration 0 is the base."""
 
     def on_save(self, state, folder: Path) -> None:
-        """A checkpoint is on the disk."""
+        """Called when a checkpoint is written to `folder`."""
 
     def on_train_end(self, state) -> None:
-        """The trained weights are in `final/`."""
+        """Called when the trained weights are written to `final/`."""
 
 
 class _LogFunction(Callback):
@@ -344,7 +344,7 @@ class Alarms(Callback):
         self.lines = read_json_lines(state.run / "metrics.jsonl")
 
     def on_log(self, state, line: dict) -> None:
-        """Look at the lines so far; StopTraining where `stop_on` names an alarm."""
+        """Print the alarms that this line raises; raise StopTraining if `stop_on` names one of them."""
         self.lines.append(line)
         raised = raised_alarms(self.lines, state.settings)
         for name, words in raised.items():

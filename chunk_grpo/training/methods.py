@@ -201,7 +201,7 @@ class ChunkTerms:
     member: Tensor  # (N,) long, number of the image in its group
 
     def copy(self) -> "ChunkTerms":
-        """Return the same terms in tensors of their own, which a method may write into."""
+        """Return a copy whose tensors a method may write into."""
         return ChunkTerms(
             statistic=self.statistic.clone(),
             advantage=self.advantage.clone(),
