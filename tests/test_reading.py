@@ -14,9 +14,11 @@ import synthetic
 from matplotlib.text import Text
 from PIL import Image
 from report_functions import functions_of_report
+from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import evaluation as commands
+from chunk_grpo.cli import main
 from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
@@ -288,6 +290,17 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
         in said
     )
     assert reports.describe_evaluation_differences(unequal[:1] * 2) == ""
+
+
+def test_compare_prints_what_cannot_be_compared_before_the_table(unequal, tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "write_report", lambda name, out, **_: out)
+    page = tmp_path / "page.html"
+    answer = CliRunner().invoke(main.app, ["compare", *map(str, unequal), "--out", str(page)])
+    assert answer.exit_code == 0, answer.output
+    assert answer.output.index("their scores cannot be compared") < answer.output.index("delta")
+    same = [str(unequal[0])] * 2
+    answer = CliRunner().invoke(main.app, ["compare", *same, "--out", str(page)])
+    assert answer.exit_code == 0 and "cannot be compared" not in answer.output
 
 
 def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):

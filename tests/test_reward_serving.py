@@ -163,7 +163,7 @@ def test_refusals_before_a_child_is_started():
         child(PICTURES, PROMPTS[:4])
     with pytest.raises(InputError, match="floats in .0, 1.; got nan"):
         child(IMAGES * float("nan"), PROMPTS)
-    with pytest.raises(InputError, match="allowed is .B, 3, H, W."):
+    with pytest.raises(InputError, match="must have the shape .B, 3, H, W."):
         child(IMAGES[:, :2], PROMPTS)
     assert child.child is None
 

@@ -162,10 +162,15 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "advantages",
         "must take (scores, weights)",
     ),
-    "objective takes two": (
-        "def objective(self, statistic, advantage):\n    return 3",
+    "objective takes what it took before": (
+        "def objective(self, statistic, advantage, group):\n    return 3",
         "objective",
-        "must take",
+        "must take (terms)",
+    ),
+    "transition_stats takes what it took before": (
+        "def transition_stats(self, v, reference_velocities, target, x, sampler, index):\n    return 3",
+        "transition_stats",
+        "must take (batch)",
     ),
     "replay without anchor": (
         "def replay(self, context, image, index):\n    return 3",
